@@ -1,0 +1,46 @@
+"""Treegraft trains language-model agents that use tools, with reinforcement learning on trees of steps."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from treegraft.config import Config
+    from treegraft.evaluate import answer_question, evaluate_checkpoint
+    from treegraft.recipe import load_config
+    from treegraft.record import read_trees
+    from treegraft.train import RunResult
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Config",
+    "RunResult",
+    "__version__",
+    "answer_question",
+    "evaluate_checkpoint",
+    "load_config",
+    "read_trees",
+]
+
+_HOMES = {
+    "Config": "treegraft.config",
+    "RunResult": "treegraft.train",
+    "answer_question": "treegraft.evaluate",
+    "evaluate_checkpoint": "treegraft.evaluate",
+    "load_config": "treegraft.recipe",
+    "read_trees": "treegraft.record",
+}
+"""Where each public name lives; loaded on first use, so that importing treegraft does not import torch. `train` is
+missing because it would hide the module of its name: `from treegraft.train import train`."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'treegraft' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,5 @@
+"""`python -m treegraft` is `treegraft`."""
+
+from treegraft.cli import main
+
+main()

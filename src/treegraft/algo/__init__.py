@@ -1,0 +1,1 @@
+"""The methods' mathematics: pure functions, one family per file."""

@@ -1,0 +1,109 @@
+"""Policy-gradient losses on contributions: one row per (token, trajectory that contains it)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this before exp, so that one absurd token cannot overflow the sum."""
+KL_LIMIT = 10.0
+"""k3 values are clamped to ± this, as in verl."""
+
+
+@dataclass(frozen=True, slots=True)
+class SurrogateTerms:
+    """Per contribution [C]: the loss, and what diagnostics are made of."""
+
+    losses: torch.Tensor
+    ratios: torch.Tensor
+    is_clipped: torch.Tensor
+    """Where the clipped side was taken, so that the gradient is 0."""
+
+
+def clipped_surrogate(
+    logprobs: torch.Tensor,
+    old_logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> SurrogateTerms:
+    """Returns the clipped policy-gradient loss per contribution.
+
+    ρ = π(y) / π_old(y),   l = -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A)
+    and with dual_clip c, for A < 0:   l = min(l, -c A)
+
+    Source: Schulman et al., arXiv 1707.06347, eq. 7; separate ends from DAPO (Yu et al., arXiv 2503.14476, eq. 10); dual clip from
+    Ye et al., arXiv 1912.09729, eq. 3.
+
+    Args:
+        logprobs, old_logprobs, advantages: [C]; the last two detached.
+    """
+    ratios = torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    plain = -ratios * advantages
+    clipped = -ratios.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    losses = torch.maximum(plain, clipped)
+    is_clipped = clipped > plain
+    if dual_clip is not None:
+        bound = -dual_clip * advantages
+        is_bounded = (advantages < 0) & (losses > bound)
+        losses = torch.where(is_bounded, bound, losses)
+        is_clipped |= is_bounded
+    return SurrogateTerms(losses, ratios.detach(), is_clipped)
+
+
+def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """Returns [C] a low-variance, never negative estimate of KL(π || π_ref) per token.
+
+    k3 = exp(-d) + d - 1,   d = log π - log π_ref        (Schulman, "Approximating KL Divergence", 2020; GRPO eq. 4)
+    """
+    difference = (logprobs - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (torch.exp(-difference) + difference - 1.0).clamp(-KL_LIMIT, KL_LIMIT)
+
+
+Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Denominators:
+    """What the losses of one optimiser step are divided by, over all its micro-batches and ranks."""
+
+    num_groups: int
+    """Groups in the optimiser step, those without variance included."""
+    weighted_tokens: float
+    """Σ_i w_i |y_i|, |y_i| the loss tokens of the whole path."""
+    length_constant: float
+    """Tokens; the divisor of "sequence-sum"."""
+
+
+def contribution_weights(
+    leaf_weights: torch.Tensor, lengths: torch.Tensor, denominators: Denominators, aggregation: Aggregation
+) -> torch.Tensor:
+    """Returns [N] the factor of every contribution of each trajectory, so that the loss is Σ factor · l.
+
+    token-mean      w_i / Σ_j w_j |y_j|                        (DAPO, arXiv 2503.14476)
+    sequence-mean   w_i / (|y_i| · groups)                     (GRPO, arXiv 2402.03300, eq. 3)
+    sequence-sum    w_i / (constant · groups)                  (Dr.GRPO, arXiv 2503.20783)
+
+    Args:
+        leaf_weights: [N] w_i, which sum to 1 over each group.
+        lengths: [N] |y_i|; a trajectory of length 0 gets factor 0.
+
+    Raises:
+        ValueError: an unknown aggregation.
+    """
+    if aggregation == "token-mean":
+        factors = leaf_weights / max(denominators.weighted_tokens, 1e-12)
+    elif aggregation == "sequence-mean":
+        factors = leaf_weights / (lengths.clamp(min=1.0) * denominators.num_groups)
+    elif aggregation == "sequence-sum":
+        factors = leaf_weights / (denominators.length_constant * denominators.num_groups)
+    else:
+        raise ValueError(
+            f"contribution_weights: aggregation is '{aggregation}'; expected token-mean, sequence-mean or sequence-sum"
+        )
+    return torch.where(lengths > 0, factors, torch.zeros_like(factors))

@@ -1,0 +1,132 @@
+"""The one hook through which engine and learner replace a model's attention.
+
+transformers hands every keyword argument of `model(...)` down to the attention function of each layer. We register one
+function, which passes the layer's queries, keys and values to whatever plan stands in the argument `attention_plan`: the
+engine's (ragged rows over a shared prompt) or the learner's (packed trees). No mask function is registered, so none is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from treegraft.errors import ModelError
+
+ATTENTION = "treegraft"
+MASKED = -1e30
+"""Score of what is not visible: finite, so that a row that sees nothing of a part gives no NaN."""
+Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Maximum, sum and weighted values of softmax attention over one part of the keys, [..., rows, 1 or width]."""
+
+
+class AttentionPlan(Protocol):
+    """What engine and learner put in the place of a layer's attention."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns [tokens, heads, width] for query [heads, tokens, width] and key, value [kv heads, tokens, width]."""
+        ...
+
+
+class AttentionOptions:
+    """What a layer asks of its attention beside queries, keys and values."""
+
+    __slots__ = ("scaling", "sinks", "softcap", "window")
+
+    def __init__(self, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> None:
+        self.scaling = scaling
+        self.window = window
+        """Sliding window in tokens: key j is visible to query i only if position_i - position_j < window. None: no window."""
+        self.softcap = softcap
+        """Scores become softcap * tanh(score / softcap). None: not."""
+        self.sinks = sinks
+        """[heads] an extra logit per head that takes probability and gives no value. None: none."""
+
+
+def _hook(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    attention_plan: AttentionPlan | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if attention_plan is None:
+        raise ModelError(
+            "the model's attention is Treegraft's, but it was called without a plan; "
+            "call it through the engine or the learner, or restore its own attention first"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    output = attention_plan.attend(int(module.layer_idx), query[0], key[0], value[0], options)  # type: ignore[arg-type]
+    return output[None], None
+
+
+def install_attention(model: nn.Module) -> None:
+    """Puts our hook into every attention layer of `model`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _hook)
+    _inner(model).set_attn_implementation(ATTENTION)
+
+
+@contextmanager
+def tree_attention(model: nn.Module) -> Iterator[None]:
+    """Our hook inside the block, the model's own attention after it."""
+    inner = _inner(model)
+    before = inner.config._attn_implementation
+    if before == ATTENTION:
+        yield
+        return
+    install_attention(model)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
+
+
+def _inner(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def partial_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
+) -> Partial:
+    """Returns maximum, sum and weighted values (float32) of softmax attention over one part of the keys.
+
+    query [..., rows, width], key and value [..., positions, width], visible bool broadcastable to [..., rows, positions].
+    A row that sees nothing gets a maximum of `MASKED`, which weighs nothing when merged.
+    """
+    scores = (query @ key.transpose(-1, -2)).float() * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~visible, MASKED)
+    peak = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - peak).masked_fill(~visible, 0.0)
+    return peak, weights.sum(dim=-1, keepdim=True), (weights.to(value.dtype) @ value).float()
+
+
+def merge_partials(parts: list[Partial], sinks: torch.Tensor | None) -> torch.Tensor:
+    """Returns the attention output of parts with equal shapes [..., rows, width]; `sinks` broadcast to [..., rows, 1]."""
+    peak = parts[0][0]
+    for part in parts[1:]:
+        peak = torch.maximum(peak, part[0])
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    total = torch.zeros_like(peak) if sinks is None else torch.exp(sinks - peak)
+    output: torch.Tensor | float = 0.0
+    for part_peak, part_sum, part_values in parts:
+        factor = torch.exp(part_peak - peak)
+        total = total + factor * part_sum
+        output = output + factor * part_values
+    return output / total

@@ -1,0 +1,297 @@
+"""The command line: `treegraft train | sft | eval | run | config | doctor`.
+
+Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
+or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from treegraft import __version__
+from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
+
+if TYPE_CHECKING:
+    from treegraft.doctor import Finding
+    from treegraft.terminal import Display
+
+app = typer.Typer(
+    name="treegraft",
+    help="Train language-model agents that use tools, with reinforcement learning on trees of steps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    # Brackets in help texts are tables of a recipe, not markup.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as learn.lr=1e-5 run.name=first.")
+]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"treegraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options before the command."""
+
+
+@contextmanager
+def _display(to_stderr: bool = False) -> Iterator[Display]:
+    """Gives the terminal back whatever happens, so that an error is readable."""
+    from treegraft.terminal import make_display
+
+    display = make_display(sys.stderr if to_stderr else None)
+    try:
+        yield display
+    finally:
+        display.close()
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Continue this run from its latest checkpoint.")] = None,
+) -> None:
+    """Train an agent by a recipe.
+
+    The result is a run folder with metrics, trees and a checkpoint.
+    """
+    from treegraft.recipe import load_config
+
+    config = load_config(recipe, overrides or [])
+    with _display() as display:
+        from treegraft.train import train as run_training
+
+        run_training(config, recipe=recipe, resume=resume, display=display)
+
+
+@app.command()
+def sft(recipe: Recipe, overrides: Overrides = None) -> None:
+    """Fine-tune on traces as [warmup] says."""
+    from treegraft.recipe import load_config
+
+    config = load_config(recipe, overrides or [])
+    if config.warmup.num_steps == 0:
+        raise SettingError(f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add warmup.num_steps=300.")
+    with _display() as display:
+        from treegraft.train import sft as run_fine_tuning
+
+        run_fine_tuning(config, recipe=recipe, display=display)
+
+
+def _data_overrides(data: str | None, num: int | None, columns: dict[str, str | None], has_recipe: bool) -> list[str]:
+    """Returns the settings that --data and its columns stand for."""
+    made = [f"tasks.num_eval={num}"] if num is not None else []
+    given = {name: value for name, value in columns.items() if value is not None}
+    if data is None:
+        if given:
+            option = next(iter(given)).replace("_", "-")
+            raise SettingError(f"command line: --{option} would have no effect without --data FILE.")
+        return made
+    if has_recipe:
+        raise SettingError("command line: --data and --recipe both say what to evaluate on; give one of them.")
+    name = data if data.startswith("hub:") else os.path.abspath(os.path.expandvars(data))
+    made += [
+        "tasks.kind=dataset",
+        "tasks.dataset.train=[]",
+        f"tasks.dataset.eval=[{json.dumps(name, ensure_ascii=False)}]",
+    ]
+    return made + [f"tasks.dataset.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Checkpoint,
+    overrides: Overrides = None,
+    recipe: Annotated[str | None, typer.Option(help="Evaluate by this recipe instead of the run's own settings.")] = None,
+    data: Annotated[
+        str | None, typer.Option(metavar="FILE", help='Questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".')
+    ] = None,
+    question_column: Annotated[str | None, typer.Option(help="Column of the question in FILE.")] = None,
+    reference_column: Annotated[str | None, typer.Option(help="Column of the reference in FILE.")] = None,
+    category_column: Annotated[str | None, typer.Option(help="Column to break results down by.")] = None,
+    reference_after: Annotated[str | None, typer.Option(help='Keep what follows this mark in the reference, e.g. "####".')] = None,
+    num: Annotated[int | None, typer.Option(min=1, help="Questions to ask.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the trees here (.jsonl).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a checkpoint.
+
+    On the held-out tasks of its own run, or on those of a recipe or a file.
+    """
+    from treegraft.recipe import load_config, refuse_ignored
+
+    typed = overrides or []
+    refuse_ignored(typed, "eval")
+    columns = {
+        "question_column": question_column,
+        "reference_column": reference_column,
+        "category_column": category_column,
+        "reference_after": reference_after,
+    }
+    settings = [*_data_overrides(data, num, columns, recipe is not None), *typed]
+    config = load_config(recipe, settings) if recipe is not None else None
+    with _display(to_stderr=as_json) as display:
+        from treegraft.evaluate import evaluate_checkpoint
+
+        # With a recipe the overrides are in `config` already.
+        result = evaluate_checkpoint(checkpoint, config, [] if config is not None else settings, display=display, out=out)
+    if as_json:
+        print(
+            json.dumps(
+                {
+                    "num_tasks": result.num_tasks,
+                    "metrics": result.metrics,
+                    "out": str(result.out) if result.out else None,
+                }
+            )
+        )
+        return
+    _print_metrics(result.metrics, f"{checkpoint}: {result.num_tasks} tasks")
+    if result.out:
+        Console().print(Text(f"trees: {result.out}"), soft_wrap=True)
+
+
+def _print_metrics(metrics: Mapping[str, float], title: str) -> None:
+    from treegraft.metrics import find_meaning
+
+    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 1))
+    table.add_column("metric", no_wrap=True)
+    table.add_column("value", justify="right")
+    table.add_column("meaning", style="dim")
+    for key, value in metrics.items():
+        table.add_row(Text(key), f"{value:.4g}", Text(find_meaning(key) or ""))
+    Console().print(table)
+
+
+@app.command()
+def run(
+    checkpoint: Checkpoint,
+    question: Annotated[str, typer.Argument(help="What to ask the agent.")],
+    overrides: Overrides = None,
+) -> None:
+    """Ask an agent; print each of its steps."""
+    from treegraft.evaluate import answer_question
+    from treegraft.recipe import refuse_ignored
+    from treegraft.terminal import transcript
+
+    refuse_ignored(overrides or [], "run")
+    tree = answer_question(checkpoint, question, overrides or [])
+    console = Console()
+    for trajectory in tree.trajectories():
+        console.print(transcript(trajectory))
+
+
+@app.command("config")
+def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print resolved settings with their meaning.
+
+    A * marks what differs from the default.
+    """
+    from treegraft.recipe import config_json, describe, load_config
+
+    config = load_config(recipe, overrides or [])
+    if as_json:
+        print(config_json(config), end="")
+        return
+    table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=30)
+    table.add_column("meaning", style="dim")
+    section = ""
+    for row in describe(config):
+        top = row.name.partition(".")[0]
+        if section and top != section:
+            table.add_section()
+        section = top
+        value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
+        style = "" if row.is_default else "bold cyan"
+        table.add_row(Text(row.name + ("" if row.is_default else " *"), style), Text(value, style), Text(row.meaning))
+    Console().print(table)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Check what this recipe would need too.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, and what a recipe needs.
+
+    Exit code 2 where something is missing.
+    """
+    from treegraft import doctor as checks
+
+    sections = {"installed": list(checks.installed()), "machine": list(checks.machine())}
+    if recipe is not None:
+        from treegraft.recipe import load_config
+
+        config = load_config(recipe, overrides or [])
+        try:
+            parts, total = checks.recipe_memory(config)
+        except ModelError as error:
+            parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
+        sections["memory estimate"] = [*parts, total]
+        sections["data and own parts"] = [*checks.data_files(config), *checks.import_paths(config)]
+        sections["what runs where"] = list(checks.placement(config))
+    if as_json:
+        print(json.dumps({title: checks.as_dict(findings) for title, findings in sections.items()}, indent=2))
+    else:
+        for title, findings in sections.items():
+            _print_findings(title, findings)
+    if not all(finding.is_good for findings in sections.values() for finding in findings):
+        raise typer.Exit(2)
+
+
+def _print_findings(title: str, findings: list[Finding]) -> None:
+    if not findings:
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False)
+    for finding in findings:
+        mark = Text("ok", "green") if finding.is_good else Text("!!", "bold red")
+        table.add_row(mark, Text(finding.name), Text(finding.value), Text(finding.note, "dim" if finding.is_good else "red"))
+    Console().print(table)
+
+
+def exit_code(error: TreegraftError) -> int:
+    """Returns the exit code that an error stands for."""
+    if isinstance(error, SettingError | DataError | ModelError):
+        return 2
+    return 3 if isinstance(error, CheckpointError) else 1
+
+
+def main() -> None:
+    """Runs the command line; an error of ours is one paragraph, never a traceback."""
+    try:
+        app()
+    except TreegraftError as error:
+        from treegraft.terminal import plain
+
+        Console(stderr=True).print(Text(f"error: {plain(str(error))}", style="red"), soft_wrap=True)
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

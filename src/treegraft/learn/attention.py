@@ -1,0 +1,160 @@
+"""Attention over packed trees, exact in forward and backward.
+
+Token j is visible to token i iff j <= i < end(node of j). Small trees use a dense mask; large ones use two flash calls per node,
+the node's tokens on themselves (causal) and everything below the node on the node's keys (unmasked, contiguous), merged by
+
+    lse = log(exp(lse_1) + exp(lse_2)),   o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
+
+Since a flash backward needs only the final output and lse, the backward pass calls it per part with the merged ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from treegraft.attention import AttentionOptions, merge_partials, partial_attention
+from treegraft.learn.pack import Node, PackedTree, TreeBatch
+
+DENSE_LIMIT = 1024
+"""Packed tokens up to which one dense mask beats two flash calls per node (on two cores about 1,000)."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class PackedPlan:
+    """The attention plan of one batch."""
+
+    def __init__(self, batch: TreeBatch, dense_limit: int = DENSE_LIMIT) -> None:
+        self._trees = batch.trees
+        self._positions = batch.position_ids
+        self._dense_limit = dense_limit
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self.num_calls = 0
+        """Layers that called; equals the model's layers where the hook reaches all of them."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns [tokens, heads, width]; trees do not see each other."""
+        self.num_calls += 1
+        outputs = []
+        for index, tree in enumerate(self._trees):
+            part = slice(tree.start, tree.end)
+            if self._takes_flash(tree, query, options):
+                outputs.append(_flash_tree(query[:, part], key[:, part], value[:, part], tree, options.scaling))
+            else:
+                mask = self._mask(index, options.window)
+                outputs.append(_dense_tree(query[:, part], key[:, part], value[:, part], mask, options))
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    def _takes_flash(self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions) -> bool:
+        is_plain = options.window is None and options.softcap is None and options.sinks is None
+        return is_plain and query.device.type == "cpu" and tree.end - tree.start > self._dense_limit
+
+    def _mask(self, index: int, window: int | None) -> torch.Tensor:
+        """[tokens, tokens] bool of one tree, row i sees column j."""
+        if (index, window) not in self._masks:
+            tree = self._trees[index]
+            self._masks[index, window] = tree_mask(tree, self._positions[tree.start : tree.end], window)
+        return self._masks[index, window]
+
+
+def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Returns [tokens, tokens] bool: j <= i < end(node of j), and position_i - position_j < window where there is one."""
+    size = tree.end - tree.start
+    ends = torch.zeros(size, dtype=torch.long, device=positions.device)
+    for node in tree.nodes:
+        ends[node.start - tree.start : node.end - tree.start] = node.subtree_end - tree.start
+    index = torch.arange(size, device=positions.device)
+    visible = (index[None] <= index[:, None]) & (index[:, None] < ends[None])
+    if window is not None:
+        visible &= positions[:, None] - positions[None] < window
+    return visible
+
+
+def _dense_tree(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    heads, size, width = query.shape
+    kv_heads = key.shape[0]
+    if options.softcap is None and options.sinks is None:
+        repeats = heads // kv_heads
+        key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
+        return functional.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=options.scaling)[
+            0
+        ]
+    stacked = query.reshape(kv_heads, -1, width)
+    part = partial_attention(stacked, key, value, mask.repeat(heads // kv_heads, 1), options)
+    sinks = None
+    if options.sinks is not None:
+        sinks = options.sinks.float().view(kv_heads, -1, 1).repeat_interleave(size, dim=1)
+    return merge_partials([part], sinks).reshape(heads, size, width).to(query.dtype)
+
+
+def _flash_tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
+    repeats = query.shape[0] // key.shape[0]
+    key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
+    nodes = tuple(Node(n.start - tree.start, n.end - tree.start, n.subtree_end - tree.start) for n in tree.nodes)
+    output: torch.Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
+    return output[0]
+
+
+def _calls(nodes: Sequence[Node]) -> list[tuple[slice, slice, bool]]:
+    """(rows, columns, causal) of the flash calls that make up a tree."""
+    calls = []
+    for node in nodes:
+        columns = slice(node.start, node.end)
+        calls.append((columns, columns, True))
+        if node.subtree_end > node.end:
+            calls.append((slice(node.end, node.subtree_end), columns, False))
+    return calls
+
+
+class _FlashTree(torch.autograd.Function):
+    """query, key, value [1, heads, tokens, width] -> [1, heads, tokens, width]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: tuple[Node, ...], scale: float
+    ) -> torch.Tensor:
+        output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its backward reads it so.
+        shape = (query.shape[0], query.shape[2], query.shape[1])
+        lse = torch.full(shape, float("-inf"), device=query.device).transpose(1, 2)
+        for rows, columns, is_causal in _calls(nodes):
+            part, part_lse = _flash(query[:, :, rows], key[:, :, columns], value[:, :, columns], 0.0, is_causal, scale=scale)
+            before = lse[:, :, rows]
+            merged = torch.logaddexp(before, part_lse)
+            output[:, :, rows] *= torch.exp(before - merged)[..., None]
+            output[:, :, rows] += torch.exp(part_lse - merged)[..., None] * part
+            lse[:, :, rows] = merged
+        result = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.nodes, ctx.scale = nodes, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        totals = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)]
+        for rows, columns, is_causal in _calls(ctx.nodes):
+            parts = _flash_backward(
+                grad[:, :, rows],
+                query[:, :, rows],
+                key[:, :, columns],
+                value[:, :, columns],
+                output[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                is_causal,
+                scale=ctx.scale,
+            )
+            for total, part, where in zip(totals, parts, (rows, columns, columns), strict=True):
+                total[:, :, where] += part
+        return (*(t.to(x.dtype) for t, x in zip(totals, (query, key, value), strict=True)), None, None)

@@ -1,0 +1,242 @@
+"""Packing: whole trees in one sequence, each token once, and the contributions that the loss runs over.
+
+    tree            0: p p    0.0: s s t    0.0.0: s    0.1: s        leaves: 0.0.0, 0.1
+    packed          p  p  s  s  t  s  s
+    position        0  1  2  3  4  5  2                               tokens before it on its path
+    node ends       7  7  6  6  6  6  7                               token j is visible to i iff j <= i < end(node of j)
+    unique sampled        0  1     2  3
+    contributions   leaf 0: 0 1 2;  leaf 1: 3
+
+A token that k trajectories share is scored once and contributes k times, each time with that trajectory's own advantage, so every
+published objective comes out as if the trajectories had been trained apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from treegraft.types import Origin, Step, Trajectory, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A chain of steps without branches between them."""
+
+    start: int
+    """First packed token."""
+    end: int
+    """One past its last packed token."""
+    subtree_end: int
+    """One past the last packed token of everything below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTree:
+    """One tree's part of a batch."""
+
+    start: int
+    end: int
+    nodes: tuple[Node, ...]
+    """In depth-first order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeBatch:
+    """Trees packed one after another. T packed tokens, U unique sampled tokens, C contributions, N trajectories."""
+
+    token_ids: torch.Tensor
+    """[T]"""
+    position_ids: torch.Tensor
+    """[T] tokens before it on its path."""
+    trees: tuple[PackedTree, ...]
+    sampled: torch.Tensor
+    """[U] packed index of each sampled token."""
+    sources: torch.Tensor
+    """[U] packed index of the token before it on its path, whose output predicts it."""
+    temperatures: torch.Tensor
+    """[U] of its step; scores at temperature 0 are those of 1."""
+    sampling_logprobs: torch.Tensor
+    """[U] of the engine."""
+    tokens: torch.Tensor
+    """[C] which unique sampled token a contribution is of."""
+    trajectories: torch.Tensor
+    """[C] which trajectory it belongs to, 0..N-1 in the order of trees and leaves; non-decreasing."""
+    carries_loss: torch.Tensor
+    """[C] bool"""
+    paths: tuple[Trajectory, ...]
+    """[N]"""
+    step_offsets: tuple[dict[str, int], ...]
+    """For each tree, the packed index at which each step starts."""
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.numel()
+
+    @property
+    def num_path_tokens(self) -> int:
+        """Tokens that separate trajectories would hold."""
+        return sum(len(step.token_ids) for path in self.paths for step in path.steps)
+
+    def per_trajectory(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories by tree and leaf."""
+        if values.shape[0] != self.sampled.numel():
+            raise ValueError(
+                f"per_trajectory: got {values.shape[0]} values for {self.sampled.numel()} unique sampled tokens; "
+                "expected one each, in the order of `sampled`"
+            )
+        counts = torch.bincount(self.trajectories, minlength=len(self.paths)).tolist()
+        return list(values.index_select(0, self.tokens).split(counts))
+
+    def to(self, device: torch.device) -> TreeBatch:
+        """Returns the batch with its tensors on `device`."""
+        moved: dict[str, Any] = {
+            n: v.to(device) for n in self.__dataclass_fields__ if isinstance(v := getattr(self, n), torch.Tensor)
+        }
+        return replace(self, **moved)
+
+
+class _Packer:
+    """Accumulates trees; one instance per batch."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.position_ids: list[int] = []
+        self.sampled: list[int] = []
+        self.sources: list[int] = []
+        self.temperatures: list[float] = []
+        self.sampling_logprobs: list[float] = []
+        self.tokens: list[int] = []
+        self.trajectories: list[int] = []
+        self.carries_loss: list[bool] = []
+        self.paths: list[Trajectory] = []
+        self.trees: list[PackedTree] = []
+        self.step_offsets: list[dict[str, int]] = []
+
+    def add(self, tree: Tree) -> None:
+        """Appends one tree's tokens, nodes and contributions."""
+        start = len(self.token_ids)
+        offsets: dict[str, int] = {}
+        positions: dict[str, int] = {}
+        unique: dict[str, range] = {}
+        by_id = {step.id: step for step in tree.steps}
+        for step in tree.steps:
+            offsets[step.id] = len(self.token_ids)
+            parent = by_id[step.parent] if step.parent is not None else None
+            first = positions[parent.id] + len(parent.token_ids) if parent is not None else 0
+            positions[step.id] = first
+            unique[step.id] = self._add_step(step, first, _last_token_before(step, by_id, offsets))
+        self.step_offsets.append(offsets)
+        self.trees.append(PackedTree(start, len(self.token_ids), _nodes(tree, offsets, len(self.token_ids))))
+        for path in tree.trajectories():
+            for step in path.steps:
+                index = iter(unique[step.id])
+                for is_sampled, carries in zip(step.sampled_mask, step.loss_mask, strict=True):
+                    if is_sampled:
+                        self.tokens.append(next(index))
+                        self.trajectories.append(len(self.paths))
+                        self.carries_loss.append(carries and path.leaf.has_loss)
+            self.paths.append(path)
+
+    def _add_step(self, step: Step, first_position: int, before: int | None) -> range:
+        offset, first_unique = len(self.token_ids), len(self.sampled)
+        self.token_ids.extend(step.token_ids)
+        self.position_ids.extend(range(first_position, first_position + len(step.token_ids)))
+        for index, origin in enumerate(step.origins):
+            if origin is not Origin.POLICY:
+                continue
+            source = offset + index - 1 if index else before
+            if source is None:
+                raise ValueError(f"step '{step.id}': its first token was sampled, but nothing stands before it to predict it")
+            self.sampled.append(offset + index)
+            self.sources.append(source)
+            self.temperatures.append(step.temperature or 1.0)
+            self.sampling_logprobs.append(step.sampling_logprobs[index])
+        return range(first_unique, len(self.sampled))
+
+
+def _last_token_before(step: Step, by_id: dict[str, Step], offsets: dict[str, int]) -> int | None:
+    """Packed index of the last token of the nearest ancestor that has any; None where there is none."""
+    parent = step.parent
+    while parent is not None:
+        if by_id[parent].token_ids:
+            return offsets[parent] + len(by_id[parent].token_ids) - 1
+        parent = by_id[parent].parent
+    return None
+
+
+def _nodes(tree: Tree, offsets: dict[str, int], end: int) -> tuple[Node, ...]:
+    """The tree's steps with single-child chains joined: fewer, longer nodes cost attention less."""
+    children: dict[str, int] = {}
+    for step in tree.steps[1:]:
+        assert step.parent is not None
+        children[step.parent] = children.get(step.parent, 0) + 1
+    heads = [step for step in tree.steps if step.parent is None or children[step.parent] > 1]
+    starts = [offsets[step.id] for step in heads] + [end]
+    nodes = []
+    for index, step in enumerate(heads):
+        below = next((n for n in range(index + 1, len(heads)) if not _is_below(heads[n], step)), len(heads))
+        if starts[index] < starts[index + 1]:
+            nodes.append(Node(starts[index], starts[index + 1], starts[below]))
+    return tuple(nodes)
+
+
+def _is_below(step: Step, ancestor: Step) -> bool:
+    return step.ordinals[: len(ancestor.ordinals)] == ancestor.ordinals
+
+
+def pack_trees(trees: Sequence[Tree], *, device: torch.device | str = "cpu") -> TreeBatch:
+    """Returns one batch that holds all `trees`, in the order given.
+
+    Raises:
+        ValueError: no trees, or a sampled token with nothing before it.
+    """
+    if not trees:
+        raise ValueError("pack_trees: got no trees; at least one is needed")
+    packer = _Packer()
+    for tree in trees:
+        packer.add(tree)
+
+    def integers(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=device)
+
+    return TreeBatch(
+        token_ids=integers(packer.token_ids),
+        position_ids=integers(packer.position_ids),
+        trees=tuple(packer.trees),
+        sampled=integers(packer.sampled),
+        sources=integers(packer.sources),
+        temperatures=torch.tensor(packer.temperatures, dtype=torch.float32, device=device),
+        sampling_logprobs=torch.tensor(packer.sampling_logprobs, dtype=torch.float32, device=device),
+        tokens=integers(packer.tokens),
+        trajectories=integers(packer.trajectories),
+        carries_loss=torch.tensor(packer.carries_loss, dtype=torch.bool, device=device),
+        paths=tuple(packer.paths),
+        step_offsets=tuple(packer.step_offsets),
+    )
+
+
+def num_tree_tokens(tree: Tree) -> int:
+    """Returns the unique tokens of a tree."""
+    return sum(len(step.token_ids) for step in tree.steps)
+
+
+def plan_packs(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Returns groups of indices whose sizes fit `max_tokens`, by first-fit decreasing; a larger single one goes alone.
+
+    Indices ascend within a group and groups by their first index, so the plan depends on the sizes alone.
+    """
+    packs: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        place = next((n for n, left in enumerate(room) if sizes[index] <= left), None)
+        if place is None:
+            packs.append([])
+            room.append(max_tokens)
+            place = len(packs) - 1
+        packs[place].append(index)
+        room[place] -= sizes[index]
+    return sorted(sorted(pack) for pack in packs)

@@ -1,0 +1,119 @@
+"""Log-probabilities and entropies of a batch's unique sampled tokens, without ever holding all logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from treegraft.attention import tree_attention
+from treegraft.learn.attention import PackedPlan
+from treegraft.learn.pack import Node, PackedTree, TreeBatch
+from treegraft.models import Head, base_model, decoder
+
+Scores = tuple[torch.Tensor, torch.Tensor]
+
+
+def packed_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
+    """Returns [U, width], the hidden state that predicts each sampled token, of one packed pass; our attention is installed."""
+    output = decoder(model)(
+        input_ids=batch.token_ids[None],
+        position_ids=batch.position_ids[None],
+        use_cache=False,
+        attention_plan=PackedPlan(batch),
+    )
+    hidden: torch.Tensor = output.last_hidden_state[0]
+    return hidden.index_select(0, batch.sources)
+
+
+def chunked_scores(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, chunk: int) -> Scores:
+    """Returns (logprobs, entropies) of `targets` [rows], with logits of `chunk` rows at a time, recomputed in the backward."""
+
+    def scores(rows: torch.Tensor, wanted: torch.Tensor, temperature: torch.Tensor) -> Scores:
+        logprobs = torch.log_softmax(head(rows).float() / temperature[:, None], dim=-1)
+        entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
+        return logprobs.gather(1, wanted[:, None])[:, 0], entropies
+
+    columns = zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True)
+    if not hidden.requires_grad:
+        parts = [scores(*column) for column in columns]
+    else:
+        parts = [checkpoint(scores, *column, use_reentrant=False) for column in columns]
+    if not parts:
+        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+
+@torch.no_grad()
+def chunked_argmax(head: Head, hidden: torch.Tensor, chunk: int) -> torch.Tensor:
+    """Returns [rows] the most likely token of each hidden state."""
+    parts = [head(rows).argmax(dim=-1) for rows in hidden.split(chunk)]
+    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.long)
+
+
+def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
+    """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models that cannot be packed.
+
+    A token that trajectories share is taken from the first of them: its prefix, and so its gradient, is the same in all.
+    """
+    place = torch.full((batch.sampled.numel(),), -1, dtype=torch.long)
+    hidden: list[torch.Tensor] = []
+    count = 0
+    counts = torch.bincount(batch.trajectories, minlength=len(batch.paths)).tolist()
+    for path, mine in zip(batch.paths, batch.tokens.cpu().split(counts), strict=True):
+        where = [position for position, sampled in enumerate(path.sampled_mask) if sampled]
+        fresh = [n for n, token in enumerate(mine.tolist()) if place[token] < 0]
+        if not fresh:
+            continue
+        ids = torch.tensor([path.token_ids], device=batch.token_ids.device)
+        states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+        hidden.append(states.index_select(0, torch.tensor([where[n] - 1 for n in fresh], device=ids.device)))
+        place[mine[fresh]] = torch.arange(count, count + len(fresh))
+        count += len(fresh)
+    return torch.cat(hidden).index_select(0, place.to(batch.token_ids.device))
+
+
+@torch.no_grad()
+def packing_problem(model: nn.Module) -> str | None:
+    """Returns why this model's attention cannot run on packed trees, or None where it can.
+
+    Our attention is tried on two branches over one prefix: every layer has to call it, and the hidden states have to equal those
+    of plain forward passes of the branches.
+    """
+    inner = base_model(model)
+    config = inner.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {value.get("rope_type") for value in rope.values() if isinstance(value, dict)}
+    if kinds & {"dynamic", "longrope"}:
+        return f"its position scaling ({', '.join(sorted(kind for kind in kinds if kind))}) depends on the whole sequence's length"
+    device = inner.device
+    ids = (torch.arange(10, device=device) * 7 + 3) % config.vocab_size
+    first, second = ids[:7], torch.cat([ids[:4], ids[7:]])
+    plan = _probe_plan(ids, torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6], device=device))
+    plain = [inner.base_model(input_ids=path[None], use_cache=False).last_hidden_state[0] for path in (first, second)]
+    try:
+        with tree_attention(model):
+            packed = inner.base_model(
+                input_ids=ids[None], position_ids=plan[1][None], use_cache=False, attention_plan=plan[0]
+            ).last_hidden_state[0]
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        return f"its layers do not take our attention ({str(error).splitlines()[0]})"
+    if plan[0].num_calls != config.num_hidden_layers:
+        return f"{plan[0].num_calls} of its {config.num_hidden_layers} layers called our attention"
+    gap = max(float((packed[:7] - plain[0]).abs().max()), float((torch.cat([packed[:4], packed[7:]]) - plain[1]).abs().max()))
+    scale = max(1.0, float(plain[0].abs().max()))
+    limit = (1e-4 if inner.dtype == torch.float32 else 0.1) * scale
+    return None if gap <= limit else f"packed hidden states differ from plain ones by up to {gap:.3g}"
+
+
+def _probe_plan(ids: torch.Tensor, positions: torch.Tensor) -> tuple[PackedPlan, torch.Tensor]:
+    """A tree of a four-token prompt and two branches of three tokens."""
+    empty = torch.zeros(0, dtype=torch.long)
+    tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))
+    fields: dict[str, Any] = dict.fromkeys(
+        ("sampled", "sources", "temperatures", "sampling_logprobs", "tokens", "trajectories", "carries_loss"), empty
+    )
+    batch = TreeBatch(token_ids=ids, position_ids=positions, trees=(tree,), paths=(), step_offsets=(), **fields)
+    return PackedPlan(batch), positions

@@ -1,0 +1,256 @@
+"""Warm-up: supervised fine-tuning on traces, with a dial for how willing the agent is to go on.
+
+A demonstration is a tree of one path, so it goes through the same packing and the same scores as reinforcement learning. Loss falls
+on what the agent wrote; the token that decides between going on and answering can be left out (skill without propensity) or shown
+with a chosen frequency (propensity without touching skill).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from treegraft.config import WarmupSettings
+from treegraft.errors import DataError
+from treegraft.interfaces import Format, Span, TaskSource
+from treegraft.learn.learner import Learner
+from treegraft.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
+from treegraft.types import (
+    ROOT_ID,
+    Leaf,
+    Observation,
+    Origin,
+    StartCause,
+    Status,
+    Step,
+    StepContent,
+    Task,
+    ToolCall,
+    Tree,
+)
+
+Demonstration = tuple[Task, tuple[StepContent, ...]]
+
+
+class Demonstrations:
+    """Yields the batch of each warm-up step, a function of seed and step alone."""
+
+    def __init__(self, source: TaskSource, format: Format, settings: WarmupSettings, seed: int) -> None:
+        """Reads the traces.
+
+        Raises:
+            DataError: the tasks have no expert, or the file of traces cannot be used.
+        """
+        self._source, self._format, self._settings, self._seed = source, format, settings, seed
+        self._file = None if settings.traces == "expert" else read_traces(settings.traces)
+        if self._file is None and not self._made(0, 1):
+            raise DataError(
+                'warmup.traces is "expert", but these tasks have no scripted expert; '
+                'name a JSONL file of {"question": ..., "steps": [...]} instead'
+            )
+
+    def _made(self, step: int, num: int) -> list[Demonstration]:
+        made = []
+        for task in self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step)):
+            steps = self._source.expert(task, keyed_int(self._seed, "expert", task.id))
+            if steps:
+                made.append((task, steps))
+        return made
+
+    def batch(self, step: int) -> list[Tree]:
+        """Returns the demonstrations of warm-up step `step` as trees of one path."""
+        size = self._settings.batch_size
+        if self._file is None:
+            chosen = self._made(step, size)
+        else:
+            picks = [keyed_int(self._seed, "trace", step, n) % len(self._file) for n in range(size)]
+            chosen = [self._file[pick] for pick in picks]
+        return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
+
+    def _demonstrate(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
+        frac = self._settings.decision_frac
+        if frac == 0.0:
+            return demonstration_tree(self._format, task, steps)
+        if keyed_unit(self._seed, "kind", *key) >= frac:
+            return demonstration_tree(self._format, task, steps, masks_decisions=True)
+        return demonstration_tree(self._format, task, self._shortened(task, steps, key))
+
+    def _shortened(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> tuple[StepContent, ...]:
+        """The demonstration cut where a keyed coin says to answer too early."""
+        probabilities = self._settings.continue_prob
+        for count in range(1, len(steps) - 1):
+            goes_on = probabilities[min(count, len(probabilities)) - 1]
+            early = self._source.early_answer(task, steps[:count])
+            if early is not None and keyed_unit(self._seed, "decision", *key, count) >= goes_on:
+                return (*steps[:count], StepContent(answer=early))
+        return steps
+
+
+def keyed_int(*key: int | str) -> int:
+    """Returns a 31-bit integer that depends on the key alone."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little") >> 1
+
+
+def keyed_unit(*key: int | str) -> float:
+    """Returns a number in 0..1 that depends on the key alone."""
+    return keyed_int(*key) / 2**31
+
+
+def demonstration_tree(format: Format, task: Task, steps: Sequence[StepContent], *, masks_decisions: bool = False) -> Tree:
+    """Returns a tree of one path with loss on the agent's own tokens.
+
+    Args:
+        masks_decisions: leave out, in each step after a result, the token in which going on and answering differ.
+    """
+    prompt = format.prompt_ids(task)
+    made = [_plain_step(ROOT_ID, None, 0, [(prompt, Origin.PROMPT)], None)]
+    for depth, content in enumerate(steps, start=1):
+        masked = _decision_token(format, steps, depth - 1) if masks_decisions and depth > 1 else None
+        parent = made[-1].id
+        made.append(_plain_step(f"{parent}.0", parent, depth, list(format.render_step(content)), masked, content))
+    leaf = Leaf(step_id=made[-1].id, status=Status.COMPLETED, weight=1.0, answer=steps[-1].answer)
+    return Tree(task=task, group_id=f"warmup/{task.id}", steps=tuple(made), leaves=(leaf,))
+
+
+def _plain_step(
+    step_id: str,
+    parent: str | None,
+    depth: int,
+    spans: list[Span],
+    masked: int | None,
+    content: StepContent | None = None,
+) -> Step:
+    tokens = [token for ids, _ in spans for token in ids]
+    origins = [origin for ids, origin in spans for _ in ids]
+    return Step(
+        id=step_id,
+        parent=parent,
+        depth=depth,
+        token_ids=tuple(tokens),
+        origins=tuple(origins),
+        loss_mask=tuple(origin is Origin.POLICY and n != masked for n, origin in enumerate(origins)),
+        sampling_logprobs=(0.0,) * len(tokens),
+        entropies=(0.0,) * len(tokens),
+        content=content or StepContent(),
+        cause=None if parent is None else StartCause(),
+    )
+
+
+def _decision_token(format: Format, steps: Sequence[StepContent], index: int) -> int | None:
+    """Index in the step's tokens of the first one that differs between going on and answering."""
+    content = steps[index]
+    if content.answer is None:
+        other = StepContent(thought=content.thought, answer="1")
+    else:
+        calls = next((step.calls for step in steps[:index] if step.calls), ())
+        other = StepContent(thought=content.thought, calls=calls)
+    ours, theirs = (format.render_step(step)[0][0] for step in (content, other))
+    return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+
+
+def read_traces(path: str) -> list[Demonstration]:
+    """Returns the traces of a JSONL file: {"question", "steps": [{"thought", "calls": [{"name", "body"}], "observations": [text],
+    "answer"}]} a line.
+
+    Raises:
+        DataError: no such file, no rows, or a row of another shape, by line.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise DataError(f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, or \"expert\"")
+    found: list[Demonstration] = []
+    for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            steps = tuple(
+                StepContent(
+                    thought=step.get("thought", ""),
+                    calls=tuple(ToolCall(call["name"], call["body"]) for call in step.get("calls", ())),
+                    observations=tuple(Observation(text=text) for text in step.get("observations", ())),
+                    answer=step.get("answer"),
+                )
+                for step in row["steps"]
+            )
+            if not steps:
+                raise ValueError("no steps")
+            found.append((Task(id=f"trace/{number}", question=row["question"], reference=()), steps))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"warmup.traces '{path}', line {number}: {error!r}; expected a question and a list of steps") from error
+    if not found:
+        raise DataError(f"warmup.traces '{path}': the file has no rows")
+    return found
+
+
+def learning_rate(settings: WarmupSettings, step: int) -> float:
+    """Returns the rate of step 0, 1, ...: a linear rise, then a linear fall to final_lr_frac of the peak."""
+    rise = settings.lr_warmup_steps
+    if step < rise:
+        return settings.lr * (step + 1) / rise
+    left = (settings.num_steps - step) / max(1, settings.num_steps - rise)
+    return settings.lr * (settings.final_lr_frac + (1.0 - settings.final_lr_frac) * left)
+
+
+def warm_up(
+    learner: Learner,
+    demonstrations: Demonstrations,
+    settings: WarmupSettings,
+    *,
+    first_step: int,
+    on_step: Callable[[int, float], bool],
+) -> None:
+    """Runs the warm-up steps from `first_step` on.
+
+    l = -Σ log π(y) / number of loss tokens, over the agent's own tokens of the batch.
+
+    Args:
+        on_step: called with (steps done, loss); True asks to stop here.
+    """
+    for step in range(first_step, settings.num_steps):
+        loss = imitation_step(learner, demonstrations.batch(step), learning_rate(settings, step))
+        if on_step(step + 1, loss):
+            return
+
+
+def imitation_step(learner: Learner, trees: Sequence[Tree], lr: float) -> float:
+    """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
+    total = 0.0
+    for pack in plan_packs([num_tree_tokens(tree) for tree in trees], learner.settings.max_pack_tokens):
+        batch = pack_trees([trees[n] for n in pack], device=learner.device)
+        logprobs, _ = learner.scores(batch)
+        chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
+        loss = -chosen.sum() / max(1, count)
+        torch.autograd.backward(loss)
+        learner.optimiser.collect()
+        total += float(loss.detach())
+    learner.optimiser.step(lr)
+    return total
+
+
+@torch.no_grad()
+def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demonstration]) -> float:
+    """Returns the share of teacher-forced steps in which every token but the deciding one is the most likely one, 0..1."""
+    trees = [demonstration_tree(format, task, steps, masks_decisions=True) for task, steps in demonstrations]
+    right = total = 0
+    for pack in plan_packs([num_tree_tokens(tree) for tree in trees], learner.settings.max_pack_tokens):
+        chosen = [trees[n] for n in pack]
+        hits = _most_likely(learner, pack_trees(chosen, device=learner.device))
+        for tree, path_hits in zip(chosen, hits, strict=True):
+            flags = iter(path_hits)
+            for step in tree.steps[1:]:
+                sampled = [
+                    (next(flags), carries) for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True) if is_own
+                ]
+                right += all(hit for hit, carries in sampled if carries)
+                total += 1
+    return right / max(1, total)
+
+
+def _most_likely(learner: Learner, batch: TreeBatch) -> list[list[bool]]:
+    """For each path, whether each of the agent's tokens is the most likely one."""
+    values: torch.Tensor = learner.argmax(batch) == batch.token_ids[batch.sampled]
+    return [column.tolist() for column in batch.per_trajectory(values)]

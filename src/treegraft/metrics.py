@@ -1,0 +1,110 @@
+"""Every metric key with its meaning and unit; the docs are made from this table.
+
+A key is "group/name". Units: `num_` counts, `_frac` 0..1, `_s` seconds; anything else says its own. {name} stands for
+what a recipe decides: a reward function, a tool, a category, a number. `time/*` is outside all promises of
+reproducibility."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Mapping
+
+from treegraft.errors import nearest
+
+METRICS: Mapping[str, str] = {
+    "update": "number of the update, from 1; 0 is the state before the first",
+    "policy_version": "publishes so far",
+    "reward/mean": "mean reward of scored leaves, each group weighing the same",
+    "reward/std": "mean over groups of the standard deviation of rewards within the group",
+    "reward/{func}": "mean unweighted reward by this function over scored leaves",
+    "eval/accuracy": "share of held-out tasks answered correctly by one greedy trajectory, 0..1",
+    "eval/accuracy_sampled": "share of correct trajectories on held-out tasks at temperature 1, 0..1",
+    "eval/pass_at_{k}": "share of tasks with a correct one among k trajectories at temperature 1 (unbiased), 0..1",
+    "eval/accuracy_{category}": "eval/accuracy of this category (eval/accuracy_sampled where greedy is off), 0..1",
+    "rollout/num_trajectories": "leaves grown in this update",
+    "rollout/num_sampled_tokens": "tokens sampled by the policy, each once",
+    "rollout/num_tool_calls": "tool calls run",
+    "rollout/tool_calls_mean": "mean tool calls of a trajectory",
+    "rollout/steps_mean": "mean steps of a trajectory",
+    "rollout/retrieved_frac": "share of tokens after the prompt that were grafted from other agents",
+    "rollout/completed_frac": "share of trajectories with an answer in the expected format",
+    "rollout/truncated_frac": "share of trajectories out of tokens, steps or tool calls",
+    "rollout/violation_frac": "share of trajectories that broke the format",
+    "rollout/failed_frac": "share of trajectories lost to failures of ours; they leave their groups",
+    "rollout/accuracy": "share of scored trajectories that are correct: exact match or equal mathematics, 0..1",
+    "branch/num_branches": "further children that explorers opened",
+    "learn/loss": "loss, mean over optimiser steps",
+    "learn/grad_norm": "norm of the gradient before clipping, mean over optimiser steps",
+    "learn/lr": "learning rate of the last optimiser step",
+    "learn/clip_frac": "share of contributions whose gradient the clipping cut",
+    "learn/entropy": "mean entropy of sampled tokens under the policy, in nats, per contribution",
+    "learn/approx_kl": "mean k3 estimate of KL(old || new) per contribution, in nats",
+    "learn/ratio_max": "largest ratio of new to old probability of a contribution",
+    "learn/kl": "mean k3 estimate of KL(policy || reference) per contribution, in nats",
+    "learn/unique_frac": "unique tokens learned from, per token of the trajectories trained apart",
+    "learn/num_unique_tokens": "unique tokens in the forward pass, prompts included",
+    "learn/num_contributions": "pairs of a loss token and a trajectory that contains it",
+    "learn/num_optimiser_steps": "optimiser steps taken in this update",
+    "learn/skipped_groups_frac": "share of groups without variance of reward, skipped in forward and backward",
+    "learn/engine_gap": "mean |log-probability of the engine - of the learner| over canary tokens, in nats",
+    "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",
+    "eval/failed_frac": "share of held-out trajectories lost to failures of ours; they count as wrong",
+    "eval/tool_calls_mean": "mean tool calls of a held-out trajectory",
+    "eval/accuracy_sampled_{category}": "eval/accuracy_sampled of this category, 0..1",
+    "eval/gain": "eval/accuracy at the end less that at the start, over the same tasks",
+    "eval/gain_low": "lower end of its 95 % paired bootstrap interval",
+    "eval/gain_high": "upper end of its 95 % paired bootstrap interval",
+    "eval/gain_sampled": "the same of eval/accuracy_sampled",
+    "eval/gain_sampled_low": "lower end of its 95 % paired bootstrap interval",
+    "eval/gain_sampled_high": "upper end of its 95 % paired bootstrap interval",
+    "time/rollout_s": "seconds to grow all trees, scores included",
+    "time/warmup_s": "seconds of the warm-up",
+    "time/learn_s": "seconds to learn",
+    "time/publish_s": "seconds to hand the weights to the engine",
+    "time/eval_s": "seconds of evaluation in this update",
+    "time/update_s": "seconds of the whole update",
+    "time/tool_{name}_s": "seconds a call of this tool took, mean over calls",
+    "tools/{name}_calls": "calls of this tool",
+    "tools/{name}_failure_frac": "share of its calls that came back as an error",
+    "time/tool_{name}_cached_frac": "share of its calls answered from the cache (empty after a resume)",
+    "warmup/loss": "supervised loss per token carrying loss, in nats",
+    "warmup/skill": "share of teacher-forced steps whose call or answer the policy gets right to the letter, 0..1",
+    "time/engine_evictions": "kept paths dropped for want of rows, and computed again when needed (a matter of timing)",
+    "time/engine_rows_mean": "mean rows taken in by a forward pass of the engine (a matter of timing)",
+}
+"""Key or pattern -> one line with the unit."""
+
+
+@functools.cache
+def _patterns() -> list[tuple[re.Pattern[str], str]]:
+    # The literal text around {name} decides; longer patterns come first, so that the most specific one wins.
+    keys = sorted((key for key in METRICS if "{" in key), key=len, reverse=True)
+    compiled = []
+    for key in keys:
+        before, _, rest = key.partition("{")
+        _, _, after = rest.partition("}")
+        inner = r"\d+" if "{k}" in key else r"[^/]+"
+        compiled.append((re.compile(re.escape(before) + inner + re.escape(after)), METRICS[key]))
+    return compiled
+
+
+def find_meaning(key: str) -> str | None:
+    """Returns the meaning of a metric, None for a key that the table does not know."""
+    if key in METRICS:
+        return METRICS[key]
+    return next((text for pattern, text in _patterns() if pattern.fullmatch(key)), None)
+
+
+def meaning(key: str) -> str:
+    """Returns the meaning of a metric; raises KeyError, naming the nearest one, where there is none."""
+    found = find_meaning(key)
+    if found is None:
+        raise KeyError(f"unknown metric '{key}'.{nearest(key, METRICS)} Its meaning belongs in metrics.py.")
+    return found
+
+
+def check_known(keys: Iterable[str]) -> None:
+    """Raises KeyError for the first key without a meaning."""
+    for key in keys:
+        meaning(key)

@@ -1,0 +1,1 @@
+"""Growing trees: the loop, the tree under construction, and the formats."""

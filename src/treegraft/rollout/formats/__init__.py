@@ -1,0 +1,1 @@
+"""Formats: how steps become tokens and back."""

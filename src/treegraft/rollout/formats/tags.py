@@ -1,0 +1,300 @@
+"""The papers' format: think, one tag per tool, result, answer with \\boxed{}.
+
+    <think> ... </think> <search> ... </search>      what the agent writes in one step: a thought and one call, or
+    <think> ... </think> <answer>\\boxed{...}</answer>  a thought and the answer, ended by an end-of-sequence token
+    <result> ... </result>                           what comes back after a call; never written by the agent
+
+Parsing takes one step at a time, the agent's own tokens only; text from elsewhere is encoded so that it holds no tag of
+ours and no special token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treegraft.errors import DataError, SettingError
+from treegraft.interfaces import Span, Tokenizer, Tool
+from treegraft.rollout.formats.markup import Specials, boxed, clean, normal_answer, shortest_prefix, system_prompt_for
+from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
+
+THINK, RESULT, RETRIEVE, ANSWER = "think", "result", "retrieve", "answer"
+NOT_THE_AGENTS = (RESULT, RETRIEVE)
+"""Tags that the agent must not write."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedStep:
+    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)), violation=None)"""
+
+    content: StepContent
+    """What the step says; after a violation no more than its thought."""
+    violation: str | None
+    """Which rule the step broke; None where it broke none."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or broke a rule."""
+        return bool(self.content.calls) or self.content.answer is not None
+
+
+class _Violation(Exception):
+    """The step breaks a rule; the message says which."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What has been read of a step so far."""
+
+    thought: str | None = None
+    name: str | None = None
+    """The tag of its action, once that is closed."""
+    body: str = ""
+    end: int = 0
+    """Where the closing tag of its action ends."""
+
+
+class TagsFormat:
+    """Steps as tags. `stop` holds the closing tags of the tools, `final` that of the answer."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Tool],
+        *,
+        system_prompt: str | None = None,
+        require_think: bool = True,
+        require_boxed: bool = True,
+        max_context: int | None = None,
+        end_ids: Sequence[int] | None = None,
+    ) -> None:
+        """Args:
+        system_prompt: None composes one from the tools; "" sends none.
+        require_think: a step without a thought is a violation.
+        require_boxed: an answer without \\boxed{} is a violation.
+        max_context: longest prompt, in tokens; None for no limit.
+        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence token.
+
+        Raises `SettingError` for a tool whose name is no tag or one of the format's own.
+        """
+        for tool in tools:
+            if not re.fullmatch(r"[a-z_]+", tool.name) or tool.name in (THINK, ANSWER, *NOT_THE_AGENTS):
+                raise SettingError(
+                    f"tool '{tool.name}' cannot be a tag; a name consists of lower-case letters and underscores and is "
+                    f"none of '{THINK}', '{ANSWER}', '{RESULT}', '{RETRIEVE}'."
+                )
+        self._tokenizer = tokenizer
+        self._tool_names = tuple(tool.name for tool in tools)
+        self._names = (THINK, *self._tool_names, *NOT_THE_AGENTS, ANSWER)
+        self._require_think = require_think
+        self._require_boxed = require_boxed
+        self._max_context = max_context
+        self._end_ids = {i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None}
+        names = "|".join(self._names)
+        self._tag = re.compile(rf"<(/?)({names})>")
+        self._forged = re.compile(rf"<(?=(?:/\s*)?(?:{names})\s*>)", re.IGNORECASE)
+        markup = [f"<{slash}{name}>" for name in self._names for slash in ("", "/")]
+        self._specials = Specials(tokenizer, markup, self._end_ids)
+        self._system_prompt = system_prompt_for(tools, require_think, require_boxed) if system_prompt is None else system_prompt
+        self.stop: tuple[str, ...] = tuple(f"</{name}>" for name in self._tool_names)
+        self.final: tuple[str, ...] = (f"</{ANSWER}>",)
+
+    # Prompts
+
+    def prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """Returns the tokens of the system prompt, the question and the opening of the agent's turn.
+
+        Raises `DataError` for a question that is too long or that still yields a special token.
+        """
+        ids = self._render_prompt(self._specials.broken(clean(task.question)))
+        if self._specials.count(ids) > self._specials.count(self._render_prompt("?")):
+            raise DataError(f"task '{task.id}': its question turns into a special token of the tokenizer; rephrase it.")
+        if self._max_context is not None and len(ids) > self._max_context:
+            raise DataError(
+                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is {self._max_context}; drop the task, "
+                "shorten its question or format.system_prompt, or take a model with a longer context."
+            )
+        return tuple(ids)
+
+    def _render_prompt(self, question: str) -> list[int]:
+        system = self._system_prompt
+        if not self._tokenizer.chat_template:
+            text = f"{system}\n\n{question}" if system else question
+        else:
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": question})
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    # What the agent wrote
+
+    def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
+        """Returns what one step says: a thought and a call or an answer, or which rule it broke.
+
+        A step that ran out of tokens breaks no rule; `is_complete` is False for it.
+        """
+        ids = list(token_ids)
+        while ids and ids[-1] in self._end_ids:
+            ids.pop()
+        reading = _Reading()
+        try:
+            content = self._content(ids, reading, has_ended=len(ids) < len(token_ids))
+        except _Violation as violation:
+            return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
+        return ParsedStep(content, None)
+
+    def _content(self, ids: list[int], reading: _Reading, *, has_ended: bool) -> StepContent:
+        text = self._decode(ids)
+        self._read(text, reading)
+        if reading.name is not None:
+            kept = shortest_prefix(self._decode, ids, text[: reading.end])
+            if kept < len(ids):
+                raise _Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
+        if any(token in self._specials.ids for token in ids):
+            raise _Violation("a special token inside the step")
+        thought = reading.thought or ""
+        if reading.name is None:
+            if has_ended:
+                raise _Violation("ended without a tool call or an answer")
+            return StepContent(thought=thought)
+        if reading.name == ANSWER:
+            return StepContent(thought=thought, answer=self._answer(reading.body))
+        return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
+
+    def _read(self, text: str, reading: _Reading) -> None:
+        """Fills in `reading` up to the end of the step's action; leaves its name None where the text ends before."""
+        position = 0
+        while reading.name is None:
+            opening = self._tag.search(text, position)
+            self._check_gap(text[position : opening.start() if opening else len(text)], is_last=opening is None)
+            if opening is None:
+                return
+            name = opening[2]
+            self._check_opening(opening, reading)
+            closing = self._tag.search(text, opening.end())
+            if closing is None:
+                return
+            if closing[2] in NOT_THE_AGENTS:
+                raise _Violation(f"{closing[0]} is not the agent's to write")
+            if closing[0] != f"</{name}>":
+                raise _Violation(f"{closing[0]} inside <{name}>")
+            body = text[opening.end() : closing.start()]
+            position = closing.end()
+            if name == THINK:
+                reading.thought = body.strip()
+            else:
+                reading.name, reading.body, reading.end = name, body, position
+
+    def _check_gap(self, gap: str, *, is_last: bool) -> None:
+        outside = gap.strip()
+        if not outside:
+            return
+        may_become_tag = is_last and any(f"<{name}>".startswith(outside) for name in self._names)
+        if not may_become_tag:
+            raise _Violation("text outside tags")
+
+    def _check_opening(self, tag: re.Match[str], reading: _Reading) -> None:
+        if tag[2] in NOT_THE_AGENTS:
+            raise _Violation(f"{tag[0]} is not the agent's to write")
+        if tag[1]:
+            raise _Violation(f"{tag[0]} without <{tag[2]}>")
+        if tag[2] == THINK and reading.thought is not None:
+            raise _Violation("a second thought")
+        if tag[2] != THINK and self._require_think and reading.thought is None:
+            raise _Violation(f"no thought before <{tag[2]}>")
+
+    def _answer(self, body: str) -> str:
+        found = boxed(body)
+        if found is None and self._require_boxed:
+            raise _Violation("an answer without \\boxed{}")
+        return normal_answer(body if found is None else found)
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    # What others wrote, and what the agent would have written
+
+    def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
+        """Returns the results as tokens, each between result tags. Never raises: what cannot be encoded is replaced."""
+        ids: list[int] = []
+        for observation in observations:
+            ids += self._tokenizer.encode(f"\n<{RESULT}>\n", add_special_tokens=False)
+            ids += self._foreign_ids(observation.text)
+            ids += self._tokenizer.encode(f"\n</{RESULT}>\n", add_special_tokens=False)
+        return tuple(ids)
+
+    def sanitized(self, text: str) -> str:
+        """Returns foreign text with control characters replaced and our tags and special tokens broken by a space."""
+        return self._forged.sub("< ", self._specials.broken(clean(text)))
+
+    def _foreign_ids(self, text: str) -> list[int]:
+        safe = self.sanitized(text)
+        ids = self._encode_text(safe)
+        if self._is_forged(ids):
+            # A normaliser made of harmless characters what the text itself did not hold.
+            ids = self._encode_text(self.sanitized(safe.encode("ascii", "replace").decode()))
+        if self._is_forged(ids):
+            ids = self._encode_text(safe.translate({ord("<"): " ", ord(">"): " "}))
+        return [token for token in ids if token not in self._specials.ids_with_markup]
+
+    def _is_forged(self, ids: Sequence[int]) -> bool:
+        has_token = any(token in self._specials.ids_with_markup for token in ids)
+        return has_token or self._tag.search(self._decode(ids)) is not None
+
+    def _encode_text(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) if text else []
+
+    def render_step(self, content: StepContent) -> tuple[Span, ...]:
+        """Returns the step's policy tokens, an end-of-sequence token after an answer, then its results as tool tokens.
+
+        Raises `ValueError` for a content that this format cannot say: tags or special tokens in its texts, several
+        calls, a call and an answer at once or neither, an unknown tool, an answer whose braces do not balance.
+        """
+        text = self._step_text(content)
+        ids = self._encode_own(text)
+        parsed = self.parse_step(ids)
+        if parsed.violation is not None or not parsed.is_complete or any(i in self._specials.ids for i in ids):
+            reason = parsed.violation or "it holds a special token or no whole action"
+            raise ValueError(f"step {text[:80]!r}: it cannot be written in tags: {reason}.")
+        if content.answer is not None and self._tokenizer.eos_token_id is not None:
+            ids.append(self._tokenizer.eos_token_id)
+        spans: list[Span] = [(tuple(ids), Origin.POLICY)]
+        if content.observations:
+            spans.append((self.observation_ids(content.observations), Origin.TOOL))
+        return tuple(spans)
+
+    def _encode_own(self, text: str) -> list[int]:
+        # Where our tags are special tokens of the tokenizer, splitting those would tear them apart.
+        split = not self._specials.is_markup_special
+        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split))
+
+    def _step_text(self, content: StepContent) -> str:
+        texts = [content.thought, content.answer or "", *(call.body for call in content.calls)]
+        for text in texts:
+            found = self._tag.search(text)
+            if found:
+                raise ValueError(f"the text {text[:80]!r} holds the reserved tag {found[0]}; no step can say that.")
+        thought = clean(content.thought, keep_controls=True).strip()
+        parts = [f"<{THINK}>\n{thought}\n</{THINK}>"] if thought or self._require_think else []
+        if content.answer is not None and not content.calls:
+            parts.append(f"<{ANSWER}>{self._answer_text(content.answer)}</{ANSWER}>")
+        elif content.answer is None and len(content.calls) == 1:
+            call = content.calls[0]
+            if call.name not in self._tool_names:
+                known = ", ".join(self._tool_names) or "none"
+                raise ValueError(f"there is no tool '{call.name}' in this format; it knows {known}.")
+            parts.append(f"<{call.name}>\n{clean(call.body, keep_controls=True).strip()}\n</{call.name}>")
+        else:
+            answers = "no answer" if content.answer is None else "an answer"
+            raise ValueError(f"a step has one call or an answer; got {len(content.calls)} calls and {answers}.")
+        return "\n".join(parts)
+
+    def _answer_text(self, answer: str) -> str:
+        plain = normal_answer(clean(answer, keep_controls=True))
+        in_box = f"\\boxed{{{plain}}}"
+        if boxed(in_box) == plain:
+            return in_box
+        if not self._require_boxed and boxed(plain) is None:
+            return plain
+        raise ValueError(f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance.")

@@ -1,0 +1,275 @@
+"""Questions from any reasoning-gym generator, with a scripted expert for those that hold an arithmetic expression.
+
+Item seeds of training, evaluation and warm-up lie in ranges that cannot meet, and questions that occur in an earlier
+part (held-out first) are left out of the later ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import decimal
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from treegraft.config import ReasoningGymSettings
+from treegraft.errors import SettingError, nearest
+from treegraft.interfaces import Tool
+from treegraft.tasks.keyed import keyed_choice, keyed_int
+from treegraft.tasks.scoring import math_equal
+from treegraft.types import Observation, StepContent, Task, ToolCall
+
+_RANGE_SIZE = 1 << 29
+"""Item seeds of one purpose; all three ranges stay below 2^31, which every generator accepts."""
+_PURPOSES = ("train", "eval", "warmup")
+_DRAWS_PER_TASK = 20
+"""How many items are looked at for each task wanted, before a small generator counts as exhausted."""
+
+_PLANS = (
+    "I will compute this with python.",
+    "Let me calculate it with python.",
+    "I can use python for this.",
+    "A line of python gives the result.",
+    "I let python work it out.",
+)
+_CONCLUSIONS = (
+    "The result is {}.",
+    "Python gives {}.",
+    "So the answer is {}.",
+    "The output is {}.",
+    "It comes to {}.",
+)
+
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+    ast.Invert: operator.invert,
+}
+_MAX_SHIFT = 4096
+
+
+class ReasoningGym:
+    """Tasks of one reasoning-gym generator."""
+
+    def __init__(self, settings: ReasoningGymSettings, *, seed: int, num_train: int, num_eval: int) -> None:
+        """Raises SettingError for a generator or a parameter that reasoning-gym does not know or refuses."""
+        self._settings = settings
+        self._seed = seed
+        self._num_train = num_train
+        self._num_eval = num_eval
+        _check_generator(settings)
+
+    def train_tasks(self) -> Sequence[Task]:
+        """Returns the training tasks, fewer than asked for where the generator has no more different questions.
+
+        Raises:
+            SettingError: the held-out tasks already hold every question the generator has.
+        """
+        return self._train
+
+    def eval_tasks(self) -> Sequence[Task]:
+        """Returns the held-out tasks, fewer than asked for where the generator has no more different questions."""
+        return self._eval
+
+    def tools(self) -> Sequence[Tool]:
+        """Returns none: the recipe turns the python tool on."""
+        return ()
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        """Returns a python call that prints the question's expression, and the answer read off it.
+
+        The wording depends on the seed. None where the question holds no expression or its value is not the reference.
+        """
+        expression = task.columns.get("expression")
+        program = _program(expression) if isinstance(expression, str) else None
+        if program is None:
+            return None
+        code, result = program
+        if not task.reference or not math_equal(result, task.reference):
+            return None
+        plan = keyed_choice(_PLANS, "plan", seed, task.id)
+        conclusion = keyed_choice(_CONCLUSIONS, "conclusion", seed, task.id).format(result)
+        call = ToolCall("python", code)
+        return (
+            StepContent(thought=plan, calls=(call,), observations=(Observation(text=result),)),
+            StepContent(thought=conclusion, answer=result),
+        )
+
+    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
+        """Returns None: before its one call the expert has nothing to answer."""
+        return None
+
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
+        """Returns tasks that occur neither in training nor in evaluation and that the expert can do.
+
+        Fewer than `num` where it cannot do some or the generator has no more; none where there is no expert.
+        """
+        if all(self.expert(task, seed) is None for task in self._train[:_DRAWS_PER_TASK]):
+            return ()
+        seen = {task.question for task in (*self._eval, *self._train)}
+        tasks = self._draw("warmup", num, keyed_int("warmup", seed), seen)
+        return tuple(task for task in tasks if self.expert(task, seed) is not None)
+
+    def vocabulary(self) -> Sequence[str]:
+        """Returns nothing: the language is open."""
+        return ()
+
+    def report(self) -> Sequence[str]:
+        """Returns a sentence for each part that has fewer tasks than asked for."""
+        parts = (("training", self._train, self._num_train), ("held-out", self._eval, self._num_eval))
+        return tuple(
+            f"{self._settings.generator}: {len(tasks)} different {name} questions instead of {wanted}; with these "
+            "tasks.arithmetic.params the generator has too few"
+            for name, tasks, wanted in parts
+            if len(tasks) < wanted
+        )
+
+    @cached_property
+    def _eval(self) -> tuple[Task, ...]:
+        return self._draw("eval", self._num_eval, 0, set())
+
+    @cached_property
+    def _train(self) -> tuple[Task, ...]:
+        tasks = self._draw("train", self._num_train, 0, {task.question for task in self._eval})
+        if not tasks:
+            raise SettingError(
+                f"the generator '{self._settings.generator}' has no more different questions than the "
+                f"{len(self._eval)} held-out ones; lower tasks.num_eval or widen tasks.arithmetic.params"
+            )
+        return tasks
+
+    def _draw(self, purpose: str, num: int, key: int, seen: set[str]) -> tuple[Task, ...]:
+        """Returns up to `num` tasks with questions that are new; adds them to `seen`."""
+        tasks: list[Task] = []
+        size = _DRAWS_PER_TASK * num + 100
+        for item in self._items(purpose, size, key):
+            if len(tasks) == num:
+                break
+            question = str(item["question"])
+            if question not in seen:
+                seen.add(question)
+                tasks.append(self._as_task(item, f"{self._settings.generator}/{purpose}/{len(tasks)}"))
+        return tuple(tasks)
+
+    def _items(self, purpose: str, size: int, key: int) -> Iterator[Mapping[str, Any]]:
+        # Item i of a reasoning-gym data set has seed base + i: the bases must lie apart, or parts share items.
+        room = _RANGE_SIZE - size
+        base = _PURPOSES.index(purpose) * _RANGE_SIZE + keyed_int("items", self._seed, purpose, key) % room
+        data = _create(self._settings, seed=base, size=size)
+        for index in range(size):
+            # Some generators set the precision of the thread's decimal arithmetic.
+            with decimal.localcontext():
+                item: Mapping[str, Any] = data[index]
+            yield item
+
+    def _as_task(self, item: Mapping[str, Any], task_id: str) -> Task:
+        answer = item.get("answer")
+        expression = find_expression(str(item["question"]), item.get("metadata") or {})
+        return Task(
+            id=task_id,
+            question=str(item["question"]),
+            reference=() if answer is None else (str(answer),),
+            category=self._settings.generator,
+            columns={"generator": self._settings.generator, "expression": expression},
+        )
+
+
+def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
+    """Returns the arithmetic expression of a reasoning-gym item; None where its question shows none.
+
+    An expression that only the metadata have (countdown's solution) is not what the question asks to compute.
+    """
+    candidates = [metadata.get("expression"), metadata.get("problem")]
+    candidates += [line.removesuffix("?").strip().removesuffix("=") for line in question.splitlines()[-1:]]
+    shown = "".join(question.split())
+    for candidate in candidates:
+        if isinstance(candidate, str) and "".join(candidate.split()) in shown:
+            expression = candidate.strip()
+            if _program(expression) is not None:
+                return expression
+    return None
+
+
+def _program(expression: str) -> tuple[str, str] | None:
+    """Returns the code that prints the expression's value and what it prints; None where it is no arithmetic.
+
+    Divisions of integers come out even in reasoning-gym and are written //, so that no digit is lost; decimals are
+    rounded to the places their sum can have, products and quotients to ten.
+    """
+    exact = expression if "." in expression or "//" in expression else expression.replace("/", "//")
+    try:
+        tree = ast.parse(exact, mode="eval").body
+        value = _value(tree)
+    except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError):
+        return None
+    if isinstance(tree, ast.Constant):
+        return None
+    if isinstance(value, float):
+        places = 10 if re.search(r"[*/]", expression) else max(map(len, re.findall(r"\.(\d*)", expression)))
+        return f"print(round({exact}, {places}))", str(round(value, places))
+    if "0x" in expression:
+        return f"print(hex({exact}))", hex(value)
+    return f"print({exact})", str(value)
+
+
+def _value(node: ast.AST) -> int | float:
+    """Returns the value of an arithmetic expression as Python computes it. Raises ValueError for any other syntax."""
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return node.value  # type: ignore[return-value]  # the line above is the check
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
+        return _OPERATORS[type(node.op)](_value(node.operand))  # type: ignore[no-any-return]  # numbers give numbers
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.LShift) and right > _MAX_SHIFT:
+            raise ValueError(f"a shift by {right} bits")
+        return _OPERATORS[type(node.op)](left, right)  # type: ignore[no-any-return]  # as above
+    raise ValueError(f"{type(node).__name__} is not arithmetic")
+
+
+def _create(settings: ReasoningGymSettings, *, seed: int, size: int) -> Any:
+    from reasoning_gym.factory import create_dataset
+
+    return create_dataset(settings.generator, seed=seed, size=size, **settings.params)
+
+
+def _check_generator(settings: ReasoningGymSettings) -> None:
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise SettingError(f"tasks.kind = 'arithmetic' needs the package reasoning-gym: {error}") from error
+    del reasoning_gym  # importing it registers its generators
+    name = settings.generator
+    if name not in DATASETS:
+        raise SettingError(
+            f"tasks.arithmetic.generator is '{name}', which reasoning-gym does not have.{nearest(name, DATASETS)} "
+            f"It has {len(DATASETS)}, e.g. chain_sum, basic_arithmetic, products"
+        )
+    known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
+    for param in settings.params:
+        if param in ("seed", "size"):
+            raise SettingError(f"tasks.arithmetic.params sets '{param}'; use run.seed, tasks.num_train and tasks.num_eval")
+        if param not in known:
+            raise SettingError(
+                f"tasks.arithmetic.params has '{param}', which the generator '{name}' does not have."
+                f"{nearest(param, known)} It has {', '.join(sorted(known))}"
+            )
+    try:
+        with decimal.localcontext():
+            _create(settings, seed=0, size=1)[0]
+    except Exception as error:  # reasoning-gym checks by assert, and generators raise what they like
+        raise SettingError(f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}") from error

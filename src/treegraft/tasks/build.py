@@ -1,0 +1,64 @@
+"""From the [tasks] table of a recipe to a source of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from treegraft.config import TasksSettings
+from treegraft.errors import SettingError, nearest
+from treegraft.interfaces import TaskSource
+from treegraft.plugins import load_object
+from treegraft.tasks.arithmetic import ReasoningGym
+from treegraft.tasks.datasets import DatasetSource
+from treegraft.tasks.search_world import SearchWorld
+
+_METHODS = tuple(name for name in vars(TaskSource) if not name.startswith("_"))
+
+
+def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
+    """Returns the source of tasks that `settings.kind` names.
+
+    A source given by import path is called with seed, num_train, num_eval and what tasks.options holds.
+
+    Raises:
+        SettingError: an unknown kind, an import path to nothing that makes a task source, or settings it refuses.
+        DataError: the files of a data set cannot be read.
+    """
+    build = _BUILT_IN.get(settings.kind)
+    if build is not None:
+        return build(settings, seed)
+    if ":" not in settings.kind:
+        raise SettingError(
+            f"tasks.kind is '{settings.kind}'; expected {', '.join(map(repr, _BUILT_IN))} or an import path "
+            f"'package.module:Source'.{nearest(settings.kind, _BUILT_IN)}"
+        )
+    return _build_custom(settings, seed)
+
+
+def _build_custom(settings: TasksSettings, seed: int) -> TaskSource:
+    make = load_object(settings.kind)
+    try:
+        source: TaskSource = make(seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options)
+    except TypeError as error:
+        raise SettingError(
+            f"tasks.kind '{settings.kind}' could not be called with seed, num_train, num_eval and tasks.options "
+            f"({', '.join(settings.options) or 'none'}): {error}"
+        ) from error
+    missing = [name for name in _METHODS if not callable(getattr(source, name, None))]
+    if missing:
+        raise SettingError(
+            f"tasks.kind '{settings.kind}' gave a {type(source).__name__} without {', '.join(missing)}; "
+            "see treegraft.interfaces.TaskSource for what a task source has"
+        )
+    return source
+
+
+_BUILT_IN: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
+    "search_world": lambda settings, seed: SearchWorld(
+        settings.search_world, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    ),
+    "arithmetic": lambda settings, seed: ReasoningGym(
+        settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
+    ),
+    "dataset": lambda settings, seed: DatasetSource(settings.dataset, num_train=settings.num_train, num_eval=settings.num_eval),
+}

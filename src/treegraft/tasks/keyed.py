@@ -1,0 +1,20 @@
+"""Keyed randomness for task sources: numbers that are functions of a key, equal on every machine and Python version."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def keyed_int(*key: int | str) -> int:
+    """Returns 64 evenly spread bits that depend on the key alone."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def keyed_choice(items: Sequence[Item], *key: int | str) -> Item:
+    """Returns the item that the key selects. Raises ZeroDivisionError where there is none."""
+    return items[keyed_int(*key) % len(items)]

@@ -1,0 +1,150 @@
+"""Rows from JSONL, JSON and parquet files and from the hub, one at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treegraft.errors import DataError, SettingError, nearest
+
+HUB = "hub:"
+_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Row(number=0, values={"question": "1 + 1 ?", "answer": "2"})"""
+
+    number: int
+    """Position in its source, from 0."""
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """BadRow(reason="line 3 is not JSON (...) and was left out")"""
+
+    reason: str
+
+
+def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
+    """Yields the rows of a file or of "hub:NAME[:SPLIT]".
+
+    Raises:
+        SettingError: an unknown kind of file, or a package that is missing.
+        DataError: a file or data set that is missing or cannot be read, or an environment variable that is not set.
+    """
+    if spec.startswith(HUB):
+        return _read_hub(spec, default_split)
+    path = _resolve(spec)
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    if path.suffix.lower() not in readers:
+        raise SettingError(f"'{spec}' is no kind of file that can be read; expected {', '.join(readers)} or 'hub:NAME'")
+    return readers[path.suffix.lower()](path)
+
+
+def source_names(specs: Sequence[str]) -> dict[str, str]:
+    """Returns a short and unique name for each source, for the ids of its tasks."""
+    names: dict[str, str] = {}
+    taken: Counter[str] = Counter()
+    for spec in dict.fromkeys(specs):
+        name = spec.removeprefix(HUB).replace(":", "/") if spec.startswith(HUB) else Path(spec).stem
+        taken[name] += 1
+        names[spec] = name if taken[name] == 1 else f"{name}-{taken[name]}"
+    return names
+
+
+def _resolve(spec: str) -> Path:
+    expanded = os.path.expanduser(os.path.expandvars(spec))
+    if "$" in expanded:
+        raise DataError(f"'{spec}' names an environment variable that is not set; set it, or write the path out")
+    path = Path(expanded)
+    if not path.is_file():
+        siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        place = "" if siblings else f" The folder '{path.parent}' does not exist or is empty."
+        raise DataError(f"there is no file '{path}' ('{spec}' in the recipe).{place}{nearest(path.name, siblings)}")
+    return path
+
+
+def _read_jsonl(path: Path) -> Iterator[Row | BadRow]:
+    number = -1
+    with _opened(path) as file:
+        for line_number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            number += 1
+            try:
+                # The byte order mark that some editors write is no JSON.
+                values = json.loads(line.decode("utf-8-sig" if line_number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
+                yield BadRow(f"line {line_number} is not JSON ({error}) and was left out")
+                continue
+            yield _row(number, values, f"line {line_number}")
+
+
+def _read_json(path: Path) -> Iterator[Row | BadRow]:
+    """A list of objects, or lines of objects."""
+    with _opened(path) as file:
+        text = file.read()
+    if text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
+        yield from _read_jsonl(path)
+        return
+    try:
+        rows = json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"'{path}' is not JSON: {error}; expected a list of objects, or one object a line") from error
+    for number, values in enumerate(rows):
+        yield _row(number, values, f"entry {number + 1}")
+
+
+def _row(number: int, values: Any, place: str) -> Row | BadRow:
+    if isinstance(values, dict):
+        return Row(number, values)
+    return BadRow(f"{place} is a JSON {type(values).__name__}, expected an object; it was left out")
+
+
+def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError as error:
+        raise SettingError(f"reading '{path}' needs the package pyarrow (it comes with datasets): {error}") from error
+    number = 0
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+                for values in batch.to_pylist():
+                    yield Row(number, values)
+                    number += 1
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"'{path}' cannot be read as parquet after {number} rows: {error}") from error
+
+
+def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise SettingError(f"'{spec}' needs the package datasets: {error}") from error
+    name, _, split = spec.removeprefix(HUB).partition(":")
+    try:
+        # Every failure of the hub's client (no network, no such set, no such split) means the same here.
+        data = load_dataset(name, split=split or default_split)
+    except Exception as error:
+        raise DataError(
+            f"the data set '{name}' (split '{split or default_split}') could not be loaded: {error}. Expected "
+            "'hub:NAME[:SPLIT]' with the name it has on the hub, and a network or a filled cache"
+        ) from error
+    for number, values in enumerate(data):
+        yield Row(number, dict(values))
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise DataError(f"'{path}' cannot be opened: {error}") from error

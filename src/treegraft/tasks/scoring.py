@@ -1,0 +1,257 @@
+"""Comparing an answer with its reference: exact match, SQuAD's F1, and mathematics.
+
+A reference is one accepted answer or a sequence of them; the best counts. "Correct" (`is_correct`) means an exact
+match or equal mathematics, never a share of words.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+from treegraft.tasks.math_pool import shared_pool
+
+DEADLINE_S = 5.0
+"""Longest comparison of two pieces of mathematics, in seconds; past it they count as not equal."""
+MAX_MATH_CHARS = 2000
+"""Longer texts are compared as strings only: no answer is that long, and parsing time grows faster than length."""
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
+_PUNCTUATION = frozenset(string.punctuation)
+_CLOSED_ANSWERS = ("yes", "no", "noanswer")
+
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
+_RATIO = re.compile(r"([+-]?\d+)\s*/\s*(\d+)")
+_RANGE = re.compile(r"\d+(\s*[-:]\s*\d+)+")
+_NAME = re.compile(r"[A-Za-z]\d+")
+_TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+_LATEX = re.compile(r"\\|\^|_\{")
+_EXPRESSION = re.compile(r"[0-9A-Za-z+\-*/^=<>().,\[\]{}|!\s°√≤≥]+")
+_OPERATOR = re.compile(r"[+*/^=<>()\[\]{}|√≤≥-]|\d[A-Za-z!]|,")
+_FUNCTIONS = frozenset(
+    ("sin", "cos", "tan", "cot", "arcsin", "arccos", "arctan", "log", "ln", "exp", "sqrt", "abs", "max", "min", "mod")
+)
+_CHARACTERS = str.maketrans(
+    {
+        "\N{MINUS SIGN}": "-",
+        "\N{EN DASH}": "-",
+        "\N{MULTIPLICATION SIGN}": "*",
+        "\N{MIDDLE DOT}": "*",
+        "\N{DIVISION SIGN}": "/",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+    }
+)
+
+
+def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
+    """Returns 1.0 where the prediction is the reference after SQuAD's normalisation, else 0.0.
+
+    Three departures, because SQuAD's normalisation was made for words: numbers, LaTeX and expressions keep their
+    punctuation ("-5" is not "5", "2x+1" is not "2x-1"); so do numbers inside text ("1.95 m" is not "195 m"); and texts
+    that normalise to nothing ("A") are compared as they are.
+    """
+    return _best(_exact_match_one, prediction, reference)
+
+
+def f1(prediction: str, reference: str | Sequence[str]) -> float:
+    """Returns the F1 of the bags of words, 0..1, as SQuAD v1.1's evaluation script takes it (arXiv 1606.05250).
+
+    Lower-case, punctuation removed, the articles a, an, the removed, split at white space; 0 without a common word.
+    """
+    return _best(_f1_one, prediction, reference)
+
+
+def f1_papers(prediction: str, reference: str | Sequence[str]) -> float:
+    """Returns F1 as ARPO's released reward takes it (arXiv 2507.19849).
+
+    That is `f1`, except that yes, no and noanswer, on either side, score 0 unless both sides are the same.
+    """
+    return _best(_f1_papers_one, prediction, reference)
+
+
+def math_equal(prediction: str, reference: str | Sequence[str], *, deadline_s: float = DEADLINE_S) -> bool:
+    """Returns whether both mean the same mathematics: "1/2" and "0.5", "x+1" and "1+x", but not "(3,4)" and "(4,3)".
+
+    Plain numbers are compared as fractions: exactly, but decimals to six digits (math-verify rounds to six decimals).
+    All else goes to math-verify in a worker process; past `deadline_s` seconds the answer is False. Where nothing can
+    be parsed, and where the reference is no mathematics (`is_mathematical`), normalised strings are compared: parsed as
+    products of symbols, "listen" would equal "silent".
+
+    Raises:
+        TreegraftError: the worker process cannot be started.
+    """
+    return any(_math_equal_one(prediction, one, deadline_s) for one in _as_references(reference))
+
+
+def is_correct(prediction: str, reference: str | Sequence[str]) -> bool:
+    """Returns whether the prediction matches exactly or is equal mathematics; never by F1.
+
+    Raises:
+        TreegraftError: the worker process that compares mathematics cannot be started.
+    """
+    return exact_match(prediction, reference) == 1.0 or math_equal(prediction, reference)
+
+
+def is_mathematical(reference: str) -> bool:
+    """Returns whether the text is a number, LaTeX, or an expression such as "2x + 1"; words and dates are not."""
+    cleaned = _unwrap(reference) if len(reference) <= MAX_MATH_CHARS else ""
+    if not cleaned:
+        return False
+    if _as_fraction(cleaned.rstrip("%").strip()) is not None:
+        return True
+    outside = _TEXT_COMMAND.sub("", cleaned)
+    if outside != cleaned:
+        return bool(_LATEX.search(outside) or re.search(r"\d", outside))
+    if _LATEX.search(cleaned):
+        return True
+    if not _EXPRESSION.fullmatch(cleaned) or _RANGE.fullmatch(cleaned) or _NAME.fullmatch(cleaned):
+        return False
+    words = re.findall(r"[A-Za-z]+", cleaned)
+    return bool(_OPERATOR.search(cleaned)) and all(len(word) == 1 or word.lower() in _FUNCTIONS for word in words)
+
+
+def _best(score: Callable[[str, str], float], prediction: str, reference: str | Sequence[str]) -> float:
+    return max((score(prediction, one) for one in _as_references(reference)), default=0.0)
+
+
+def _as_references(reference: str | Sequence[str]) -> tuple[str, ...]:
+    return (reference,) if isinstance(reference, str) else tuple(reference)
+
+
+def _normalise_squad(text: str) -> str:
+    text = "".join(character for character in text.lower() if character not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _f1_one(prediction: str, reference: str) -> float:
+    predicted, expected = _normalise_squad(prediction).split(), _normalise_squad(reference).split()
+    num_same = sum((Counter(predicted) & Counter(expected)).values())
+    if num_same == 0:
+        return 0.0
+    precision, recall = num_same / len(predicted), num_same / len(expected)
+    return 2 * precision * recall / (precision + recall)
+
+
+def _f1_papers_one(prediction: str, reference: str) -> float:
+    predicted, expected = _normalise_squad(prediction), _normalise_squad(reference)
+    if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
+        return 0.0
+    return _f1_one(prediction, reference)
+
+
+def _exact_match_one(prediction: str, reference: str) -> float:
+    if is_mathematical(reference) or is_mathematical(prediction):
+        return float(_same_text(prediction, reference))
+    plain = (_TEXT_COMMAND.sub(r"\1", text) for text in (prediction, reference))
+    predicted, expected = (_normalise_squad(_protect_numbers(text)) for text in plain)
+    if not predicted or not expected:
+        return float(_same_text(prediction, reference))
+    return float(predicted == expected)
+
+
+def _same_text(prediction: str, reference: str) -> bool:
+    if max(len(prediction), len(reference)) > MAX_MATH_CHARS:
+        return prediction.strip() == reference.strip()
+    predicted, expected = (_normalise_math(text).casefold() for text in (prediction, reference))
+    return bool(expected) and predicted == expected
+
+
+def _protect_numbers(text: str) -> str:
+    """Spells the signs and points of numbers as letters, so that removing punctuation leaves them."""
+    text = _THOUSANDS.sub("", text.translate(_CHARACTERS))
+    text = re.sub(r"(?<![\w.])-(?=\.?\d)", "minus", text)
+    return re.sub(r"(?<=\d)([.,:/-])(?=\d)", lambda match: f"sep{ord(match[1])}sep", text)
+
+
+def _unwrap(text: str) -> str:
+    """Returns the text without \\boxed{}, dollar signs or brackets of mathematics around it, and a final full stop."""
+    before = None
+    text = text.translate(_CHARACTERS).replace("**", "^").replace(r"\$", "").strip()
+    while text != before:
+        before = text
+        text = text.removesuffix(".").strip()
+        for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), (r"\boxed{", "}")):
+            inner = text[len(start) : -len(end)]
+            if text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end):
+                is_whole = _is_balanced(inner) if start == r"\boxed{" else start not in inner
+                text = inner.strip() if is_whole else text
+    return text.removeprefix("$").strip() if text.count("$") == 1 else text
+
+
+def _is_balanced(text: str) -> bool:
+    depth = 0
+    for character in text.replace(r"\{", "").replace(r"\}", ""):
+        depth += {"{": 1, "}": -1}.get(character, 0)
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+def _normalise_math(text: str) -> str:
+    """Returns the text with the spellings of LaTeX that mean the same made one, for comparison as a string.
+
+    In the manner of the MATH benchmark's equivalence (arXiv 2103.03874), but units and left-hand sides stay.
+    """
+    text = _THOUSANDS.sub("", _unwrap(text))
+    text = _TEXT_COMMAND.sub(r"\1", text)
+    text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*\{(-?\w+)\}\s*\{(\w+)\}", r"\1/\2", text)
+    text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\\(?:left|right|big|Big|displaystyle)(?![A-Za-z])|\\[!,;: ]", "", text)
+    text = re.sub(r"\^\s*\{?\\circ\}?|°", "", text)
+    text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
+    text = re.sub(r"(\d\.\d*?)0+(?!\d)", r"\1", text)
+    text = re.sub(r"(?<=\d)\.(?!\d)", "", text)
+    # Between letters or digits a space is a boundary ("1 2" is not "12"); elsewhere it is only layout.
+    return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", " ".join(text.split()))
+
+
+def _as_fraction(text: str) -> Fraction | None:
+    """Returns a plain number ("-1,000", "2.5", "3/4", "1e6") as a fraction; None for anything else."""
+    text = _THOUSANDS.sub("", text)
+    ratio = _RATIO.fullmatch(text)
+    if ratio:
+        return Fraction(int(ratio[1]), int(ratio[2])) if int(ratio[2]) else None
+    return Fraction(text) if _NUMBER.fullmatch(text) else None
+
+
+def _same_number(predicted: str, expected: str) -> bool | None:
+    """Returns None where one of the two is no plain number."""
+    a, b = _as_fraction(predicted), _as_fraction(expected)
+    if a is None or b is None:
+        return None
+    if "." not in predicted + expected or a.denominator == b.denominator == 1:
+        return a == b
+    size = max(abs(a), abs(b))
+    # The second term is the rounding of double precision, for results that a program printed.
+    return abs(a - b) <= max(min(Fraction(1), size) / 10**6, size / 10**14)
+
+
+def _math_equal_one(prediction: str, reference: str, deadline_s: float) -> bool:
+    if max(len(prediction), len(reference)) > MAX_MATH_CHARS:
+        return prediction.strip() == reference.strip()
+    predicted, expected = _unwrap(prediction), _unwrap(reference)
+    if not predicted or not expected:
+        return False
+    if predicted == expected:
+        return True
+    same_number = _same_number(predicted, expected)
+    if same_number is not None:
+        return same_number
+    if _normalise_math(prediction) == _normalise_math(reference):
+        return True
+    if not is_mathematical(reference):
+        return _same_text(prediction, reference)
+    # "unparsed" leaves the strings, which differ.
+    return shared_pool().compare(_as_latex(predicted), _as_latex(expected), deadline_s) == "equal"
+
+
+def _as_latex(text: str) -> str:
+    """Returns the text as inline mathematics; bare, math-verify would take the last number in it."""
+    return text if "$" in text else f"${text}$"

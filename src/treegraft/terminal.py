@@ -1,0 +1,380 @@
+"""What a person sees while Treegraft works: a live display in a terminal, plain lines in a pipe.
+
+Text from models, tools and data is shown as it is: never read as markup, and with control characters made visible, so
+that it cannot move the cursor or recolour the screen.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from treegraft.config import Config
+from treegraft.interfaces import Tokenizer
+from treegraft.types import Observation, Origin, Status, Step, StepContent, Trajectory, Tree
+
+
+class Display(Protocol):
+    """Where a run says what it is doing. Methods return at once and never raise for what the run did."""
+
+    def started(self, run_dir: Path, config: Config) -> None:
+        """The run folder exists and work begins."""
+        ...
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """`done` of `total` parts of the phase are done (total 0: unknown); `detail` says what is being waited for."""
+        ...
+
+    def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
+        """An update has ended."""
+        ...
+
+    def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
+        """An evaluation has ended; `name` says of what ("update 5", "start")."""
+        ...
+
+    def sample(self, tree: Tree) -> None:
+        """A scored tree to show one trajectory of."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Something is not as it should be, and the run goes on."""
+        ...
+
+    def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
+        """The run is complete."""
+        ...
+
+    def interrupted(self, resume_command: str) -> None:
+        """The run was stopped and saved."""
+        ...
+
+    def close(self) -> None:
+        """Gives the terminal back; may be called twice."""
+        ...
+
+
+# --- one trajectory as text -------------------------------------------------------------------------------------------
+
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+_VISIBLE |= {127: "\u2421"} | dict.fromkeys([*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd")
+"""Control characters, C1 codes and direction overrides -> a visible stand-in."""
+
+_STATUS_STYLE: Mapping[Status, str] = {
+    Status.COMPLETED: "green",
+    Status.TRUNCATED: "yellow",
+    Status.FORMAT_VIOLATION: "red",
+    Status.FAILED: "bold red",
+}
+
+
+def plain(text: str, limit: int | None = None) -> str:
+    """Returns foreign text with control characters made visible, cut to `limit` characters."""
+    clean = text.translate(_VISIBLE)
+    if limit is not None and len(clean) > limit:
+        return f"{clean[:limit]} … ({len(clean) - limit} more characters)"
+    return clean
+
+
+def _labelled(label: str, body: str, style: str) -> Table:
+    """Returns a label with its text in a column beside it."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=9, style=style)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(label, overflow="ellipsis", no_wrap=True), Text(body))
+    return grid
+
+
+def _observation(observation: Observation, limit: int | None) -> Table:
+    marks = [
+        mark
+        for mark, is_set in (
+            ("error", observation.is_error),
+            ("cut", observation.is_truncated),
+            ("cached", observation.is_cached),
+        )
+        if is_set
+    ]
+    body = plain(observation.text, limit) + (f"  [{', '.join(marks)}]" if marks else "")
+    return _labelled("result", body, "red" if observation.is_error else "magenta")
+
+
+def _content(content: StepContent, limit: int | None) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if content.thought.strip():
+        parts.append(_labelled("think", plain(content.thought.strip(), limit), "dim"))
+    for place, call in enumerate(content.calls):
+        parts.append(_labelled(plain(call.name), plain(call.body.strip(), limit), "cyan"))
+        if place < len(content.observations):
+            parts.append(_observation(content.observations[place], limit))
+    if content.answer is not None:
+        parts.append(_labelled("answer", plain(content.answer, limit), "bold green"))
+    return parts
+
+
+def _step(step: Step, tokenizer: Tokenizer | None, limit: int | None) -> list[RenderableType]:
+    parts = _content(step.content, limit)
+    if step.violation is not None:
+        parts.append(_labelled("violation", plain(step.violation), "red"))
+    if tokenizer is not None and (step.violation is not None or not parts):
+        sampled = [token for token, origin in zip(step.token_ids, step.origins, strict=True) if origin is Origin.POLICY]
+        parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
+    if not parts:
+        parts.append(_labelled("wrote", f"{len(step.token_ids)} tokens, nothing the format knows", "yellow"))
+    return parts
+
+
+def _outcome(trajectory: Trajectory) -> Text:
+    leaf = trajectory.leaf
+    parts = [str(leaf.status).replace("_", " ")]
+    if leaf.reward is not None:
+        parts.append(f"reward {leaf.reward:g}")
+    if leaf.is_correct is not None:
+        parts.append("correct" if leaf.is_correct else "wrong")
+    if leaf.advantage is not None:
+        parts.append(f"advantage {leaf.advantage:+.2f}")
+    if leaf.error:
+        parts.append(plain(leaf.error, 300))
+    if trajectory.task.reference and not leaf.is_correct:
+        parts.append(f"expected {plain(' or '.join(trajectory.task.reference), 200)}")
+    return Text(", ".join(parts), style=_STATUS_STYLE[leaf.status])
+
+
+def transcript(trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, limit: int | None = None) -> RenderableType:
+    """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
+
+    Args:
+        tokenizer: shows what the agent wrote to the letter where the format could not read it; None shows its length.
+        limit: longest text of one part, in characters; None shows all.
+    """
+    parts: list[RenderableType] = [_labelled("question", plain(trajectory.task.question, limit), "bold")]
+    for number, step in enumerate(trajectory.steps[1:], start=1):
+        author = "" if step.origin is Origin.POLICY else f", {step.origin.name.lower()}"
+        parts.append(Text(f"step {number}{author}", style="bold blue"))
+        parts.extend(_step(step, tokenizer, limit))
+    parts.append(_outcome(trajectory))
+    return Group(*parts)
+
+
+def pick_sample(tree: Tree) -> Trajectory | None:
+    """Returns the trajectory worth showing: the best rewarded, of equals the one with most calls, then the first."""
+    trajectories = tree.trajectories()
+    if not trajectories:
+        return None
+    return max(trajectories, key=lambda t: (t.reward if t.reward is not None else float("-inf"), t.num_tool_calls))
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------
+
+COLUMNS: Sequence[tuple[str, str, str]] = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("correct", "rollout/accuracy", "{:.0%}"),
+    ("calls", "rollout/tool_calls_mean", "{:.2f}"),
+    ("violated", "rollout/violation_frac", "{:.0%}"),
+    ("entropy", "learn/entropy", "{:.3f}"),
+    ("grad", "learn/grad_norm", "{:.2f}"),
+    ("unique", "learn/unique_frac", "{:.0%}"),
+    ("time", "time/update_s", "{:.1f}s"),
+)
+"""The numbers that matter: heading, metric, how it is written."""
+
+
+def _cell(metrics: Mapping[str, float], key: str, form: str) -> str:
+    return form.format(metrics[key]) if key in metrics else "-"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
+
+
+def evaluation_line(metrics: Mapping[str, float]) -> str:
+    """Returns the evaluation among `metrics` on one line: "accuracy 41.5%, pass_at_4 72.0%"."""
+    shares = [(key.removeprefix("eval/"), value) for key, value in metrics.items() if key.startswith("eval/")]
+    return ", ".join(f"{plain(key)} {value:.1%}" for key, value in shares)
+
+
+class PlainDisplay:
+    """Plain lines for a pipe or a log file: one for each update, evaluation and slow phase."""
+
+    def __init__(self, file: TextIO | None = None, *, every_s: float = 30.0, clock: Callable[[], float] = time.monotonic):
+        self._file = file if file is not None else sys.stdout
+        self._every_s = every_s
+        self._clock = clock
+        self._last_phase_s = clock()
+
+    def _line(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def started(self, run_dir: Path, config: Config) -> None:
+        self._line(f"run {run_dir}: {config.model.path} on {config.tasks.kind}, {config.run.num_updates} updates")
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        # Only what takes long is worth a line; the first report of a phase that ends soon would be noise.
+        if self._clock() - self._last_phase_s < self._every_s:
+            return
+        self._last_phase_s = self._clock()
+        self._line(f"  {name} {done}{f'/{total}' if total else ''}{f': {plain(detail, 200)}' if detail else ''}")
+
+    def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
+        self._last_phase_s = self._clock()
+        numbers = "  ".join(f"{name} {_cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics)
+        self._line(f"update {update}/{num_updates}  {numbers}")
+
+    def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
+        self._last_phase_s = self._clock()
+        self._line(f"evaluated {name}: {evaluation_line(metrics)}")
+
+    def sample(self, tree: Tree) -> None:
+        """Shows nothing: samples are in the run folder, and a log wants one line per update."""
+
+    def warn(self, text: str) -> None:
+        self._line(f"warning: {plain(text)}")
+
+    def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
+        result = evaluation_line(metrics)
+        self._line(f"finished {run_dir}{f': {result}' if result else ''}")
+        if checkpoint_dir is not None:
+            self._line(f"checkpoint {checkpoint_dir}")
+
+    def interrupted(self, resume_command: str) -> None:
+        self._line(f"interrupted and saved; go on with: {resume_command}")
+
+    def close(self) -> None:
+        self._file.flush()
+
+
+class RichDisplay:
+    """A live display: what is under way, the numbers of the latest updates, and one trajectory."""
+
+    def __init__(self, console: Console | None = None, *, num_rows: int = 8, clock: Callable[[], float] = time.monotonic):
+        self._console = console if console is not None else Console()
+        self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=num_rows)
+        self._clock = clock
+        self._started_s = clock()
+        self._updates = (0, 0)
+        self._phase: tuple[str, int, int, str] | None = None
+        self._evaluation = ""
+        self._sample: Trajectory | None = None
+        self._live: Live | None = None
+
+    def _refresh(self) -> None:
+        if self._live is None:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self.render,
+                refresh_per_second=4,
+                transient=True,
+                vertical_overflow="crop",
+            )
+            self._live.start()
+
+    def _say(self, text: Text) -> None:
+        # Unwrapped, so that paths and commands can be copied.
+        self._console.print(text, soft_wrap=True)
+
+    def _head(self) -> RenderableType:
+        update, num_updates = self._updates
+        grid = Table.grid(padding=(0, 1))
+        for _ in range(3):
+            grid.add_column(no_wrap=True, overflow="ellipsis")
+        total = max(num_updates, 1)
+        grid.add_row("updates", ProgressBar(total=total, completed=update, width=20), self._pace(update, num_updates))
+        if self._phase is not None:
+            name, done, count, detail = self._phase
+            bar = ProgressBar(total=max(count, 1), completed=done, width=20)
+            grid.add_row(
+                Text(name),
+                bar,
+                Text(f"{done}/{count}" if count else str(done)) + Text(f"  {plain(detail, 100)}", "dim"),
+            )
+        if self._evaluation:
+            grid.add_row("eval", "", Text(self._evaluation, style="bold"))
+        return grid
+
+    def _pace(self, update: int, num_updates: int) -> str:
+        elapsed = self._clock() - self._started_s
+        return f"{update}/{num_updates}  {_duration(elapsed)}"
+
+    def _table(self) -> Table:
+        table = Table(box=None, padding=(0, 1), header_style="dim")
+        table.add_column("update", justify="right")
+        for name, _, _ in COLUMNS:
+            table.add_column(name, justify="right", no_wrap=True)
+        for update, metrics in self._rows:
+            table.add_row(str(update), *(_cell(metrics, key, form) for _, key, form in COLUMNS))
+        return table
+
+    def render(self) -> RenderableType:
+        """Returns the display as it stands."""
+        parts: list[RenderableType] = [self._head()]
+        if self._rows:
+            parts.append(self._table())
+        if self._sample is not None:
+            parts.append(Panel(transcript(self._sample, limit=240), title="a trajectory", border_style="dim", title_align="left"))
+        return Group(*parts)
+
+    def started(self, run_dir: Path, config: Config) -> None:
+        self._started_s = self._clock()
+        self._updates = (0, config.run.num_updates)
+        self._say(Text(f"run {run_dir}: {config.model.path} on {config.tasks.kind}", style="bold"))
+        self._refresh()
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        self._phase = (name, done, total, detail)
+        self._refresh()
+
+    def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
+        self._updates = (update, num_updates)
+        self._phase = None
+        self._rows.append((update, metrics))
+        self._refresh()
+
+    def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
+        line = evaluation_line(metrics)
+        self._phase = None
+        self._evaluation = f"{plain(name)}: {line}"
+        self._say(Text(f"evaluated {plain(name)}: {line}"))
+
+    def sample(self, tree: Tree) -> None:
+        self._sample = pick_sample(tree)
+
+    def warn(self, text: str) -> None:
+        self._say(Text(f"warning: {plain(text)}", style="yellow"))
+
+    def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
+        final = self.render()
+        self.close()
+        self._console.print(final)
+        result = evaluation_line(metrics)
+        self._say(Text(f"finished {run_dir}{f': {result}' if result else ''}", style="bold green"))
+        if checkpoint_dir is not None:
+            self._say(Text(f"checkpoint {checkpoint_dir}"))
+
+    def interrupted(self, resume_command: str) -> None:
+        self.close()
+        self._say(Text(f"interrupted and saved; go on with: {resume_command}", style="bold yellow"))
+
+    def close(self) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+
+def make_display(file: TextIO | None = None) -> Display:
+    """Returns the display that suits `file` (standard output when None): live in a terminal, plain lines elsewhere."""
+    stream = file if file is not None else sys.stdout
+    if stream.isatty():
+        return RichDisplay(Console(file=stream))
+    return PlainDisplay(stream)

@@ -1,0 +1,1 @@
+"""Tools that an agent may call, and the toolbox that runs the calls."""

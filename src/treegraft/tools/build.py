@@ -1,0 +1,67 @@
+"""From the names in a recipe to tools."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from treegraft.config import BUILT_IN, ToolsSettings
+from treegraft.errors import SettingError, nearest
+from treegraft.interfaces import Tool
+from treegraft.plugins import load_object
+from treegraft.tools.function import FunctionTool
+
+
+def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
+    """Returns the tasks' own tools, then those that `settings.use` names, in its order.
+
+    Raises `SettingError` for an unknown name, an import path that leads to no tool, and two tools of one name; what a
+    tool raises on its settings (`DataError` for a search corpus) passes through.
+    """
+    tools = list(own)
+    own_names = {tool.name for tool in own}
+    seen = set(own_names)
+    for entry in settings.use:
+        tool = _build(entry, settings)
+        if tool.name in seen:
+            reason = "the tasks bring a tool of that name" if tool.name in own_names else "it is there already"
+            raise SettingError(f"tools.use: '{entry}' gives a tool named '{tool.name}', but {reason}.")
+        seen.add(tool.name)
+        tools.append(tool)
+    return tools
+
+
+def _build(entry: str, settings: ToolsSettings) -> Tool:
+    # Imported here: each brings a heavy package that most runs do without.
+    if entry == "python":
+        from treegraft.tools.python import PythonTool
+
+        return PythonTool(
+            max_duration_s=settings.python.max_duration_s,
+            max_memory_mb=settings.python.max_memory_mb,
+            num_workers=settings.python.num_workers,
+        )
+    if entry == "search":
+        from treegraft.tools.search import SearchTool
+
+        return SearchTool(settings.search.corpus, top_k=settings.search.top_k)
+    if ":" in entry:
+        return _as_tool(load_object(entry), entry)
+    known = BUILT_IN["tools.use"]
+    raise SettingError(
+        f"tools.use: there is no tool '{entry}'; known are {', '.join(known)} and import paths "
+        f"'package.module:function'.{nearest(entry, known)}"
+    )
+
+
+def _as_tool(found: Any, entry: str) -> Tool:
+    if isinstance(found, type):
+        try:
+            found = found()
+        except TypeError as error:
+            raise SettingError(f"tools.use: the class '{entry}' cannot be made without arguments: {error}") from error
+    if isinstance(found, Tool):
+        return found
+    if callable(found):
+        return FunctionTool(found)
+    raise SettingError(f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool.")

@@ -1,0 +1,176 @@
+"""A user's plain function as a tool."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from treegraft.errors import SettingError, ToolError
+from treegraft.interfaces import Capability
+from treegraft.types import Task
+
+T = TypeVar("T")
+
+
+class FunctionTool:
+    """A typed function with a docstring, sync or async, as a tool.
+
+    Its name is the tool's, the first paragraph of its docstring the description. A single `str` parameter receives the
+    body as it is, a single parameter of another type the body read as JSON, several parameters the fields of a JSON
+    object. A parameter annotated `Task` receives the task. `func.capability` and `func.cacheable` override "stateless"
+    and False.
+
+        def double(number: int) -> str:
+            "Doubles a number."
+            return str(2 * number)
+    """
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        """Raises `SettingError` for a function without a docstring or annotations, or with a name that makes no tag."""
+        self.name = getattr(func, "__name__", "")
+        if not re.fullmatch(r"[a-z][a-z_]*", self.name):
+            raise SettingError(f"tool '{self.name}': a tool's name consists of lower-case letters and underscores.")
+        self.description = " ".join(re.split(r"\n\s*\n", inspect.getdoc(func) or "")[0].split())
+        if not self.description:
+            raise SettingError(f"tool '{self.name}' has no docstring; its first paragraph tells the agent its use.")
+        self.capability = _capability(func, self.name)
+        self.cacheable = bool(getattr(func, "cacheable", False))
+        self._func = func
+        self._signature = inspect.signature(func)
+        annotations = _annotations(func, self._signature, self.name)
+        self._task_params = [name for name, annotation in annotations.items() if annotation is Task]
+        self._takes_raw_body = [a for a in annotations.values() if a is not Task] == [str]
+        self._params = {n: _adapter(a, n, self.name) for n, a in annotations.items() if a is not Task}
+
+    async def __call__(self, body: str, task: Task) -> str:
+        """Returns what the function returned (the toolbox turns other types into text).
+
+        Raises `ToolError` for a body that does not fit the parameters, and whatever the function raises.
+        """
+        bound = self._signature.bind_partial()
+        bound.arguments.update(dict.fromkeys(self._task_params, task))
+        bound.arguments.update(self._arguments(body))
+        # Positional parameters are passed in the order in which they stand here.
+        bound.arguments = {n: bound.arguments[n] for n in self._signature.parameters if n in bound.arguments}
+
+        def call() -> Any:
+            return self._func(*bound.args, **bound.kwargs)
+
+        result = call() if inspect.iscoroutinefunction(self._func) else await run_in_thread(call)
+        if inspect.isawaitable(result):
+            result = await result
+        return result  # type: ignore[no-any-return]
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    def _arguments(self, body: str) -> dict[str, Any]:
+        if not self._params:
+            return {}
+        if self._takes_raw_body:
+            return {next(iter(self._params)): body}
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise ToolError(f"{self.name} needs JSON, {self._usage()}; this is not JSON: {error}") from None
+        if len(self._params) == 1 and not (isinstance(fields, dict) and fields.keys() == self._params.keys()):
+            fields = {next(iter(self._params)): fields}
+        if not isinstance(fields, dict):
+            raise ToolError(f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}")
+        return self._checked(fields)
+
+    def _checked(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        unknown = [name for name in fields if name not in self._params]
+        if unknown:
+            raise ToolError(f"{self.name} has no parameter '{unknown[0]}'; it takes {self._usage()}")
+        arguments: dict[str, Any] = {}
+        for name, adapter in self._params.items():
+            if name in fields:
+                try:
+                    arguments[name] = adapter.validate_python(fields[name])
+                except ValidationError as error:
+                    reason = error.errors(include_url=False)[0]["msg"]
+                    raise ToolError(f"{self.name}: '{name}' does not fit: {reason}") from None
+            elif self._signature.parameters[name].default is inspect.Parameter.empty:
+                raise ToolError(f"{self.name}: '{name}' is missing; it takes {self._usage()}")
+        return arguments
+
+    def _usage(self) -> str:
+        return "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
+
+
+async def run_in_thread(call: Callable[[], T]) -> T:
+    """Returns what `call` returns, run in a daemon thread: one that hangs does not hold up the exit.
+
+    Raises what `call` raises; an exception that would end or confuse the event loop arrives as `RuntimeError`.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result: T | None = None
+        failure: BaseException | None = None
+        try:
+            result = call()
+        except StopIteration as error:
+            failure = RuntimeError(f"StopIteration: {error}")
+        except Exception as error:
+            failure = error
+        except BaseException as error:
+            failure = RuntimeError(f"{type(error).__name__}: {error}")
+        with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True, name="treegraft-tool").start()
+    return await future
+
+
+def _capability(func: Callable[..., Any], name: str) -> Capability:
+    value = getattr(func, "capability", Capability.STATELESS)
+    try:
+        return Capability(value)
+    except ValueError:
+        kinds = ", ".join(f"'{kind}'" for kind in Capability)
+        raise SettingError(f"tool '{name}': capability is {value!r}, expected one of {kinds}.") from None
+
+
+def _annotations(func: Callable[..., Any], signature: inspect.Signature, name: str) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(func)
+    except Exception as error:
+        raise SettingError(f"tool '{name}': its annotations cannot be read: {type(error).__name__}: {error}") from error
+    annotations: dict[str, Any] = {}
+    for parameter in signature.parameters.values():
+        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
+            raise SettingError(f"tool '{name}': parameter '*{parameter.name}' cannot be filled; name each parameter.")
+        if parameter.name not in hints:
+            raise SettingError(f"tool '{name}': parameter '{parameter.name}' has no annotation, such as 'str'.")
+        annotations[parameter.name] = hints[parameter.name]
+    return annotations
+
+
+def _adapter(annotation: Any, parameter: str, name: str) -> TypeAdapter[Any]:
+    try:
+        return TypeAdapter(annotation)
+    except PydanticUserError as error:
+        raise SettingError(
+            f"tool '{name}': parameter '{parameter}' is annotated {annotation}, which cannot be read from JSON."
+        ) from error

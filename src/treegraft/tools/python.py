@@ -1,0 +1,205 @@
+"""The python tool: code runs in Monty, a sandboxed interpreter in worker processes of its own.
+
+There is no file system, no network and no clock: `time` stands still at `FROZEN_TIME`, sleeping takes no time and
+`random` starts from one seed, so that the same code gives the same output (`hash()` of texts alone differs between
+workers).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from pydantic_monty import Monty, MontyCrashedError, MontyRuntimeError, MontySyntaxError, OSPolicy, ResourceLimits
+
+from treegraft.errors import ToolError, ToolUnavailable
+from treegraft.interfaces import Capability
+from treegraft.types import Task
+
+FROZEN_TIME = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
+"""What the sandbox's clock shows."""
+WATCHDOG_S = 5.0
+"""How long past its own limit a worker may stay silent before it is killed."""
+NO_OUTPUT = "(no output)"
+"""What the agent reads when its code printed nothing and ended in no value."""
+
+
+class PythonTool:
+    """Runs Python code, each call in a fresh session."""
+
+    name = "python"
+    description = (
+        "Runs Python code and shows what it prints and the value of its last expression. Each call starts afresh: "
+        "names do not carry over. There are no files, no network and no third-party packages."
+    )
+    capability = Capability.STATELESS
+    cacheable = True
+
+    def __init__(
+        self,
+        *,
+        max_duration_s: float = 2.0,
+        max_memory_mb: int = 64,
+        num_workers: int = 2,
+        max_output_chars: int = 100_000,
+    ) -> None:
+        """Args:
+        max_duration_s: execution time of one call, in seconds.
+        max_memory_mb: heap of one call, in MiB.
+        num_workers: worker processes, started when first needed; further calls wait for a free one.
+        max_output_chars: printed output and value kept of one call, each, in characters; the rest is cut with a note.
+        """
+        self.max_duration_s = max_duration_s
+        self.max_memory_mb = max_memory_mb
+        self.num_workers = num_workers
+        self.max_output_chars = max_output_chars
+        self._lock = threading.Lock()
+        self._pool: Monty | None = None
+        # Monty's asynchronous pool aborts the interpreter at exit now and then: its threads may ask for the interpreter
+        # while that shuts down. The synchronous one calls back in the calling thread only.
+        self._threads: ThreadPoolExecutor | None = None
+
+    async def __call__(self, body: str, task: Task) -> str:
+        """Returns what the code printed and the value of its last expression.
+
+        Raises `ToolError` for code that fails, runs too long or needs too much memory, and when its worker dies;
+        `ToolUnavailable` when no worker can be started.
+        """
+        pool, threads = self._start()
+        return await asyncio.get_running_loop().run_in_executor(threads, self._run, pool, body)
+
+    async def close(self) -> None:
+        """Ends all workers, once the calls under way are done. A later call starts new ones."""
+        with self._lock:
+            pool, threads = self._pool, self._threads
+            self._pool = self._threads = None
+        if threads is not None:
+            await asyncio.to_thread(threads.shutdown, cancel_futures=True)
+        if pool is not None:
+            await asyncio.to_thread(pool.__exit__, None, None, None)
+
+    def _start(self) -> tuple[Monty, ThreadPoolExecutor]:
+        with self._lock:
+            if self._pool is None or self._threads is None:
+                pool = Monty(
+                    min_processes=1,
+                    max_processes=self.num_workers,
+                    request_timeout=self.max_duration_s + WATCHDOG_S,
+                )
+                try:
+                    pool.__enter__()
+                except Exception as error:
+                    raise ToolUnavailable(f"the python tool cannot start its workers: {type(error).__name__}: {error}") from error
+                self._pool = pool
+                self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="treegraft-python")
+            return self._pool, self._threads
+
+    def _run(self, pool: Monty, code: str) -> str:
+        printed = _Printed(self.max_output_chars)
+        limits = ResourceLimits(max_feed_duration_secs=self.max_duration_s, max_memory=self.max_memory_mb * 2**20)
+        policy = OSPolicy(datetime=FROZEN_TIME, timezone="utc", sleep="zero", random_start={"seed": 0})
+        try:
+            with pool.checkout(limits=limits, os_policy=policy) as session:
+                value = session.feed_run(code, print_callback=printed)
+            shown = "" if value is None else _show(value, self.max_output_chars)
+        except MontyCrashedError as error:
+            raise ToolError(self._stopped(error)) from error
+        except (MontyRuntimeError, MontySyntaxError) as error:
+            message, is_limit = self._readable(error)
+            # How far the code came before a limit stopped it is a matter of luck, so it is not shown.
+            before = "" if is_limit else printed.text()
+            raise ToolError(before + message) from error
+        except RecursionError as error:
+            raise ToolError(printed.text() + "RecursionError: the value is nested too deeply to be shown") from error
+        except Exception as error:
+            raise ToolError(f"{printed.text()}{type(error).__name__}: {error}") from error
+        return (printed.text() + shown).rstrip("\n") or NO_OUTPUT
+
+    def _stopped(self, error: MontyCrashedError) -> str:
+        if error.timed_out:
+            return f"TimeoutError: the code was stopped; it ran longer than {self.max_duration_s:g} s"
+        return "the code was stopped: its worker process died"
+
+    def _readable(self, error: MontyRuntimeError | MontySyntaxError) -> tuple[str, bool]:
+        """Returns "Type: message", and whether a limit of ours stopped the code (whose wording we make repeatable)."""
+        text = _cut(error.display("type-msg"), self.max_output_chars)
+        if text.startswith("TimeoutError: feed time limit exceeded"):
+            return f"TimeoutError: the code was stopped; it ran longer than {self.max_duration_s:g} s", True
+        if text.startswith("MemoryError: ") and "memory limit" in text:
+            return f"MemoryError: the code was stopped; it needed more than {self.max_memory_mb} MB", True
+        return text, False
+
+
+class _Printed:
+    """Collects printed text up to a cap, and how much there was."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._parts: list[str] = []
+        self._num_kept = 0
+        self._num_chars = 0
+
+    def __call__(self, stream: str, text: str) -> None:
+        kept = text[: self._max_chars - self._num_kept]
+        if kept:
+            self._parts.append(kept)
+        self._num_kept += len(kept)
+        self._num_chars += len(text)
+
+    def text(self) -> str:
+        """Returns the collected text, ending in a line break unless empty."""
+        text = "".join(self._parts)
+        if self._num_chars > self._num_kept:
+            text += f"\n[cut after {self._num_kept} of {self._num_chars} printed characters]"
+        return text if not text or text.endswith("\n") else text + "\n"
+
+
+def _cut(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
+
+
+def _show(value: Any, max_chars: int) -> str:
+    """Returns the value's repr, cut at `max_chars`; sets in sorted order, which hash seeds would shuffle."""
+    parts: list[str] = []
+    num_chars = 0
+    for part in _pieces(value):
+        parts.append(part)
+        num_chars += len(part)
+        if num_chars > max_chars:
+            return "".join(parts)[:max_chars] + f"\n[cut after {max_chars} characters]"
+    return "".join(parts)
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    kind = type(value)
+    if kind is list:
+        yield from _joined("[", value, "]")
+    elif kind is tuple:
+        yield from _joined("(", value, ",)" if len(value) == 1 else ")")
+    elif kind is dict:
+        yield "{"
+        for position, (key, entry) in enumerate(value.items()):
+            if position:
+                yield ", "
+            yield from _pieces(key)
+            yield ": "
+            yield from _pieces(entry)
+        yield "}"
+    elif kind in (set, frozenset) and value:
+        shown = "{" + ", ".join(sorted("".join(_pieces(entry)) for entry in value)) + "}"
+        yield shown if kind is set else f"frozenset({shown})"
+    else:
+        yield repr(value)
+
+
+def _joined(opening: str, values: Any, closing: str) -> Iterator[str]:
+    yield opening
+    for position, entry in enumerate(values):
+        if position:
+            yield ", "
+        yield from _pieces(entry)
+    yield closing

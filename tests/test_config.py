@@ -1,0 +1,320 @@
+"""The settings tree: loading, overrides, refusals, and the metrics table."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config
+from treegraft.errors import SettingError
+from treegraft.metrics import METRICS, check_known, find_meaning, meaning
+from treegraft.recipe import IDLE_RULES, config_json, describe, known_settings, load_config, refuse_ignored
+
+ROOT = Path(__file__).resolve().parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+
+
+def refused(source: object, *overrides: str) -> str:
+    with pytest.raises(SettingError) as caught:
+        load_config(source, overrides)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+def test_precedence_is_defaults_then_recipe_then_overrides(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text('[learn]\nlr = 0.5\nnum_epochs = 3\n[run]\nname = "file"\n')
+    config = load_config(recipe, ["learn.lr=1e-5", "model.path=some/model"])
+    assert (config.learn.lr, config.learn.num_epochs, config.run.name) == (1e-5, 3, "file")
+    assert config.model.path == "some/model"
+    assert config.learn.weight_decay == 0.0
+
+
+def test_a_config_an_empty_mapping_and_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.toml"
+    empty.touch()
+    assert load_config({}) == load_config(Config()) == load_config(empty) == load_config(str(empty)) == Config()
+
+
+@pytest.mark.parametrize(
+    ("override", "dotted", "value"),
+    [
+        ("learn.lr=1", "learn.lr", 1.0),
+        ("learn.betas=[0.8, 0.99]", "learn.betas", (0.8, 0.99)),
+        ("run.name=2026-11-21", "run.name", "2026-11-21"),
+        ("run.name=7", "run.name", "7"),
+        ('run.name="a b"', "run.name", "a b"),
+        ("run.name=none", "run.name", None),
+        ("run.name = spaced ", "run.name", "spaced"),
+        ("loss.dual_clip=None", "loss.dual_clip", None),
+        ("eval.greedy=false", "eval.greedy", False),
+        ('tools.use=["python"]', "tools.use", ["python"]),
+        ("model.path=x=y", "model.path", "x=y"),
+        ('model.lora={rank=4, targets=["q_proj"]}', "model.lora.targets", ["q_proj"]),
+    ],
+)
+def test_override_values(override: str, dotted: str, value: object) -> None:
+    found: object = load_config({"learn": {"num_epochs": 2}, "run": {"name": "old"}}, [override])
+    for part in dotted.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+def test_an_override_into_a_table_of_free_keys() -> None:
+    base = {"tasks": {"kind": "arithmetic"}, "tools": {"use": ["python"]}}
+    config = load_config(base, ["tasks.arithmetic.params.max_terms=4"])
+    assert config.tasks.arithmetic.params == {"max_terms": 4}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_loads_and_its_resolved_form_loads_back_equal(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    resolved = tmp_path / "config.json"
+    resolved.write_text(config_json(config), encoding="utf-8")
+    assert load_config(resolved) == config
+
+
+@given(
+    lr=st.floats(0, 1e3),
+    betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
+    prompt=st.none() | st.text(),
+    hops=st.lists(st.integers(1, 5), min_size=1),
+    params=st.dictionaries(st.text(), st.integers() | st.text() | st.booleans()),
+)
+def test_resolved_form_is_exact(lr: float, betas: tuple[float, float], prompt: str | None, hops: list[int], params: dict) -> None:
+    config = Config.model_validate(
+        {
+            "learn": {"lr": lr, "betas": betas},
+            "format": {"system_prompt": prompt},
+            "tasks": {"search_world": {"hops": hops}, "arithmetic": {"params": params}},
+        }
+    )
+    text = config_json(config)
+    assert Config.model_validate_json(text) == config
+    assert load_config(config) == config
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("learn.lrr", "learn.lr"),
+        ("lr", "learn.lr"),
+        ("num_leaves", "explore.num_leaves"),
+        ("rollout.max_steps", "rollout.max_agent_steps"),
+        ("learn.learning_rate", "learn.lr"),
+        ("num_generations", "explore.num_leaves"),
+        ("modle.path", "model.path"),
+        ("warmupp.lr", "'warmup.lr'?"),
+        ("tasks.search_wrld.hops", "tasks.search_world.hops"),
+        ("model.tiny.hidden", "model.tiny.hidden_size"),
+        ("num_leavs", "explore.num_leaves"),
+    ],
+)
+def test_unknown_key_names_the_nearest(key: str, near: str, tmp_path: Path) -> None:
+    message = refused({}, f"{key}=1")
+    assert f"command line: unknown setting '{key}'" in message and near in message
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f"{key} = 1\n")
+    message = refused(recipe)
+    assert str(recipe) in message and near in message
+
+
+def test_every_unknown_key_is_reported_at_once(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[learn]\nlrr = 1\n[run]\nsede = 2\n")
+    assert len(refused(recipe).splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("run.seed=five", ["run.seed", "'five'", "integer", "Seed of everything"]),
+        ("run.seed=true", ["run.seed", "True", "integer"]),
+        ("run.seed=1.5", ["run.seed", "1.5", "integer"]),
+        ("run.seed=-1", ["run.seed", "-1", "greater than or equal to 0"]),
+        ("model.dtype=float16", ["model.dtype", "'float16'", "'float32' or 'bfloat16'"]),
+        ("learn.lr=nan", ["learn.lr"]),
+        ("learn.lr=inf", ["learn.lr", "finite"]),
+        ("tools.use=[python]", ["tools.use", "[python]", "list", "shell"]),
+        ('tasks.search_world.hops=[1, "x"]', ["tasks.search_world.hops[1]", "'x'", "integer"]),
+        ("learn.betas=[0.9]", ["learn.betas[1]", "one more entry"]),
+        ("learn=3", ["'learn'", "3", "table"]),
+        ("model.lora.targets=3", ["model.lora.targets"]),
+        ("learn.lr.x=3", ["learn.lr"]),
+        ("learn.lr", ["no override", "learn.lr=1e-5"]),
+        ("=3", ["no override"]),
+        ("learn..lr=3", ["no override"]),
+    ],
+)
+def test_wrong_values(override: str, parts: list[str]) -> None:
+    message = refused({"model": {"lora": {"rank": 2}}, "learn": {"lr": 0.1}}, override)
+    assert all(part in message for part in parts), message
+    assert "pydantic" not in message
+
+
+def test_one_paragraph_for_each_wrong_field() -> None:
+    message = refused({"run": {"seed": "x"}, "learn": {"lr": -1}, "model": {"lora": {"targets": 3}}})
+    assert [line.split("'")[1] for line in message.splitlines()] == ["run.seed", "model.lora.targets", "learn.lr"]
+
+
+def test_override_and_recipe_faults_say_where_they_come_from(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[run]\nseed = -1\n")
+    assert refused(recipe).startswith(str(recipe))
+    assert refused(recipe, "run.seed=-2").startswith("command line")
+
+
+@pytest.mark.parametrize(("name", "text"), [("r.toml", "[run]\nseed = \n"), ("r.json", '{"run":\n oops}')])
+def test_broken_files_name_the_line(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    message = refused(path)
+    assert str(path) in message and "line 2" in message
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    (tmp_path / "demo.toml").touch()
+    assert "demo.toml'?" in refused(tmp_path / "dmo.toml")
+    assert "is a folder" in refused(tmp_path)
+    (tmp_path / "list.json").write_text("[1]")
+    assert "got a list" in refused(tmp_path / "list.json")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    assert "binary.toml" in refused(tmp_path / "binary.toml")
+
+
+@pytest.mark.parametrize(
+    ("data", "part"),
+    [
+        ({"model": {"tiny": {"num_heads": 4, "num_kv_heads": 3}}}, "model.tiny.num_kv_heads"),
+        ({"model": {"tiny": {"hidden_size": 100, "num_heads": 8, "num_kv_heads": 8}}}, "model.tiny.hidden_size"),
+        ({"rollout": {"max_completion_tokens": 256}}, "model.tiny.max_context"),
+        ({"eval": {"max_completion_tokens": 999}}, "eval.max_completion_tokens"),
+        ({"reward": {"funcs": ["f1", "math"], "weights": [1.0]}}, "reward.weights"),
+        ({"reward": {"funcs": []}}, "reward.funcs"),
+        ({"reward": {"funcs": ["f1", "f1"]}}, "each name once"),
+        ({"reward": {"funcs": ["exact"]}}, "Did you mean 'exact_match'?"),
+        ({"engine": {"kind": "natve"}}, "Did you mean 'native'?"),
+        ({"tools": {"use": ["pyhton"]}}, "Did you mean 'python'?"),
+        ({"tools": {"use": ["mine:"]}}, "import path"),
+        ({"explore": {"explorers": []}}, "explore.explorers"),
+        ({"explore": {"num_leaves": 300}}, "engine.max_rows"),
+        ({"tasks": {"search_world": {"hops": []}}}, "hops"),
+        ({"tasks": {"search_world": {"hops": [6]}}}, "hops"),
+        ({"tasks": {"kind": "arithmetic"}}, "tools.use"),
+        ({"warmup": {"continue_prob": [1.5]}}, "warmup.continue_prob"),
+        ({"warmup": {"continue_prob": []}}, "warmup.continue_prob"),
+        ({"eval": {"greedy": False, "num_samples": 0}}, "neither greedy nor samples"),
+        ({"learn": {"num_minibatches": 13}}, "run.tasks_per_update"),
+        ({"learn": {"betas": [0.9, 1.0]}}, "learn.betas"),
+        ({"run": {"name": "a/b"}}, "run.name"),
+    ],
+)
+def test_contradictions(data: dict, part: str) -> None:
+    assert part in refused(data)
+
+
+def test_what_only_looks_contradictory_loads() -> None:
+    load_config({"tasks": {"kind": "arithmetic"}, "rollout": {"max_tool_calls": 0}})
+    load_config({"tasks": {"kind": "mine:Source"}, "reward": {"funcs": ["my_rewards:brief"]}})
+    load_config({"eval": {"greedy": False, "num_samples": 0, "every": 0, "at_start": False, "at_end": False}})
+    load_config({"model": {"path": "some/model"}, "rollout": {"max_completion_tokens": 4096}})
+
+
+# --- law 10: nothing typed is without effect --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("tasks.arithmetic.generator=x", "tasks.kind is 'search_world'"),
+        ("tasks.dataset.question_column=q", "tasks.kind is 'search_world'"),
+        ("tasks.options.x=1", "no import path"),
+        ("tools.python.num_workers=3", "without 'python'"),
+        ("tools.search.top_k=3", "without 'search'"),
+        ("model.lora.alpha=3", "model.lora.rank is 0"),
+        ("loss.length_constant=30", "sequence-sum"),
+        ("loss.clip_high=0.3", "ratio is exactly 1"),
+        ("warmup.lr=0.1", "warmup.num_steps is 0"),
+        ("learn.lr=1", "twice"),
+    ],
+)
+def test_an_override_without_effect_is_an_error(override: str, reason: str) -> None:
+    message = refused({}, override, *(["learn.lr=2"] if reason == "twice" else []))
+    assert override.partition("=")[0] in message and reason in message
+
+
+def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
+    presets = {
+        "tasks": {"arithmetic": {"generator": "products"}},
+        "model": {"lora": {"alpha": 8.0}},
+        "warmup": {"lr": 0.1},
+    }
+    load_config(presets)
+    load_config(presets, ["warmup.num_steps=0", "model.lora.rank=0"])
+    load_config(presets, ["warmup.num_steps=3", "warmup.lr=0.2", "model.lora.rank=4", "model.lora.alpha=4"])
+    load_config({}, ["learn.num_minibatches=2", "loss.clip_low=0.1"])
+    assert "model.path is 'x/y'" in refused({"model": {"path": "x/y"}}, "model.tiny.num_layers=3")
+    assert "model.tiny" in refused({}, "model.path=x/y", "model.tiny={num_layers=3}")
+    assert "hierarchical" in refused({"reward": {"funcs": ["f1"]}}, "reward.accuracy=f1")
+    assert "dr_grpo" in refused({"credit": {"advantage": "dr_grpo"}}, "credit.eps=0.1")
+
+
+def test_evaluation_refuses_what_only_training_uses() -> None:
+    refuse_ignored(["eval.num_samples=4", "tools.deadline_s=3", "unknown=3"], "eval")
+    for override in ("learn.lr=1", "explore.num_leaves=3", "run.num_updates=3", "eval.every=3"):
+        with pytest.raises(SettingError, match="no effect"):
+            refuse_ignored([override], "eval")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_tables_speak_of_settings_that_exist() -> None:
+    known = set(known_settings())
+    for ours in FOREIGN_NAMES.values():
+        assert {name.strip() for name in ours.replace(" and ", " or ").split(" or ")} <= known
+    assert set(BUILT_IN) <= known
+    for rule in IDLE_RULES:
+        assert any(f"{name}.".startswith(rule.prefix) for name in known), rule.prefix
+        assert rule.besides in known | {""}
+
+
+def test_every_setting_with_a_choice_is_described() -> None:
+    rows = describe(load_config({}, ["run.seed=3"]))
+    assert [row.name for row in rows] == list(known_settings())
+    assert [row.name for row in rows if not row.is_default] == ["run.seed"]
+    assert [row.name for row in rows if not row.meaning] == []
+
+
+def test_metrics_have_meanings() -> None:
+    assert meaning("eval/pass_at_4").startswith("share of tasks")
+    assert meaning("eval/accuracy_sampled") == METRICS["eval/accuracy_sampled"]
+    assert meaning("eval/accuracy_3 hops") == METRICS["eval/accuracy_{category}"]
+    assert meaning("reward/mean") == METRICS["reward/mean"] and meaning("reward/f1") == METRICS["reward/{func}"]
+    assert meaning("time/tool_python_s") == METRICS["time/tool_{name}_s"]
+    assert meaning("time/tool_search_cached_frac") == METRICS["time/tool_{name}_cached_frac"]
+    assert find_meaning("eval/pass_at_x") is None
+    check_known(["learn/loss", "policy_version"])
+    with pytest.raises(KeyError, match="learn/loss"):
+        check_known(["learn/los"])
+
+
+def test_project_file_agrees_with_the_package() -> None:
+    import treegraft
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["version"] == treegraft.__version__
+    heads = [line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("## [")]
+    assert heads[0].startswith(f"## [{treegraft.__version__}]")
+    assert dir(treegraft) == sorted(treegraft.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = treegraft.nonsense

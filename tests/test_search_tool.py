@@ -1,0 +1,103 @@
+"""The search tool: BM25 over a JSONL corpus."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from treegraft.errors import DataError, SettingError, ToolError
+from treegraft.tools.search import NO_MATCH, SearchTool
+from treegraft.types import Task
+
+TASK = Task(id="t", question="?", reference=())
+ROWS = [
+    {"id": "a", "contents": "Paris is the capital\nof France"},
+    {"id": 2, "contents": "Berlin is the capital of Germany"},
+    {"id": "c", "contents": "Bananas are yellow"},
+    {"id": "d", "contents": "Bananas are yellow"},
+]
+
+
+def corpus(folder: Path, *lines: str | bytes) -> str:
+    path = folder / "corpus.jsonl"
+    encoded = [line if isinstance(line, bytes) else line.encode() for line in lines]
+    path.write_bytes(b"\n".join(encoded))
+    return str(path)
+
+
+def build(folder: Path, top_k: int = 3) -> SearchTool:
+    return SearchTool(corpus(folder, *(json.dumps(row) for row in ROWS), ""), top_k=top_k)
+
+
+def ask(tool: SearchTool, query: str) -> str:
+    return asyncio.run(tool(query, TASK))
+
+
+def test_the_best_passage_comes_first_on_one_line(tmp_path: Path) -> None:
+    tool = build(tmp_path)
+    assert len(tool) == 4
+    assert ask(tool, "capital of France") == ("Doc 1: Paris is the capital of France\nDoc 2: Berlin is the capital of Germany")
+
+
+def test_equal_scores_keep_the_order_of_the_corpus(tmp_path: Path) -> None:
+    tool = build(tmp_path, top_k=1)
+    tool._passages[3] = "the second of two equals"
+    assert ask(tool, "yellow") == "Doc 1: Bananas are yellow"
+    assert ask(build(tmp_path, top_k=2), "capital yellow") == ask(build(tmp_path, top_k=2), "capital yellow")
+
+
+def test_no_match_is_a_sentence_and_no_error(tmp_path: Path) -> None:
+    tool = build(tmp_path)
+    for query in ("zebra", "the of is", "!?", "\ud800 \x00"):
+        assert ask(tool, query) == NO_MATCH
+
+
+def test_an_empty_query_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ToolError, match="empty"):
+        ask(build(tmp_path), " \n")
+
+
+def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ask(build(tmp_path), "capital")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_variables_in_the_path_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build(tmp_path)
+    monkeypatch.setenv("CORPUS_HOME", str(tmp_path))
+    assert len(SearchTool("$CORPUS_HOME/corpus.jsonl")) == 4
+    monkeypatch.delenv("CORPUS_HOME")
+    with pytest.raises(DataError, match=r"variable \$CORPUS_HOME is not set"):
+        SearchTool("$CORPUS_HOME/corpus.jsonl")
+
+
+GOOD = json.dumps(ROWS[0])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([GOOD, "{"], "line 2: not JSON"),
+        ([GOOD, "", "[1]"], "line 3: got a JSON list"),
+        ([GOOD, '{"id": "x", "text": "y"}'], "line 2: it has no 'contents'; it has id, text"),
+        (['{"contents": "y"}'], "line 1: it has no 'id'"),
+        (['{"id": "x", "contents": 3}'], "line 1: 'contents' is int, expected str"),
+        ([GOOD, b'{"id": "\xff"}'], "line 2: not UTF-8"),
+        ([GOOD, "[" * 100_000], "line 2: not JSON"),
+        (["", " "], "has no rows"),
+        (['{"id": "x", "contents": "..."}'], "none of its 1 rows contains a searchable word"),
+    ],
+)
+def test_bad_rows_are_named_by_line(tmp_path: Path, lines: list[str | bytes], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        SearchTool(corpus(tmp_path, *lines))
+
+
+def test_a_missing_file_or_path_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        SearchTool(str(tmp_path / "nowhere.jsonl"))
+    with pytest.raises(SettingError, match=r"tools\.search\.corpus is empty"):
+        SearchTool("")

@@ -1,0 +1,213 @@
+"""Displays and transcripts, rendered to recorded consoles."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from treegraft.config import Config
+from treegraft.terminal import (
+    Display,
+    PlainDisplay,
+    RichDisplay,
+    evaluation_line,
+    make_display,
+    pick_sample,
+    plain,
+    transcript,
+)
+from treegraft.types import (
+    ContinuationCause,
+    Leaf,
+    Observation,
+    Origin,
+    StartCause,
+    Status,
+    Step,
+    StepContent,
+    Task,
+    ToolCall,
+    Tree,
+)
+
+METRICS = {
+    "reward/mean": 0.5,
+    "rollout/accuracy": 0.25,
+    "rollout/tool_calls_mean": 1.5,
+    "learn/entropy": 0.123,
+    "time/update_s": 2.0,
+}
+
+
+def policy_step(name: str, content: StepContent, violation: str | None = None) -> Step:
+    return Step(
+        id=name,
+        parent=name.rpartition(".")[0],
+        depth=name.count("."),
+        token_ids=(7, 8),
+        origins=(Origin.POLICY, Origin.POLICY),
+        loss_mask=(True, True),
+        sampling_logprobs=(-0.5, -0.5),
+        entropies=(0.1, 0.1),
+        content=content,
+        violation=violation,
+        cause=StartCause() if name.count(".") == 1 else ContinuationCause(),
+    )
+
+
+def example_tree(thought: str = "look it up", result: str = "r2 of e9 is e41") -> Tree:
+    """A search and an answer (leaf 0), and a step that broke the format (leaf 1)."""
+    search = StepContent(
+        thought=thought,
+        calls=(ToolCall("search", "r2 of e9"),),
+        observations=(Observation(text=result, is_cached=True),),
+    )
+    root = Step(
+        id="0",
+        parent=None,
+        depth=0,
+        token_ids=(1,),
+        origins=(Origin.PROMPT,),
+        loss_mask=(False,),
+        sampling_logprobs=(0.0,),
+        entropies=(0.0,),
+    )
+    return Tree(
+        task=Task(id="t", question="r2 of e9 ?", reference=("e41",)),
+        group_id="1/t",
+        steps=(
+            root,
+            policy_step("0.0", search),
+            policy_step("0.0.0", StepContent(answer="e41")),
+            policy_step("0.1", StepContent(), violation="no thought"),
+        ),
+        leaves=(
+            Leaf(step_id="0.0.0", status=Status.COMPLETED, reward=1.0, is_correct=True, advantage=0.7),
+            Leaf(step_id="0.1", status=Status.FORMAT_VIOLATION, reward=-1.0, is_correct=False),
+        ),
+    )
+
+
+def rendered(renderable: object, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
+    console.print(renderable)
+    return console.export_text()
+
+
+class Words:
+    chat_template = None
+    eos_token_id = None
+
+    def decode(self, token_ids: object, **kwargs: object) -> str:
+        return f"<think> {token_ids}"
+
+
+def test_transcript_tells_each_step() -> None:
+    text = rendered(transcript(example_tree().trajectories()[0]))
+    for part in ("r2 of e9 ?", "step 1", "look it up", "search", "r2 of e9 is e41", "[cached]", "step 2", "e41"):
+        assert part in text
+    assert "completed, reward 1, correct, advantage +0.70" in text
+    assert "expected" not in text
+
+
+def test_transcript_of_a_violation_shows_what_was_written() -> None:
+    trajectory = example_tree().trajectories()[1]
+    assert "2 tokens" not in rendered(transcript(trajectory))
+    text = rendered(transcript(trajectory, Words()))  # type: ignore[arg-type]
+    assert "no thought" in text and "<think> [7, 8]" in text and "format violation, reward -1, wrong, expected e41" in text
+
+
+def test_foreign_text_is_neither_markup_nor_control() -> None:
+    nasty = "[bold red]hi[/bold red] [/] [link=x] \x1b[31mred\x1b[0m \x07\r\u202egnorw \x9b2J :smile: ${}"
+    text = rendered(transcript(example_tree(thought=nasty, result=nasty).trajectories()[0]), width=200)
+    assert text.count("[bold red]hi[/bold red] [/] [link=x]") == 2 and ":smile:" in text
+    assert not set("\x1b\x07\r\u202e\x9b") & set(text)
+    assert plain("a\x1b\tb\n") == "a\u241b\tb\n"
+    assert plain("abcdef", 4) == "abcd … (2 more characters)"
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_everything_fits_the_width(width: int) -> None:
+    tree = example_tree(thought="x" * 500 + " word" * 50, result="長い" * 100)
+    display = RichDisplay(Console(file=io.StringIO(), width=width, force_terminal=True))
+    display.update(3, 10, METRICS)
+    display.evaluated("update 3", {"eval/accuracy": 0.5})
+    display.phase("rollout", 5, 192, "waiting for the search tool of task t " * 5)
+    display.sample(tree)
+    text = rendered(display.render(), width=width)
+    display.close()
+    assert all(len(line) <= width for line in text.splitlines())
+
+
+def test_rich_display_shows_the_numbers_and_gives_the_terminal_back() -> None:
+    console = Console(file=io.StringIO(), record=True, width=80, force_terminal=True)
+    display: Display = RichDisplay(console, clock=lambda: 0.0)
+    display.started(Path("runs/demo"), Config())
+    display.phase("rollout", 1, 0, "[red]waiting[/red]")
+    for update in range(1, 12):
+        display.update(update, 20, METRICS | {"reward/mean": update / 100})
+    display.evaluated("start [x]", {"eval/accuracy": 0.415, "eval/pass_at_4": 0.72})
+    display.warn("careful [bold]now")
+    display.sample(example_tree())
+    display.finished(Path("runs/demo"), Path("runs/demo/checkpoints/last"), {"eval/accuracy": 1.0})
+    display.close()
+    text = console.export_text()
+    for part in ("0.110", "25%", "start [x]: accuracy 41.5%, pass_at_4 72.0%", "careful [bold]now"):
+        assert part in text
+    assert "finished runs/demo: accuracy 100.0%" in text and "checkpoint runs/demo/checkpoints/last" in text
+    assert "0.030" not in text.rpartition("a trajectory")[0].rpartition("update")[2]
+
+
+def test_long_commands_are_not_wrapped() -> None:
+    console = Console(file=io.StringIO(), record=True, width=40, force_terminal=True)
+    command = "treegraft train recipes/some_rather_long_name.toml --resume runs/some_rather_long_name"
+    RichDisplay(console).interrupted(command)
+    assert command in console.export_text()
+
+
+def test_plain_display_writes_one_line_each() -> None:
+    now = [0.0]
+    file = io.StringIO()
+    display: Display = PlainDisplay(file, every_s=30.0, clock=lambda: now[0])
+    display.started(Path("runs/demo"), Config())
+    display.phase("rollout", 1, 10)
+    now[0] = 31.0
+    display.phase("rollout", 2, 10, "task t waits for search")
+    display.phase("rollout", 3, 10)
+    display.update(1, 20, METRICS)
+    display.evaluated("update 1", {"eval/accuracy": 0.5, "learn/loss": 2.0})
+    display.sample(example_tree())
+    display.warn("two\x1b[2J")
+    display.interrupted("treegraft train r.toml --resume runs/demo")
+    display.finished(Path("runs/demo"), Path("c"), {})
+    display.close()
+    assert file.getvalue().splitlines() == [
+        "run runs/demo: tiny on search_world, 20 updates",
+        "  rollout 2/10: task t waits for search",
+        "update 1/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
+        "evaluated update 1: accuracy 50.0%",
+        "warning: two\u241b[2J",
+        "interrupted and saved; go on with: treegraft train r.toml --resume runs/demo",
+        "finished runs/demo",
+        "checkpoint c",
+    ]
+
+
+def test_the_kind_of_display_follows_the_stream() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    assert isinstance(make_display(io.StringIO()), PlainDisplay)
+    assert isinstance(make_display(Terminal()), RichDisplay)
+
+
+def test_the_best_trajectory_is_the_sample() -> None:
+    tree = example_tree()
+    best = pick_sample(tree)
+    assert best is not None and best.leaf.step_id == "0.0.0"
+    assert pick_sample(Tree(task=tree.task, group_id="g", steps=tree.steps[:1], leaves=())) is None
+    assert evaluation_line({"learn/loss": 1.0}) == ""

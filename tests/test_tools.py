@@ -1,0 +1,597 @@
+"""Tools and the toolbox: real sandbox workers, and tools that raise, hang, flood and lie."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treegraft.config import ToolsSettings
+from treegraft.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.interfaces import Capability, Tool
+from treegraft.plugins import load_object
+from treegraft.tools.build import build_tools
+from treegraft.tools.function import FunctionTool
+from treegraft.tools.python import NO_OUTPUT, PythonTool
+from treegraft.tools.toolbox import Toolbox
+from treegraft.types import Observation, Task, ToolCall
+
+TASK = Task(id="t/1", question="?", reference=())
+
+
+class Fake:
+    """A tool around a coroutine function."""
+
+    description = "A fake."
+    capability = Capability.STATELESS
+
+    def __init__(self, run: Callable[[str], Awaitable[Any]], *, name: str = "fake", cacheable: bool = False) -> None:
+        self.name = name
+        self.cacheable = cacheable
+        self.num_runs = 0
+        self.is_closed = False
+        self._run_body = run
+
+    async def __call__(self, body: str, task: Task) -> str:
+        self.num_runs += 1
+        result: str = await self._run_body(body)
+        return result
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+def toolbox(*tools: Tool, deadline_s: float = 5.0, max_output_chars: int = 200, cache: bool = True) -> Toolbox:
+    return Toolbox(tools, deadline_s=deadline_s, max_output_chars=max_output_chars, cache=cache, max_concurrent=4)
+
+
+def call_once(tool: Tool, body: str = "x", **options: Any) -> Observation:
+    return asyncio.run(toolbox(tool, **options).call(ToolCall(tool.name, body), TASK))
+
+
+def returning(value: Any) -> Fake:
+    async def run(body: str) -> Any:
+        return value
+
+    return Fake(run)
+
+
+def raising(error: BaseException, **options: Any) -> Fake:
+    async def run(body: str) -> Any:
+        raise error
+
+    return Fake(run, **options)
+
+
+def worker_pids(parent: int | None = None) -> set[int]:
+    """Live worker processes below `parent`."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")
+            except OSError:
+                continue
+            state, above = fields[2].split()[:2]
+            if "(monty" in fields[0] and state != "Z" and int(above) == (parent or os.getpid()):
+                found.add(int(entry.name))
+    return found
+
+
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+# Python
+
+
+def run_python(*bodies: str, **options: Any) -> list[str]:
+    """Results of the bodies, run one after the other, errors as their text."""
+
+    async def run() -> list[str]:
+        tool = PythonTool(**options)
+        texts = []
+        for body in bodies:
+            try:
+                texts.append(await tool(body, TASK))
+            except ToolError as error:
+                texts.append(f"! {error}")
+        await tool.close()
+        return texts
+
+    return asyncio.run(run())
+
+
+def test_python_shows_output_and_last_value() -> None:
+    assert run_python("print(6 * 7)", "6 * 7", "print('a'); 'b'", "x = 1", "", "x", "(1, {'k': [2]}, {3})") == [
+        "42",
+        "42",
+        "a\n'b'",
+        NO_OUTPUT,
+        NO_OUTPUT,
+        "! NameError: name 'x' is not defined",
+        "(1, {'k': [2]}, {3})",
+    ]
+
+
+def test_python_errors_are_short_and_keep_what_was_printed() -> None:
+    texts = run_python("1 / 0", "print('so far')\n[][1]", "def f(:", "import os\nos.listdir('/')", "10 ** 100000")
+    assert texts[0] == "! ZeroDivisionError: division by zero"
+    assert texts[1] == "! so far\nIndexError: list index out of range"
+    assert texts[2].startswith("! SyntaxError: ")
+    assert texts[3].startswith("! PermissionError")
+    assert texts[4].startswith("! ValueError: Exceeds the limit (4300 digits)")
+
+
+def test_python_limits_give_the_same_words_each_time() -> None:
+    bodies = ["while True: pass", "'a' * 10 ** 9", "while True: print('x' * 99)", "2 + 2"]
+    first = run_python(*bodies, max_duration_s=0.3)
+    assert first == run_python(*bodies, max_duration_s=0.3)
+    assert first == [
+        "! TimeoutError: the code was stopped; it ran longer than 0.3 s",
+        "! MemoryError: the code was stopped; it needed more than 64 MB",
+        "! TimeoutError: the code was stopped; it ran longer than 0.3 s",
+        "4",
+    ]
+
+
+def test_python_output_is_cut_with_a_note() -> None:
+    printed, shown, nested = run_python(
+        "print('x' * 100)", "'y' * 100", "x = []\nfor _ in range(5000): x = [x]\nx", max_output_chars=10
+    )
+    assert printed == "x" * 10 + "\n[cut after 10 of 101 printed characters]"
+    assert shown == "'" + "y" * 9 + "\n[cut after 10 characters]"
+    assert nested.startswith("[[[") or "nested too deeply" in nested
+
+
+def test_python_repeats_itself() -> None:
+    bodies = ["import random\nrandom.random()", "import time\ntime.time()", "{'a', 'b', 'c', 'd'}"]
+    first = run_python(*bodies)
+    assert first == run_python(*bodies)
+    assert first[2] == "{'a', 'b', 'c', 'd'}"
+    started = time.perf_counter()
+    run_python("import time\ntime.sleep(60)")
+    assert time.perf_counter() - started < 10
+
+
+def test_python_calls_run_side_by_side() -> None:
+    async def run() -> list[str]:
+        tool = PythonTool(num_workers=2)
+        texts = await asyncio.gather(*(tool(f"sum(range({n}))", TASK) for n in range(20)))
+        await tool.close()
+        return texts
+
+    assert asyncio.run(run()) == [str(n * (n - 1) // 2) for n in range(20)]
+
+
+@on_linux
+def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
+    async def run() -> tuple[Observation, Observation]:
+        box = toolbox(PythonTool(max_duration_s=20, num_workers=1), deadline_s=20)
+        running = asyncio.create_task(box.call(ToolCall("python", "while True: pass"), TASK))
+        while not worker_pids():
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.3)
+        for pid in worker_pids():
+            os.kill(pid, signal.SIGKILL)
+        stopped = await running
+        after = await box.call(ToolCall("python", "1 + 1"), TASK)
+        await box.close()
+        return stopped, after
+
+    stopped, after = asyncio.run(run())
+    assert stopped == Observation(text="the code was stopped: its worker process died", is_error=True)
+    assert after == Observation(text="2")
+    assert worker_pids() == set()
+
+
+@on_linux
+def test_no_worker_outlives_its_interpreter() -> None:
+    # The worker's id is printed by the parent; the tool is left open on purpose.
+    code = (
+        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import PythonTool, TASK, worker_pids\n"
+        "tool = PythonTool(); print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    value, *pids = done.stdout.split()
+    assert value == "42"
+    assert pids
+    deadline = time.monotonic() + 5
+    while any(is_alive(int(pid)) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_closed_python_tool_starts_again() -> None:
+    async def run() -> str:
+        tool = PythonTool()
+        await tool("1", TASK)
+        await tool.close()
+        text = await tool("2", TASK)
+        await tool.close()
+        await tool.close()
+        return text
+
+    assert asyncio.run(run()) == "2"
+
+
+# Toolbox
+
+
+def test_failures_become_observations() -> None:
+    assert call_once(raising(ToolError("no such page"))) == Observation(text="no such page", is_error=True)
+    assert call_once(raising(KeyError("k"))) == Observation(text="KeyError: 'k'", is_error=True)
+    assert call_once(raising(SystemExit(3))) == Observation(text="SystemExit: 3", is_error=True)
+    assert call_once(raising(asyncio.CancelledError())).is_error
+    assert call_once(raising(StopAsyncIteration())).is_error
+
+
+def test_an_unavailable_service_is_raised() -> None:
+    with pytest.raises(ToolUnavailable, match="down"):
+        call_once(raising(ToolUnavailable("down")))
+    with pytest.raises(ToolUnavailable, match="down"):
+        call_once(raising(ToolUnavailable("down"), cacheable=True))
+
+
+def test_an_unknown_tool_is_an_observation() -> None:
+    observation = asyncio.run(toolbox(returning("x")).call(ToolCall("fakes", ""), TASK))
+    assert observation.is_error
+    assert "there is no tool 'fakes' (there is: fake) Did you mean 'fake'?" in observation.text
+
+
+def test_results_of_other_types_become_text() -> None:
+    assert call_once(returning(b"caf\xc3\xa9 \xff\x00")).text == "café \ufffd\x00"
+    assert call_once(returning(42)).text == "42"
+    assert call_once(returning(None)).text == "None"
+
+
+def test_output_is_capped_and_says_so() -> None:
+    observation = call_once(returning("x" * 100_000_000), max_output_chars=100)
+    note = "\n[output cut: 100000000 characters]"
+    assert observation == Observation(text="x" * (100 - len(note)) + note, is_truncated=True)
+    assert call_once(returning("x" * 17), max_output_chars=16).text == "x" * 10 + " [cut]"
+    assert call_once(returning("x" * 16), max_output_chars=16) == Observation(text="x" * 16)
+    assert call_once(raising(ValueError("y" * 999))).is_truncated
+
+
+def test_a_call_past_its_deadline_is_an_observation() -> None:
+    was_cancelled = []
+
+    async def hang(body: str) -> str:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            was_cancelled.append(body)
+            raise
+        return ""
+
+    observation = call_once(Fake(hang), "b", deadline_s=0.05)
+    assert observation == Observation(text="the call timed out after 0.05 s", is_error=True)
+    assert was_cancelled == ["b"]
+
+
+def test_a_tool_that_ignores_its_cancellation_is_not_waited_for() -> None:
+    async def stubborn(body: str) -> str:
+        for _ in range(4):
+            try:
+                await asyncio.sleep(0.3)
+            except asyncio.CancelledError:
+                continue
+        return "late"
+
+    async def run() -> float:
+        box = toolbox(Fake(stubborn), deadline_s=0.05)
+        started = time.perf_counter()
+        observation = await box.call(ToolCall("fake", ""), TASK)
+        assert observation.is_error
+        return time.perf_counter() - started
+
+    assert asyncio.run(run()) < 0.25
+
+
+def test_a_hanging_plain_function_does_not_hold_up_the_exit() -> None:
+    def hang(text: str) -> str:
+        """Hangs."""
+        time.sleep(30)
+        return text
+
+    started = time.perf_counter()
+    assert call_once(FunctionTool(hang), deadline_s=0.1).is_error
+    assert time.perf_counter() - started < 3
+
+
+def test_the_deadline_starts_when_the_call_does() -> None:
+    async def nap(body: str) -> str:
+        await asyncio.sleep(0.2)
+        return body
+
+    async def run() -> list[Observation]:
+        box = Toolbox([Fake(nap)], deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1)
+        return await asyncio.gather(*(box.call(ToolCall("fake", str(n)), TASK) for n in range(4)))
+
+    assert [observation.text for observation in asyncio.run(run())] == ["0", "1", "2", "3"]
+
+
+def test_equal_calls_of_a_cacheable_tool_run_once() -> None:
+    async def slow(body: str) -> str:
+        await asyncio.sleep(0.02)
+        return body
+
+    async def run(cacheable: bool, cache: bool) -> tuple[int, list[Observation], dict[str, float]]:
+        tool = Fake(slow, cacheable=cacheable)
+        box = toolbox(tool, cache=cache)
+        together = await asyncio.gather(*(box.call(ToolCall("fake", "q"), TASK) for _ in range(3)))
+        later = await box.call(ToolCall("fake", "q"), TASK)
+        return tool.num_runs, [*together, later], box.take_metrics()
+
+    cached = asyncio.run(run(True, True))
+    assert cached[0] == 1
+    assert cached[1] == [Observation(text="q")] * 4
+    assert cached[2]["tools/fake_calls"] == 4
+    assert cached[2]["time/tool_fake_cached_frac"] == 0.75
+    assert asyncio.run(run(False, True))[:2] == (4, cached[1])
+    assert asyncio.run(run(True, False))[:2] == (4, cached[1])
+
+
+def test_the_cache_keeps_no_errors() -> None:
+    async def fail_first(body: str) -> str:
+        if tool.num_runs == 1:
+            raise ToolError("not yet")
+        return "now"
+
+    tool = Fake(fail_first, cacheable=True)
+
+    async def run() -> list[Observation]:
+        box = toolbox(tool)
+        return [await box.call(ToolCall("fake", "q"), TASK) for _ in range(3)]
+
+    assert [observation.text for observation in asyncio.run(run())] == ["not yet", "now", "now"]
+    assert tool.num_runs == 2
+
+
+def test_a_caller_that_gives_up_leaves_a_shared_run_to_the_others() -> None:
+    async def slow(body: str) -> str:
+        await asyncio.sleep(0.1)
+        return body
+
+    async def run() -> Observation:
+        box = toolbox(Fake(slow, cacheable=True))
+        first = asyncio.create_task(box.call(ToolCall("fake", "q"), TASK))
+        second = asyncio.create_task(box.call(ToolCall("fake", "q"), TASK))
+        await asyncio.sleep(0.02)
+        first.cancel()
+        return await second
+
+    assert asyncio.run(run()) == Observation(text="q")
+
+
+def test_metrics_count_since_the_last_take() -> None:
+    async def odd(body: str) -> str:
+        await asyncio.sleep(0.01)
+        if body == "bad":
+            raise ToolError("bad")
+        return body
+
+    async def run() -> tuple[dict[str, float], dict[str, float]]:
+        box = toolbox(Fake(odd))
+        for body in ("a", "bad", "b", "c"):
+            await box.call(ToolCall("fake", body), TASK)
+        return box.take_metrics(), box.take_metrics()
+
+    first, second = asyncio.run(run())
+    assert first["tools/fake_calls"] == 4
+    assert first["tools/fake_failure_frac"] == 0.25
+    assert first["time/tool_fake_cached_frac"] == 0
+    assert 0.01 <= first["time/tool_fake_s"] < 1
+    assert second == {"tools/fake_calls": 0}
+
+
+def test_closing_closes_every_tool_even_after_a_failure() -> None:
+    broken, sound = returning(""), Fake(returning("")._run_body, name="sound")
+
+    async def fail() -> None:
+        raise RuntimeError("stuck")
+
+    broken.close = fail  # type: ignore[method-assign]
+    asyncio.run(toolbox(broken, sound).close())
+    assert sound.is_closed
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(SettingError, match="two tools are named 'fake'"):
+        toolbox(returning(1), returning(2))
+
+
+def test_a_toolbox_serves_one_event_loop_after_another() -> None:
+    async def nap(body: str) -> str:
+        await asyncio.sleep(0.01)
+        return body
+
+    box = Toolbox([Fake(nap, cacheable=True)], deadline_s=1, max_output_chars=99, cache=True, max_concurrent=1)
+
+    async def run() -> list[Observation]:
+        return await asyncio.gather(*(box.call(ToolCall("fake", str(n)), TASK) for n in range(3)))
+
+    assert asyncio.run(run()) == asyncio.run(run())
+
+
+# Functions
+
+
+def shout(text: str) -> str:
+    """Says it
+    loudly.
+
+    Nothing else.
+    """
+    return text.upper()
+
+
+async def add(left: int, right: int = 1) -> str:
+    """Adds."""
+    return str(left + right)
+
+
+def double(number: int) -> str:
+    """Doubles."""
+    return str(2 * number)
+
+
+def whoami(task: Task, greeting: str) -> str:
+    """Greets."""
+    return f"{greeting} {task.id}"
+
+
+def test_functions_become_tools() -> None:
+    tool = FunctionTool(shout)
+    assert isinstance(tool, Tool)
+    assert (tool.name, tool.description) == ("shout", "Says it loudly.")
+    assert (tool.capability, tool.cacheable) == (Capability.STATELESS, False)
+    assert call_once(tool, " hi ").text == " HI "
+    assert call_once(FunctionTool(add), '{"left": 2, "right": 3}').text == "5"
+    assert call_once(FunctionTool(add), '{"left": 2}').text == "3"
+    assert call_once(FunctionTool(double), "21").text == "42"
+    assert call_once(FunctionTool(double), '{"number": 21}').text == "42"
+    assert call_once(FunctionTool(whoami), "hello").text == "hello t/1"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("2 3", "not JSON"),
+        ("[2]", "needs a JSON object"),
+        ('{"left": "x"}', "'left' does not fit"),
+        ('{"right": 1}', "'left' is missing"),
+        ('{"left": 1, "up": 2}', "no parameter 'up'"),
+        ("[" * 100_000, "not JSON"),
+    ],
+)
+def test_a_body_that_does_not_fit_is_explained(body: str, message: str) -> None:
+    observation = call_once(FunctionTool(add), body, max_output_chars=400)
+    assert observation.is_error
+    assert message in observation.text
+
+
+def test_a_function_that_raises_in_its_thread_is_an_observation() -> None:
+    def stop(text: str) -> str:
+        """Ends."""
+        raise (StopIteration if text == "stop" else SystemExit)("now")
+
+    assert call_once(FunctionTool(stop), "stop").text == "RuntimeError: StopIteration: now"
+    assert call_once(FunctionTool(stop), "exit").text == "RuntimeError: SystemExit: now"
+
+
+def test_functions_that_make_no_tool_are_refused() -> None:
+    def undocumented(text: str) -> str:
+        return text
+
+    def untyped(text):  # type: ignore[no-untyped-def]
+        """Untyped."""
+
+    def star(*texts: str) -> str:
+        """Starred."""
+        return ""
+
+    def Upper(text: str) -> str:
+        """Named wrongly."""
+        return text
+
+    for func, message in ((undocumented, "docstring"), (untyped, "annotation"), (star, "filled"), (Upper, "letters")):
+        with pytest.raises(SettingError, match=message):
+            FunctionTool(func)
+
+
+def test_functions_may_declare_capability_and_cacheability() -> None:
+    def stateful(text: str) -> str:
+        """Stateful."""
+        return text
+
+    stateful.capability = "none"  # type: ignore[attr-defined]
+    stateful.cacheable = True  # type: ignore[attr-defined]
+    tool = FunctionTool(stateful)
+    assert (tool.capability, tool.cacheable) == (Capability.NONE, True)
+    stateful.capability = "sometimes"  # type: ignore[attr-defined]
+    with pytest.raises(SettingError, match="expected one of 'stateless', 'fork', 'replay', 'none'"):
+        FunctionTool(stateful)
+
+
+# Building
+
+USER_MODULE = '''
+from treegraft.interfaces import Capability
+
+def lookup(text: str) -> str:
+    """Looks up."""
+    return text
+
+class Ready:
+    name, description, capability, cacheable = "ready", "Is ready.", Capability.STATELESS, False
+    async def __call__(self, body, task): return body
+    async def close(self): pass
+
+class Needy(Ready):
+    def __init__(self, key): pass
+
+number = 3
+'''
+
+
+@pytest.fixture
+def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "users_tools.py").write_text(USER_MODULE)
+    (tmp_path / "users_broken.py").write_text("import not_there_at_all")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "users_tools", raising=False)
+    return "users_tools"
+
+
+def test_tools_are_built_from_names_and_import_paths(user_module: str) -> None:
+    use = ["python", f"{user_module}:lookup", f"{user_module}:Ready"]
+    tools = build_tools(ToolsSettings(use=use), [returning(1)])
+    assert [tool.name for tool in tools] == ["fake", "python", "lookup", "ready"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("pyhton", "Did you mean 'python'"),
+        ("search", "corpus is empty"),
+        ("users_tools:lookpu", "Did you mean 'lookup'"),
+        ("users_tools:number", "expected a function or a tool"),
+        ("users_tools:Needy", "without arguments"),
+        ("users_broken:x", "needs 'not_there_at_all'"),
+        ("users_nothing:x", "there is no module 'users_nothing'"),
+        ("users_tools:", "is no import path"),
+    ],
+)
+def test_wrong_entries_are_explained(user_module: str, entry: str, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        build_tools(ToolsSettings(use=[entry]), [])
+
+
+def test_a_name_that_the_tasks_take_is_refused(user_module: str) -> None:
+    with pytest.raises(SettingError, match="the tasks bring a tool of that name"):
+        build_tools(ToolsSettings(use=[f"{user_module}:lookup"]), [Fake(returning("")._run_body, name="lookup")])
+    with pytest.raises(SettingError, match="it is there already"):
+        build_tools(ToolsSettings(use=["python", "python"]), [])
+
+
+def test_import_paths_go_into_attributes() -> None:
+    assert load_object("os:path.join") is os.path.join
