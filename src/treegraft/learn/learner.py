@@ -304,7 +304,8 @@ def plain_weights(model: Any) -> dict[str, torch.Tensor]:
     from peft.tuners.lora import LoraLayer
 
     inner = model.get_base_model()
-    deltas = {name: module.get_delta_weight("default")  # type: ignore[attr-defined] for name, module in inner.named_modules() if isinstance(module, LoraLayer)}
+    adapted = [(name, module) for name, module in inner.named_modules() if isinstance(module, LoraLayer)]
+    deltas = {name: module.get_delta_weight("default") for name, module in adapted}  # type: ignore[attr-defined]
     merged = {}
     for name, tensor in inner.state_dict().items():
         if ".lora_" in name:
