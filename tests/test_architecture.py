@@ -40,8 +40,8 @@ NEVER = {
 BESIDES = {("rollout", "tools.toolbox")}
 """The tool box runs calls for any tool: it is no kind."""
 
-TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed")
-"""Where tensors live."""
+TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard")
+"""Where tensors live, and the tracker whose SummaryWriter torch brings."""
 
 NO_TORCH = ("engine.scripted", "engine.vllm", "engine.stops")
 """Exceptions from the above: what must answer without torch."""

@@ -68,7 +68,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     vars(train).update(train=recorder("train", None), sft=recorder("sft", None))
     result = Result({"eval/accuracy": 0.5, "reward/my_rewards:brief": 0.25}, out=Path("x.jsonl"))
     vars(evaluate).update(
-        evaluate_checkpoint=recorder("eval", result), answer_question=recorder("run", example_tree(thought="[b]hm[/b]"))
+        evaluate_checkpoint=recorder("eval", result),
+        answer_question=recorder("run", (example_tree(thought="[b]hm[/b]").trajectories()[0], None)),
     )
     monkeypatch.setitem(sys.modules, "treegraft.train", train)
     monkeypatch.setitem(sys.modules, "treegraft.evaluate", evaluate)

@@ -255,7 +255,7 @@ def test_an_override_without_effect_is_an_error(override: str, reason: str) -> N
 def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     presets = {
         "tasks": {"arithmetic": {"generator": "products"}},
-        "model": {"lora": {"alpha": 8.0}},
+        "model": {"lora": {"alpha": 8}},
         "warmup": {"lr": 0.1},
     }
     load_config(presets)

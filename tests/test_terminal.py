@@ -155,9 +155,10 @@ def test_rich_display_shows_the_numbers_and_gives_the_terminal_back() -> None:
     display.finished(Path("runs/demo"), Path("runs/demo/checkpoints/last"), {"eval/accuracy": 1.0})
     display.close()
     text = console.export_text()
-    for part in ("0.110", "25%", "start [x]: accuracy 41.5%, pass_at_4 72.0%", "careful [bold]now"):
+    for part in ("0.110", "25%", "start [x]: accuracy 41.5%, pass@4 72.0%", "careful [bold]now"):
         assert part in text
     assert "finished runs/demo: accuracy 100.0%" in text and "checkpoint runs/demo/checkpoints/last" in text
+    assert "treegraft run runs/demo/checkpoints/last 'r2 of e9 ?'" in text
     assert "0.030" not in text.rpartition("a trajectory")[0].rpartition("update")[2]
 
 
@@ -177,9 +178,10 @@ def test_plain_display_writes_one_line_each() -> None:
     now[0] = 31.0
     display.phase("rollout", 2, 10, "task t waits for search")
     display.phase("rollout", 3, 10)
-    display.update(1, 20, METRICS)
-    display.evaluated("update 1", {"eval/accuracy": 0.5, "learn/loss": 2.0})
     display.sample(example_tree())
+    display.update(1, 20, METRICS)
+    display.update(2, 20, METRICS)
+    display.evaluated("update 1", {"eval/accuracy": 0.5, "learn/loss": 2.0})
     display.warn("two\x1b[2J")
     display.interrupted("treegraft train r.toml --resume runs/demo")
     display.finished(Path("runs/demo"), Path("c"), {})
@@ -188,11 +190,19 @@ def test_plain_display_writes_one_line_each() -> None:
         "run runs/demo: tiny on search_world, 20 updates",
         "  rollout 2/10: task t waits for search",
         "update 1/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
+        "  a trajectory: r2 of e9 ?",
+        "    <think> look it up </think>  <search> r2 of e9 </search>  -> r2 of e9 is e41",
+        "    <answer> e41 </answer>",
+        "    completed, reward 1, correct, advantage +0.70",
+        "update 2/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
         "evaluated update 1: accuracy 50.0%",
         "warning: two\u241b[2J",
         "interrupted and saved; go on with: treegraft train r.toml --resume runs/demo",
         "finished runs/demo",
-        "checkpoint c",
+        "  metrics    runs/demo/metrics.jsonl",
+        "  trees      runs/demo/trees",
+        "  checkpoint c",
+        "  ask it     treegraft run c 'r2 of e9 ?'",
     ]
 
 
@@ -211,3 +221,31 @@ def test_the_best_trajectory_is_the_sample() -> None:
     assert best is not None and best.leaf.step_id == "0.0.0"
     assert pick_sample(Tree(task=tree.task, group_id="g", steps=tree.steps[:1], leaves=())) is None
     assert evaluation_line({"learn/loss": 1.0}) == ""
+
+
+def test_an_evaluation_on_one_line() -> None:
+    metrics = {
+        "eval/accuracy": 0.415,
+        "eval/accuracy_1_hop": 0.6,
+        "eval/accuracy_2_hops": 0.23,
+        "eval/accuracy_sampled": 0.38,
+        "eval/accuracy_sampled_1_hop": 0.5,
+        "eval/pass_at_4": 0.72,
+        "eval/pass_at_2": 0.5,
+        "eval/completed_frac": 0.9,
+        "eval/tool_calls_mean": 1.3,
+        "eval/failed_frac": 0.0,
+        "time/eval_s": 3.0,
+        "eval/gain": 0.52,
+        "eval/gain_low": 0.47,
+        "eval/gain_high": 0.57,
+    }
+    assert evaluation_line(metrics) == (
+        "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@2 50.0%, pass@4 72.0%, gain +0.52 [0.47, 0.57]"
+    )
+    assert evaluation_line(dict(reversed(metrics.items()))).startswith("accuracy 41.5% (2_hops 23%, 1_hop 60%), sampled")
+    assert evaluation_line(metrics, is_brief=True) == "accuracy 41.5%, sampled 38.0%, gain +0.52 [0.47, 0.57]"
+    sampled = {"eval/accuracy_sampled": 0.25, "eval/accuracy_sampled_math": 0.5, "eval/failed_frac": 0.1}
+    assert evaluation_line(sampled) == "accuracy_sampled 25.0% (math 50%), failed 10.0%"
+    many = {"eval/accuracy": 0.5} | {f"eval/accuracy_{name}": 0.5 for name in "abcdefgh"}
+    assert evaluation_line(many).endswith("f 50%, 2 more)")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from treegraft.config import Config, EvalSettings, RolloutSettings
-from treegraft.errors import SettingError, nearest
+from treegraft.errors import DataError, SettingError, nearest
 from treegraft.explore.independent import Independent
 from treegraft.interfaces import Engine, Explorer, Format, TaskSource, Tracker, TreeScorer
 from treegraft.plugins import load_object
@@ -19,6 +19,7 @@ from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
 from treegraft.tools.build import build_tools
 from treegraft.tools.toolbox import Toolbox
+from treegraft.types import Task
 
 EXPLORERS: Mapping[str, Callable[[], Explorer]] = {"independent": Independent}
 
@@ -33,6 +34,8 @@ class Parts:
     """The model to be trained (the engine has its own copy)."""
     tokenizer: Any
     format: Format
+    max_prompt: int | None
+    """Longest prompt that leaves room for a completion, in tokens; None for no limit."""
     toolbox: Toolbox
     engine: Engine
     scorer: TreeScorer
@@ -57,79 +60,101 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
     Raises:
         TreegraftError: what cannot be had, before any work starts.
     """
-    import torch
+    from treegraft.checkpoint import with_saved_adapter
+    from treegraft.models import end_token_ids, limit_threads, load_model, with_adapters
 
-    from treegraft.models import end_token_ids, load_model, max_context
-
-    if config.run.num_threads is not None:
-        torch.set_num_threads(config.run.num_threads)
+    limit_threads(config.run.num_threads)
+    build_explorer(config.explore.explorers)
     tasks = source or build_tasks(config.tasks, config.run.seed)
+    scorer = RewardScorer.from_settings(config.reward)
     settings = config.model if model_path is None else config.model.model_copy(update={"path": str(model_path)})
-    model, tokenizer = load_model(settings, vocabulary=tasks.vocabulary(), seed=config.run.seed)
     tools = build_tools(config.tools, tasks.tools())
-    limit = max_context(model)
-    room = None if limit is None else limit - config.rollout.max_completion_tokens
-    if room is not None and room < 1:
-        raise SettingError(
-            f"rollout.max_completion_tokens is {config.rollout.max_completion_tokens}, but model '{settings.path}' reads "
-            f"{limit} tokens in all; lower it so that the prompt fits too"
-        )
-    toolbox = Toolbox(
+    # A closed vocabulary has a word for each tag, those of the user's own tools included.
+    tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
+    vocabulary = [*words, *tags] if (words := tasks.vocabulary()) else []
+    model, tokenizer = load_model(settings, vocabulary=vocabulary, seed=config.run.seed)
+    if model_path is not None:
+        model = with_saved_adapter(model, Path(model_path))
+    max_prompt = _room_for_prompts(config, model)
+    form = TagsFormat(
+        tokenizer,
         tools,
-        deadline_s=config.tools.deadline_s,
-        max_output_chars=config.tools.max_output_chars,
-        cache=config.tools.cache,
-        max_concurrent=config.tools.max_concurrent,
+        system_prompt=config.format.system_prompt,
+        require_think=config.format.require_think,
+        require_boxed=config.format.require_boxed,
+        max_context=max_prompt,
+        end_ids=end_token_ids(model, tokenizer),
     )
+    # Adapters change the model in place, so the engine's copy comes first.
+    engine_model = copy.deepcopy(model).requires_grad_(False) if config.engine.kind == "native" else model
+    try:
+        trained = with_adapters(model, config.model, seed=config.run.seed)
+    except ValueError as error:
+        raise SettingError(f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model: {error}") from error
     return Parts(
         config=config,
         source=tasks,
-        model=with_adapters(model, config),
+        model=trained,
         tokenizer=tokenizer,
-        format=TagsFormat(
-            tokenizer,
+        format=form,
+        max_prompt=max_prompt,
+        toolbox=Toolbox(
             tools,
-            system_prompt=config.format.system_prompt,
-            require_think=config.format.require_think,
-            require_boxed=config.format.require_boxed,
-            max_context=room,
-            end_ids=end_token_ids(model, tokenizer),
+            deadline_s=config.tools.deadline_s,
+            max_output_chars=config.tools.max_output_chars,
+            cache=config.tools.cache,
+            max_concurrent=config.tools.max_concurrent,
         ),
-        toolbox=toolbox,
-        engine=_build_engine(config, model, tokenizer),
-        scorer=RewardScorer.from_settings(config.reward),
+        engine=_build_engine(config, engine_model, tokenizer),
+        scorer=scorer,
     )
 
 
-def with_adapters(model: Any, config: Config) -> Any:
-    """Returns the model with LoRA adapters where the recipe asks for them, seeded by run.seed."""
-    lora = config.model.lora
-    if not lora.rank:
-        if config.model.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            model.train()
-        return model
-    import torch
-    from peft import LoraConfig, get_peft_model
+def _room_for_prompts(config: Config, model: Any) -> int | None:
+    """The longest prompt that leaves room for a completion, in tokens; None where the model names no limit."""
+    from treegraft.models import max_context
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.run.seed)
-        adapted = get_peft_model(
-            model, LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets)
+    limit = max_context(model)
+    if limit is None:
+        return None
+    name, wanted = max(
+        ("rollout.max_completion_tokens", config.rollout.max_completion_tokens),
+        ("eval.max_completion_tokens", config.eval.max_completion_tokens or 0),
+        key=lambda item: item[1],
+    )
+    if wanted >= limit:
+        raise SettingError(
+            f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all; lower it so that prompts fit too."
         )
-    if config.model.gradient_checkpointing:
-        adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        adapted.enable_input_require_grads()
-        adapted.train()
-    return adapted
+    return limit - wanted
+
+
+def check_prompts(parts: Parts, tasks: Sequence[Task]) -> None:
+    """Refuses tasks whose prompt cannot be made, all of them at once and before any work.
+
+    Raises:
+        DataError: the first such task, and how many there are.
+    """
+    bad: list[str] = []
+    overhead = len(parts.format.prompt_ids(Task(id="probe", question="?", reference=())))
+    for task in tasks:
+        # A plain letter is a token at most, so short plain questions need no encoding: 10,000 tasks take no time.
+        is_plain = task.question.isascii() and not set(task.question) & set("<[|")
+        if is_plain and (parts.max_prompt is None or len(task.question) + overhead <= parts.max_prompt):
+            continue
+        try:
+            parts.format.prompt_ids(task)
+        except DataError as error:
+            bad.append(str(error))
+    if bad:
+        raise DataError(bad[0] + (f" The same holds for {len(bad)} of {len(tasks)} tasks in all." if len(bad) > 1 else ""))
 
 
 def _build_engine(config: Config, model: Any, tokenizer: Any) -> Engine:
     if config.engine.kind == "native":
         from treegraft.engine.native import NativeEngine
 
-        own = copy.deepcopy(model).requires_grad_(False)
-        return NativeEngine(own, tokenizer, config.engine, num_prompts=max_live_trees(config) + 1)
+        return NativeEngine(model, tokenizer, config.engine, num_prompts=max_live_trees(config) + 1)
     if ":" not in config.engine.kind:
         raise SettingError(
             f"engine.kind is '{config.engine.kind}'; expected \"native\" or an import path 'package.module:Engine'."
@@ -164,26 +189,26 @@ def build_explorer(names: list[str]) -> Explorer:
     )
 
 
-def build_trackers(names: list[str], run_dir: Path) -> list[Tracker]:
-    """Returns the trackers of a recipe.
+def find_trackers(names: list[str]) -> list[Callable[[Path], Tracker]]:
+    """Returns what makes the trackers of a recipe, each from the run folder.
 
     Raises:
         SettingError: an unknown name, or an extra that is not installed.
     """
-    trackers: list[Tracker] = []
+    makers: list[Callable[[Path], Tracker]] = []
     for name in names:
         if name == "tensorboard":
-            from treegraft.track.tensorboard import TensorBoardTracker
+            from treegraft.track.tensorboard import find_tensorboard
 
-            trackers.append(TensorBoardTracker(run_dir))
+            makers.append(find_tensorboard())
         elif ":" in name:
-            trackers.append(load_object(name)(run_dir))
+            makers.append(load_object(name))
         else:
             raise SettingError(
                 f"track.trackers names '{name}'; expected \"tensorboard\" or an import path 'package.module:Tracker'."
                 f"{nearest(name, ['tensorboard'])}"
             )
-    return trackers
+    return makers
 
 
 def training_limits(config: Config) -> Limits:

@@ -7,18 +7,22 @@ engine's (ragged rows over a shared prompt) or the learner's (packed trees). No 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from treegraft.errors import ModelError
 
 ATTENTION = "treegraft"
 MASKED = -1e30
 """Score of what is not visible: finite, so that a row that sees nothing of a part gives no NaN."""
+SPAN = 256
+"""Positions that one matrix product sums over: beyond some 384, float32 products split their sums by the total length."""
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Maximum, sum and weighted values of softmax attention over one part of the keys, [..., rows, 1 or width]."""
 
@@ -99,21 +103,52 @@ def _inner(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
+@functools.cache
+def steady_rows(width: int, dtype: torch.dtype, device: str) -> int:
+    """Returns how many rows a product with keys and values must have, so that a row's rounding no longer depends on their number.
+
+    Found by trying: float32 products of one to five rows take other paths through the CPU's matrix library than those of more.
+    """
+    if dtype != torch.float32 or device != "cpu":
+        return 1
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(1, 64, width, generator=generator)
+    keys, values = (torch.randn(1, SPAN, width, generator=generator) for _ in range(2))
+
+    def products(count: int) -> torch.Tensor:
+        scores = rows[:, :count] @ keys.transpose(-1, -2)
+        return torch.cat([scores, torch.softmax(rows @ keys.transpose(-1, -2), dim=-1)[:, :count] @ values], dim=-1)
+
+    many = products(rows.shape[1])
+    return 1 + max((count for count in range(1, 17) if not torch.equal(products(count), many[:, :count])), default=0)
+
+
 def partial_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
 ) -> Partial:
     """Returns maximum, sum and weighted values (float32) of softmax attention over one part of the keys.
 
     query [..., rows, width], key and value [..., positions, width], visible bool broadcastable to [..., rows, positions].
-    A row that sees nothing gets a maximum of `MASKED`, which weighs nothing when merged.
+    A row that sees nothing gets a maximum of `MASKED`, which weighs nothing when merged. In float32 on a CPU a row's result depends
+    neither on the other rows nor on invisible positions after its own.
     """
+    count = query.shape[-2]
+    missing = steady_rows(query.shape[-1], query.dtype, query.device.type) - count
+    if missing > 0:
+        query = functional.pad(query, (0, 0, 0, missing))
+        visible = visible if visible.shape[-2] == 1 else functional.pad(visible, (0, 0, 0, missing))
     scores = (query @ key.transpose(-1, -2)).float() * options.scaling
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     scores = scores.masked_fill(~visible, MASKED)
     peak = scores.amax(dim=-1, keepdim=True)
     weights = torch.exp(scores - peak).masked_fill(~visible, 0.0)
-    return peak, weights.sum(dim=-1, keepdim=True), (weights.to(value.dtype) @ value).float()
+    total = weights.sum(dim=-1, keepdim=True)
+    weights = weights.to(value.dtype)
+    weighted = (weights[..., :SPAN] @ value[..., :SPAN, :]).float()
+    for start in range(SPAN, value.shape[-2], SPAN):
+        weighted = weighted + (weights[..., start : start + SPAN] @ value[..., start : start + SPAN, :]).float()
+    return peak[..., :count, :], total[..., :count, :], weighted[..., :count, :]
 
 
 def merge_partials(parts: list[Partial], sinks: torch.Tensor | None) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from treegraft import __version__
 from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
 
 if TYPE_CHECKING:
+    from treegraft.config import Config
     from treegraft.doctor import Finding
     from treegraft.terminal import Display
 
@@ -70,19 +72,37 @@ def _display(to_stderr: bool = False) -> Iterator[Display]:
         display.close()
 
 
+RecipeOrResume = Annotated[
+    str | None, typer.Argument(metavar="[RECIPE]", help="A recipe (.toml) or a run's config.json; not needed with --resume.")
+]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Continue this run from its latest checkpoint.")]
+
+
+def _settings(recipe: str | None, overrides: list[str] | None, resume: Path | None, command: str) -> Config:
+    """Returns the settings of a recipe, or those of the run to resume, with overrides."""
+    from treegraft.recipe import load_config
+
+    typed = overrides or []
+    if resume is not None and (recipe is None or "=" in recipe):
+        from treegraft.start import own_config
+
+        # What stands in the recipe's place is the first override.
+        return own_config(resume, [*([recipe] if recipe else []), *typed])
+    if recipe is None:
+        raise SettingError(
+            f"command line: `treegraft {command}` got neither a recipe nor a run to resume; expected one of them, such as "
+            f"`treegraft {command} recipes/demo.toml` or `treegraft {command} --resume runs/NAME`."
+        )
+    return load_config(recipe, typed)
+
+
 @app.command()
-def train(
-    recipe: Recipe,
-    overrides: Overrides = None,
-    resume: Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Continue this run from its latest checkpoint.")] = None,
-) -> None:
+def train(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
     """Train an agent by a recipe.
 
     The result is a run folder with metrics, trees and a checkpoint.
     """
-    from treegraft.recipe import load_config
-
-    config = load_config(recipe, overrides or [])
+    config = _settings(recipe, overrides, resume, "train")
     with _display() as display:
         from treegraft.train import train as run_training
 
@@ -90,17 +110,15 @@ def train(
 
 
 @app.command()
-def sft(recipe: Recipe, overrides: Overrides = None) -> None:
+def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
     """Fine-tune on traces as [warmup] says."""
-    from treegraft.recipe import load_config
-
-    config = load_config(recipe, overrides or [])
+    config = _settings(recipe, overrides, resume, "sft")
     if config.warmup.num_steps == 0:
         raise SettingError(f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add warmup.num_steps=300.")
     with _display() as display:
         from treegraft.train import sft as run_fine_tuning
 
-        run_fine_tuning(config, recipe=recipe, display=display)
+        run_fine_tuning(config, recipe=recipe, resume=resume, display=display)
 
 
 def _data_overrides(data: str | None, num: int | None, columns: dict[str, str | None], has_recipe: bool) -> list[str]:
@@ -200,10 +218,8 @@ def run(
     from treegraft.terminal import transcript
 
     refuse_ignored(overrides or [], "run")
-    tree = answer_question(checkpoint, question, overrides or [])
-    console = Console()
-    for trajectory in tree.trajectories():
-        console.print(transcript(trajectory))
+    trajectory, tokenizer = answer_question(checkpoint, question, overrides or [])
+    Console().print(transcript(trajectory, tokenizer))
 
 
 @app.command("config")
@@ -284,8 +300,19 @@ def exit_code(error: TreegraftError) -> int:
     return 3 if isinstance(error, CheckpointError) else 1
 
 
+def _silence_others() -> None:
+    """Keeps progress bars and warnings of the packages below us out of the display; what the user has set stays."""
+    for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
 def main() -> None:
     """Runs the command line; an error of ours is one paragraph, never a traceback."""
+    _silence_others()
     try:
         app()
     except TreegraftError as error:

@@ -2,7 +2,8 @@
 
 Memory is estimated from the model's shape alone. With N weights of b bytes:
 
-    weights N·b, engine's copy N·b, gradients T·b, AdamW 8·T, float32 master weights 4·T (bfloat16 only),
+    Python with its packages 0.4 GB, weights N·b, engine's copy N·b, gradients T·b, AdamW 8·T,
+    float32 master weights 4·T (bfloat16 only),
     keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
 
 T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and marked as such.
@@ -40,6 +41,8 @@ OPTIONAL: Mapping[str, str] = {
 _BYTES = {"float32": 4, "bfloat16": 2}
 _PROMPT_TOKENS = 256
 """What is assumed for a prompt where the context has no limit of its own."""
+_PACKAGES_BYTES = 400_000_000
+"""Resident after importing torch, transformers and peft, as measured."""
 _TINY_WORDS = 64
 """Markup and function words of a tiny model's vocabulary, beside entities and relations."""
 
@@ -260,6 +263,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
     kept = 2 if config.model.gradient_checkpointing else 16
     parts = {
+        "Python and packages": _PACKAGES_BYTES,
         "weights": shape.num_weights * width,
         "gradients": trained * width,
         "AdamW": 8 * trained,

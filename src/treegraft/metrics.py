@@ -21,7 +21,7 @@ METRICS: Mapping[str, str] = {
     "eval/accuracy": "share of held-out tasks answered correctly by one greedy trajectory, 0..1",
     "eval/accuracy_sampled": "share of correct trajectories on held-out tasks at temperature 1, 0..1",
     "eval/pass_at_{k}": "share of tasks with a correct one among k trajectories at temperature 1 (unbiased), 0..1",
-    "eval/accuracy_{category}": "eval/accuracy of this category (eval/accuracy_sampled where greedy is off), 0..1",
+    "eval/accuracy_{category}": "eval/accuracy of this category, 0..1",
     "rollout/num_trajectories": "leaves grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each once",
     "rollout/num_tool_calls": "tool calls run",

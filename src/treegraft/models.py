@@ -37,7 +37,8 @@ class Head:
         inner = base_model(model)
         self._project = inner.get_output_embeddings()
         config = inner.config.get_text_config()
-        self._divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        # Granite divides, Cohere multiplies.
+        self._divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(getattr(config, "logit_scale", None) or 1.0)
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -81,6 +82,32 @@ def load_model(settings: ModelSettings, *, vocabulary: Sequence[str] = (), seed:
     model = model.to(device=device, dtype=DTYPES[settings.dtype])
     model.eval()
     return model, tokenizer
+
+
+def limit_threads(num: int | None) -> None:
+    """Sets how many CPU threads torch uses; None leaves torch's own choice."""
+    if num is not None:
+        torch.set_num_threads(num)
+
+
+def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
+    """Returns the model with LoRA adapters and gradient checkpointing where `settings` ask for them; adapters are seeded."""
+    adapted = model
+    if settings.lora.rank:
+        from peft import LoraConfig, get_peft_model
+
+        lora = settings.lora
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            adapted = get_peft_model(
+                model, LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets)
+            )
+    if settings.gradient_checkpointing:
+        adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if settings.lora.rank:
+            adapted.enable_input_require_grads()
+        adapted.train()
+    return adapted
 
 
 def _check_model(model: Any, tokenizer: Any, path: str) -> None:

@@ -407,6 +407,16 @@ def config_json(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 
+def _value(config: Config, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), config)
+
+
+def differences(own: Config, other: Config) -> list[str]:
+    """Returns a phrase for each setting that differs: "learn.lr was 0.1, now 0.2"."""
+    pairs = ((name, _value(own, name), _value(other, name)) for name in known_settings())
+    return [f"{name} was {was!r}, now {now!r}" for name, was, now in pairs if was != now]
+
+
 @dataclass(frozen=True, slots=True)
 class SettingRow:
     """SettingRow(name="run.seed", value=1, is_default=False, meaning="Seed of everything: ...")"""
@@ -422,9 +432,6 @@ def describe(config: Config) -> list[SettingRow]:
     default = Config()
     rows = []
     for name, field in known_settings().items():
-        value: Any = config
-        usual: Any = default
-        for part in name.split("."):
-            value, usual = getattr(value, part), getattr(usual, part)
+        value, usual = _value(config, name), _value(default, name)
         rows.append(SettingRow(name, value, value == usual, " ".join((field.description or "").split())))
     return rows

@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from treegraft.errors import CheckpointError, DataError
 from treegraft.types import (
@@ -76,7 +77,9 @@ def tree_to_json(tree: Tree) -> str:
         "leaves": [asdict(leaf) for leaf in tree.leaves],
         "steps": [_step_to_dict(step) for step in tree.steps],
     }
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    line = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
+    return json.dumps(data, separators=(",", ":")) if re.search("[\ud800-\udfff]", line) else line
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:
@@ -130,6 +133,10 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
     columns: dict[str, tuple[float, ...] | None] = {}
     for name in SAMPLED_COLUMNS:
         values = data.pop(name)
+        if values is not None and len(values) != origins.count(Origin.POLICY):
+            raise ValueError(
+                f"step '{data['id']}': {name} has {len(values)} entries for {origins.count(Origin.POLICY)} sampled tokens"
+            )
         rest = iter(values or ())
         filled = (next(rest) if origin is Origin.POLICY else FILLERS[name] for origin in origins)
         columns[name] = None if values is None else tuple(filled)
@@ -173,11 +180,11 @@ def read_trees(path: Path | str) -> list[Tree]:
     if not place.exists():
         raise DataError(f"trees '{path}': there is no such file; expected a .jsonl file from a run's trees/ folder")
     trees = []
-    with place.open(encoding="utf-8") as file:
+    with place.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                trees.append(tree_from_json(line))
-            except (ValueError, KeyError, TypeError) as error:
+                trees.append(tree_from_json(line.decode()))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(f"trees '{path}', line {number}: not a recorded tree ({error!r})") from error
     return trees
 
@@ -193,6 +200,7 @@ class RunFolder:
         self.metrics_path = path / "metrics.jsonl"
         self.trees_dir = path / "trees"
         self.checkpoints_dir = path / "checkpoints"
+        self._lock: IO[str] | None = None
 
     @classmethod
     def create(cls, path: Path, config_json: str) -> RunFolder:
@@ -201,15 +209,23 @@ class RunFolder:
         Raises:
             CheckpointError: the folder exists.
         """
+        cls.refuse_existing(path)
+        partial = path.with_name(f".{path.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        for folder in ("trees", "checkpoints"):
+            (partial / folder).mkdir(parents=True)
+        write_atomically(partial / "config.json", config_json)
+        partial.replace(path)
+        return cls(path)
+
+    @staticmethod
+    def refuse_existing(path: Path) -> None:
+        """Raises CheckpointError where there is something at `path` already."""
         if path.exists():
             raise CheckpointError(
                 f"run folder '{path}' exists; expected a new name. "
                 f"Choose another run.name, or continue that run with: treegraft train --resume {path}"
             )
-        for folder in (path, path / "trees", path / "checkpoints"):
-            folder.mkdir(parents=True)
-        write_atomically(path / "config.json", config_json)
-        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -223,6 +239,32 @@ class RunFolder:
                 f"'{path}' is not a run folder: it has no config.json; expected what `treegraft train` made, e.g. runs/NAME"
             )
         return cls(path)
+
+    def claim(self) -> None:
+        """Keeps other processes off this run until `release` or the end of the process, however that comes.
+
+        Raises:
+            CheckpointError: another process is at work in it.
+        """
+        try:
+            import fcntl
+        except ImportError:  # not a Unix: no protection there
+            return
+        lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.close()
+            raise CheckpointError(
+                f"run folder '{self.path}': another process is at work in it; expected none. "
+                "Wait for its end, or stop it with Ctrl-C."
+            ) from error
+        self._lock = lock
+
+    def release(self) -> None:
+        """Lets other processes work in this run."""
+        if self._lock is not None:
+            self._lock.close()
 
     def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Adds one line to metrics.jsonl."""
@@ -243,15 +285,15 @@ class RunFolder:
 
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes what was written after the checkpoint of `update`."""
+        if self.metrics_size() < metrics_size:
+            raise CheckpointError(
+                f"run folder '{self.path}': metrics.jsonl has {self.metrics_size()} bytes, the checkpoint of update {update} "
+                f"saw {metrics_size}; the file was changed or removed by hand. Put it back, or start a new run."
+            )
         if self.metrics_path.exists():
-            if self.metrics_size() < metrics_size:
-                raise CheckpointError(
-                    f"run folder '{self.path}': metrics.jsonl has {self.metrics_size()} bytes, the checkpoint of update {update} "
-                    f"saw {metrics_size}; the file was changed by hand"
-                )
             os.truncate(self.metrics_path, metrics_size)
         for file in self.trees_dir.glob("*.jsonl"):
-            number = re.search(r"-(\d{6})", file.name)
+            number = re.search(r"-(\d{6,})", file.name)
             if number and int(number.group(1)) > update:
                 file.unlink()
 

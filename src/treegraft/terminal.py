@@ -6,6 +6,7 @@ that it cannot move the cursor or recolour the screen.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections import deque
@@ -56,8 +57,8 @@ class Display(Protocol):
         """The run is complete."""
         ...
 
-    def interrupted(self, resume_command: str) -> None:
-        """The run was stopped and saved."""
+    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
+        """The run was stopped, and what was done is saved or not."""
         ...
 
     def close(self) -> None:
@@ -199,20 +200,103 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
 
 
-def evaluation_line(metrics: Mapping[str, float]) -> str:
-    """Returns the evaluation among `metrics` on one line: "accuracy 41.5%, pass_at_4 72.0%"."""
-    shares = [(key.removeprefix("eval/"), value) for key, value in metrics.items() if key.startswith("eval/")]
-    return ", ".join(f"{plain(key)} {value:.1%}" for key, value in shares)
+_MAX_CATEGORIES = 6
+
+
+def _by_category(metrics: Mapping[str, float], name: str) -> str:
+    """Returns " (1_hop 60%, 2_hops 31%)", or an empty string without categories."""
+    start = f"eval/{name}_"
+    other = "eval/accuracy_sampled"
+    found = {
+        key: value for key, value in metrics.items() if key.startswith(start) and (name != "accuracy" or not key.startswith(other))
+    }
+    parts = [f"{plain(key.removeprefix(start))} {value:.0%}" for key, value in found.items()]
+    more = len(parts) - _MAX_CATEGORIES
+    return f" ({', '.join([*parts[:_MAX_CATEGORIES], *([f'{more} more'] if more > 0 else [])])})" if parts else ""
+
+
+def _gain(metrics: Mapping[str, float], key: str) -> str:
+    return f"{metrics[key]:+.2f} [{metrics[f'{key}_low']:.2f}, {metrics[f'{key}_high']:.2f}]"
+
+
+def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> str:
+    """Returns the evaluation among `metrics` on one line, in an order of its own; `is_brief` leaves categories and pass@k out.
+
+    "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@4 72.0%, gain +0.25 [0.18, 0.32]"
+    """
+    parts = []
+    has_greedy = "eval/accuracy" in metrics
+    for name, shown in (("accuracy", "accuracy"), ("accuracy_sampled", "sampled" if has_greedy else "accuracy_sampled")):
+        if f"eval/{name}" in metrics:
+            is_split = not is_brief and (name == "accuracy" or not has_greedy)
+            categories = _by_category(metrics, name) if is_split else ""
+            parts.append(f"{shown} {metrics[f'eval/{name}']:.1%}{categories}")
+    prefix = "eval/pass_at_"
+    passes = sorted(
+        (int(key.removeprefix(prefix)), value) for key, value in metrics.items() if key.startswith(prefix) and not is_brief
+    )
+    parts += [f"pass@{k} {value:.1%}" for k, value in passes]
+    for key, shown in (("eval/gain", "gain"), ("eval/gain_sampled", "sampled gain")):
+        if f"{key}_high" in metrics:
+            parts.append(f"{shown} {_gain(metrics, key)}")
+    if metrics.get("eval/failed_frac", 0.0) > 0:
+        parts.append(f"failed {metrics['eval/failed_frac']:.1%}")
+    return ", ".join(parts)
+
+
+def _where_to_look(run_dir: Path, checkpoint_dir: Path | None, question: str | None) -> list[str]:
+    """Returns what a finished run left behind, a line each."""
+    places = [("metrics", run_dir / "metrics.jsonl"), ("trees", run_dir / "trees"), ("checkpoint", checkpoint_dir)]
+    lines = [f"  {name:<11}{place}" for name, place in places if place is not None]
+    if checkpoint_dir is not None:
+        asked = shlex.quote(plain(question)) if question is not None and len(question) <= 80 else '"question"'
+        lines.append(f"  {'ask it':<11}treegraft run {shlex.quote(str(checkpoint_dir))} {asked}")
+    return lines
+
+
+def _question(sample: Trajectory | None) -> str | None:
+    return None if sample is None else sample.task.question
+
+
+def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
+    """Returns a trajectory as a few plain lines: the question, a line per step, how it ended."""
+
+    def flat(text: str) -> str:
+        return plain(" ".join(text.split()), limit)
+
+    lines = [f"  a trajectory: {flat(trajectory.task.question)}"]
+    for step in trajectory.steps[1:]:
+        content = step.content
+        parts = [f"<think> {flat(content.thought)} </think>"] if content.thought.strip() else []
+        for place, call in enumerate(content.calls):
+            parts.append(f"<{plain(call.name)}> {flat(call.body)} </{plain(call.name)}>")
+            parts += [f"-> {flat(seen.text)}" for seen in content.observations[place : place + 1]]
+        if content.answer is not None:
+            parts.append(f"<answer> {flat(content.answer)} </answer>")
+        if step.violation is not None:
+            parts.append(f"violation: {plain(step.violation)}")
+        lines.append("    " + ("  ".join(parts) or f"{len(step.token_ids)} tokens, nothing the format knows"))
+    return [*lines, f"    {_outcome(trajectory).plain}"]
 
 
 class PlainDisplay:
-    """Plain lines for a pipe or a log file: one for each update, evaluation and slow phase."""
+    """Plain lines for a pipe or a log file: one for each update, evaluation and slow phase, and a trajectory now and then."""
 
-    def __init__(self, file: TextIO | None = None, *, every_s: float = 30.0, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        file: TextIO | None = None,
+        *,
+        every_s: float = 10.0,
+        sample_every_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._file = file if file is not None else sys.stdout
         self._every_s = every_s
         self._clock = clock
         self._last_phase_s = clock()
+        self._sample_every_s = sample_every_s
+        self._last_sample_s = float("-inf")
+        self._sample: Trajectory | None = None
 
     def _line(self, text: str) -> None:
         print(text, file=self._file, flush=True)
@@ -231,13 +315,17 @@ class PlainDisplay:
         self._last_phase_s = self._clock()
         numbers = "  ".join(f"{name} {_cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics)
         self._line(f"update {update}/{num_updates}  {numbers}")
+        if self._sample is not None and self._clock() - self._last_sample_s >= self._sample_every_s:
+            self._last_sample_s = self._clock()
+            for line in _short_transcript(self._sample):
+                self._line(line)
 
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
         self._last_phase_s = self._clock()
         self._line(f"evaluated {name}: {evaluation_line(metrics)}")
 
     def sample(self, tree: Tree) -> None:
-        """Shows nothing: samples are in the run folder, and a log wants one line per update."""
+        self._sample = pick_sample(tree)
 
     def warn(self, text: str) -> None:
         self._line(f"warning: {plain(text)}")
@@ -245,11 +333,11 @@ class PlainDisplay:
     def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
         result = evaluation_line(metrics)
         self._line(f"finished {run_dir}{f': {result}' if result else ''}")
-        if checkpoint_dir is not None:
-            self._line(f"checkpoint {checkpoint_dir}")
+        for line in _where_to_look(run_dir, checkpoint_dir, _question(self._sample)):
+            self._line(line)
 
-    def interrupted(self, resume_command: str) -> None:
-        self._line(f"interrupted and saved; go on with: {resume_command}")
+    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
+        self._line(f"interrupted{' and saved' if is_saved else ''}; go on with: {resume_command}")
 
     def close(self) -> None:
         self._file.flush()
@@ -281,14 +369,15 @@ class RichDisplay:
             self._live.start()
 
     def _say(self, text: Text) -> None:
-        # Unwrapped, so that paths and commands can be copied.
-        self._console.print(text, soft_wrap=True)
+        # Unwrapped, so that paths and commands can be copied; above a live display a line too long would spoil the picture.
+        self._console.print(text, soft_wrap=self._live is None)
 
     def _head(self) -> RenderableType:
         update, num_updates = self._updates
-        grid = Table.grid(padding=(0, 1))
-        for _ in range(3):
-            grid.add_column(no_wrap=True, overflow="ellipsis")
+        # The last column takes what the others leave, so that a long text never squeezes the bars.
+        grid = Table.grid(padding=(0, 1), expand=True)
+        for ratio in (None, None, 1):
+            grid.add_column(no_wrap=True, overflow="ellipsis", ratio=ratio)
         total = max(num_updates, 1)
         grid.add_row("updates", ProgressBar(total=total, completed=update, width=20), self._pace(update, num_updates))
         if self._phase is not None:
@@ -297,7 +386,7 @@ class RichDisplay:
             grid.add_row(
                 Text(name),
                 bar,
-                Text(f"{done}/{count}" if count else str(done)) + Text(f"  {plain(detail, 100)}", "dim"),
+                Text(f"{done}/{count}" if count else str(done or "")) + Text(f"  {plain(detail, 100)}", "dim"),
             )
         if self._evaluation:
             grid.add_row("eval", "", Text(self._evaluation, style="bold"))
@@ -328,6 +417,8 @@ class RichDisplay:
     def started(self, run_dir: Path, config: Config) -> None:
         self._started_s = self._clock()
         self._updates = (0, config.run.num_updates)
+        self._phase = None
+        self.close()
         self._say(Text(f"run {run_dir}: {config.model.path} on {config.tasks.kind}", style="bold"))
         self._refresh()
 
@@ -344,7 +435,7 @@ class RichDisplay:
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
         line = evaluation_line(metrics)
         self._phase = None
-        self._evaluation = f"{plain(name)}: {line}"
+        self._evaluation = f"{plain(name)}: {evaluation_line(metrics, is_brief=True)}"
         self._say(Text(f"evaluated {plain(name)}: {line}"))
 
     def sample(self, tree: Tree) -> None:
@@ -354,17 +445,18 @@ class RichDisplay:
         self._say(Text(f"warning: {plain(text)}", style="yellow"))
 
     def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
+        self._phase, self._evaluation = None, ""
         final = self.render()
         self.close()
         self._console.print(final)
         result = evaluation_line(metrics)
         self._say(Text(f"finished {run_dir}{f': {result}' if result else ''}", style="bold green"))
-        if checkpoint_dir is not None:
-            self._say(Text(f"checkpoint {checkpoint_dir}"))
+        for line in _where_to_look(run_dir, checkpoint_dir, _question(self._sample)):
+            self._say(Text(line))
 
-    def interrupted(self, resume_command: str) -> None:
+    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
         self.close()
-        self._say(Text(f"interrupted and saved; go on with: {resume_command}", style="bold yellow"))
+        self._say(Text(f"interrupted{' and saved' if is_saved else ''}; go on with: {resume_command}", style="bold yellow"))
 
     def close(self) -> None:
         live, self._live = self._live, None

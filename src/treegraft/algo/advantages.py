@@ -46,7 +46,8 @@ def leaf_weights(branchings: Sequence[float], *, kind: Literal["uniform", "inver
     w_i ∝ 1 / Π_steps children(s)     inverse_branching, over the policy's children of each step above the leaf
 
     A step with c sampled children is seen c times as often by uniform weights as the policy would reach it; the inverse product
-    undoes that, so the weighted sum is unbiased for the on-policy expectation.
+    undoes that, so the weighted sum is unbiased for the on-policy expectation (weights by the inverse of how often something is
+    drawn: Horvitz & Thompson, J. Am. Stat. Assoc. 47, 1952). Uniform is the mean over the group of GRPO (arXiv 2402.03300, eq. 3).
 
     Args:
         branchings: [leaves] the product above, 1 where nothing branched.
@@ -73,7 +74,8 @@ def assign_credit(
 ) -> Tree:
     """Returns the tree with weight, advantage and has_loss of every leaf filled in, by the status table of `types`.
 
-    Failed leaves leave the group: no advantage, weight 0, and the others' weights sum to 1 without them.
+    The outcome's advantage goes to the whole trajectory, as in GRPO (Shao et al., arXiv 2402.03300, sec. 4.1.2). Failed leaves
+    leave the group: no advantage, weight 0, and the others' weights sum to 1 without them.
     """
     members = [leaf for leaf in tree.leaves if LEARNING_RULES[leaf.status].in_group]
     unscored = [leaf.step_id for leaf in members if leaf.reward is None]

@@ -8,6 +8,7 @@ are complete. A request joins and leaves at any token. Decoding never runs on th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +17,16 @@ from typing import Any
 
 import torch
 
-from treegraft.attention import install_attention
+from treegraft.attention import ATTENTION, install_attention
 from treegraft.config import EngineSettings
-from treegraft.engine.ragged import RaggedPlan, Segment
+from treegraft.engine.ragged import MIN_ROWS, RaggedPlan, Segment, attention_problem, usable_rows
 from treegraft.engine.sampling import keyed_seed, sample_tokens
 from treegraft.engine.stops import StopFinder
 from treegraft.engine.store import KeyValueStore, PathCache, Row
 from treegraft.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.interfaces import NoiseKey, Tokenizer
-from treegraft.models import Head, decoder, end_token_ids, max_context, weights_fingerprint
+from treegraft.models import Head, decoder, end_token_ids, head_problem, max_context, weights_fingerprint
 from treegraft.types import Completion, Sampling, StopReason
-
-MIN_ROWS = 16
-"""Float32 matrix products round differently below about a dozen rows."""
-BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-"""Numbers of rows that a forward pass may have."""
 
 
 @dataclass(eq=False)
@@ -72,7 +68,7 @@ class NativeEngine:
             num_prompts: how many prompts are kept at once.
 
         Raises:
-            ModelError: the model's attention cannot be replaced.
+            ModelError: the model's attention or head cannot be run piece by piece.
         """
         self.model = model
         self.settings = settings
@@ -81,15 +77,21 @@ class NativeEngine:
         self._limit = max_context(model)
         self._version = 0
         self._fingerprint = weights_fingerprint(model.state_dict())
+        is_tried = model.config._attn_implementation == ATTENTION
+        if not is_tried and (problem := head_problem(model) or attention_problem(model)):
+            raise ModelError(
+                f"engine: the native engine cannot run this model: {problem}; choose another model or another engine.kind"
+            )
         install_attention(model)
         self._decoder, self._head = decoder(model), Head(model)
         self._build_store(num_prompts)
-        self._buckets = self._probe()
+        self._buckets = usable_rows(model)
         self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._orders: list[Order] = []
         self._death: BaseException | None = None
+        self._is_over = threading.Event()
         self.num_forwards = 0
         self.num_rows_fed = 0
         self._thread = threading.Thread(target=self._main, name="treegraft-engine", daemon=True)
@@ -145,7 +147,7 @@ class NativeEngine:
             probe_tokens=probe_tokens,
             on_probe=probe,
         )
-        self._inbox.put(request)
+        self._submit(request)
         try:
             return await asyncio.wait_for(future, self.settings.deadline_s)
         except TimeoutError as error:
@@ -159,10 +161,15 @@ class NativeEngine:
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Drops what is cached below a prompt once nothing is under way there."""
         shared = tuple(prefix_ids[:-1])
-        self._inbox.put(Order(lambda: self._cache.forget(shared), lambda _: None, waits_for_idle=False))
+        self._submit(Order(lambda: self._cache.forget(shared), lambda _: None, waits_for_idle=False))
 
     async def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copies `weights` (a state dict of the plain model) once running requests are done, and drops all cached paths."""
+        """Copies `weights` (a state dict of the plain model) once running requests are done, and drops all cached paths.
+
+        Raises:
+            EngineError: names are missing or unknown (the engine keeps its weights), or it has died.
+            DeadlineExceeded: running requests took longer than engine.deadline_s.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[None] = loop.create_future()
 
@@ -174,8 +181,14 @@ class NativeEngine:
         def done(error: BaseException | None) -> None:
             _post(loop, lambda: _resolve(future, error))
 
-        self._inbox.put(Order(act, done, waits_for_idle=True))
-        await asyncio.wait_for(future, self.settings.deadline_s)
+        self._submit(Order(act, done, waits_for_idle=True))
+        try:
+            await asyncio.wait_for(future, self.settings.deadline_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"engine: version {version} was not published within engine.deadline_s = {self.settings.deadline_s} s; "
+                "requests were still running"
+            ) from error
 
     async def close(self) -> None:
         """Ends the thread; requests under way get an `EngineError`."""
@@ -190,6 +203,12 @@ class NativeEngine:
         }
         self._cache.num_evictions = self.num_rows_fed = self.num_forwards = 0
         return metrics
+
+    def _submit(self, item: Request | Order) -> None:
+        """Hands something to the thread; where that has ended in the meantime, its sender is told at once."""
+        self._inbox.put(item)
+        if self._is_over.is_set():
+            self._dismiss()
 
     def _check(self, prefix_ids: Sequence[int], sampling: Sampling) -> None:
         if self._death is not None:
@@ -215,24 +234,25 @@ class NativeEngine:
                     pass
         except BaseException as error:  # everything that waits on this thread has to hear of its death
             self._death = error
-        self._dismiss(
-            EngineError(f"engine: its thread has died: {self._death!r}")
-            if self._death
-            else EngineError("engine: closed while the request was under way")
-        )
+        self._is_over.set()
+        self._dismiss()
 
-    def _dismiss(self, reason: EngineError) -> None:
+    def _dismiss(self) -> None:
         """Tells everything that waits on this thread that it waits in vain."""
+        reason = EngineError(
+            f"engine: its thread has died: {self._death!r}" if self._death else "engine: closed while the request was under way"
+        )
         for request in (*self._running, *self._waiting):
             request.finish(reason)
         for order in self._orders:
             order.done(reason)
-        while not self._inbox.empty():
-            item = self._inbox.get()
-            if isinstance(item, Request):
-                item.finish(reason)
-            elif item is not None:
-                item.done(reason)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, Request):
+                    item.finish(reason)
+                elif item is not None:
+                    item.done(reason)
 
     def _turn(self) -> bool:
         """One turn of the loop; False when told to close."""
@@ -251,8 +271,12 @@ class NativeEngine:
         self._drop_cancelled()
         if self._orders and not self._running:
             for order in self._orders:
-                order.act()
-                order.done(None)
+                try:
+                    order.act()
+                except EngineError as error:  # refused before anything was touched
+                    order.done(error)
+                else:
+                    order.done(None)
             self._orders.clear()
         if not self._orders:
             self._admit()
@@ -272,7 +296,10 @@ class NativeEngine:
             row = self._cache.open(request.prompt_ids, request.own_ids)
             if row is None:
                 return
-            self._cache.row_store.reserve(len(request.own_ids) + request.sampling.max_new_tokens)
+            longest = len(request.own_ids) + request.sampling.max_new_tokens
+            if self._limit is not None:
+                longest = min(longest, self._limit - len(request.prompt_ids))
+            self._cache.row_store.reserve(longest)
             request.row = row
             self._running.append(self._waiting.pop(0))
 
@@ -301,7 +328,6 @@ class NativeEngine:
         segments: list[Segment] = []
         requests: list[Request | None] = []
         room, offset = self._buckets[-1], 0
-        prompts = {id(r.row.prompt): r.row.prompt for r in self._running if r.row and not r.row.prompt.is_ready}
         ready = [r for r in self._running if r.row is not None and r.row.prompt.is_ready]
         ready.sort(key=lambda request: len(request.row.token_ids) - request.row.fed if request.row else 0)
         limit = min(self.settings.max_prefill_tokens, room)
@@ -315,7 +341,7 @@ class NativeEngine:
             segments.append(Segment(self._cache.row_store, row.slot, row.fed, count, offset, base, row))
             requests.append(request)
             offset += count
-        for prompt in prompts.values():
+        for prompt in self._cache.prompts_to_fill(row.prompt for row in (r.row for r in self._running) if row is not None):
             count = min(len(prompt.token_ids) - prompt.fed, limit)
             if offset + count > room:
                 continue
@@ -405,37 +431,9 @@ class NativeEngine:
     # ------------------------------------------------------------------ construction
 
     def _build_store(self, num_prompts: int) -> None:
-        config = self.model.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
-        layers = config.num_hidden_layers
-        self._cache = PathCache(
-            KeyValueStore(layers, num_prompts, heads, width, like),
-            KeyValueStore(layers, self.settings.max_rows, heads, width, like),
-            num_prompts,
-            self.settings.max_rows,
-        )
-
-    @torch.inference_mode()
-    def _probe(self) -> tuple[int, ...]:
-        """Returns the usable numbers of rows: those at which float32 matrix products round as they do at 16."""
-        if self.model.dtype != torch.float32 or self.model.device.type != "cpu":
-            return BUCKETS
-        shapes = {module.weight.shape: module for module in self.model.modules() if isinstance(module, torch.nn.Linear)}
-        usable = set(BUCKETS)
-        generator = torch.Generator().manual_seed(0)
-        for (_, width), linear in shapes.items():
-            rows = torch.randn(BUCKETS[-1], width, generator=generator)
-            reference = linear(rows[:MIN_ROWS])
-            for bucket in BUCKETS:
-                # The same rows at the head and at the tail of the batch must come out alike.
-                tail = linear(rows[:bucket].roll(-MIN_ROWS, 0))[-MIN_ROWS:]
-                if not (torch.equal(linear(rows[:bucket])[:MIN_ROWS], reference) and torch.equal(tail, reference)):
-                    usable.discard(bucket)
-        if not usable:
-            raise ModelError("engine: no number of rows gives repeatable matrix products on this machine")
-        return tuple(sorted(usable))
+        num_rows = self.settings.max_rows
+        prompts, rows = KeyValueStore.for_model(self.model, num_prompts), KeyValueStore.for_model(self.model, num_rows)
+        self._cache = PathCache(prompts, rows, num_prompts, num_rows)
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
@@ -454,7 +452,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
 def _post(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
     """Runs `act` on the event loop; nobody listens any more where the loop is closed."""
-    if not loop.is_closed():
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(act)
 
 

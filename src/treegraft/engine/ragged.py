@@ -11,11 +11,20 @@ which the invisible ones are exact zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.nn import functional
 
-from treegraft.attention import AttentionOptions, Partial, merge_partials, partial_attention
-from treegraft.engine.store import KeyValueStore, Row, round_up
+from treegraft.attention import AttentionOptions, Partial, merge_partials, partial_attention, tree_attention
+from treegraft.engine.store import KeyValueStore, Prompt, Row, round_up
+from treegraft.errors import ModelError
+from treegraft.models import decoder
+
+MIN_ROWS = 16
+"""Float32 matrix products round differently below about a dozen rows."""
+BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of rows that a forward pass may have."""
 
 
 @dataclass(eq=False)
@@ -72,15 +81,18 @@ class RaggedPlan:
         for index, segment in enumerate(decode):
             assert segment.row is not None
             by_prompt.setdefault(segment.row.prompt.slot, []).append(index)
-        self._prompt_slots = tensor(list(by_prompt))
         self._share = max(len(members) for members in by_prompt.values())
+        lengths = {s.row.prompt.slot: len(s.row.prompt.token_ids) for s in decode if s.row is not None}
+        last = max(by_prompt) + 1
+        slots = list(range(last)) if last <= 2 * len(by_prompt) else list(by_prompt)
+        self._prompt_slots = slice(0, last) if len(slots) == last else tensor(slots)
+        self._num_prompts = len(slots)
         place = [0] * len(decode)
-        for group, members in enumerate(by_prompt.values()):
-            for rank, index in enumerate(members):
+        for group, slot in enumerate(slots):
+            for rank, index in enumerate(by_prompt.get(slot, ())):
                 place[index] = group * self._share + rank
         self._shared_places = tensor(place)
-        lengths = {s.row.prompt.slot: len(s.row.prompt.token_ids) for s in decode if s.row is not None}
-        self._prompt_lengths = tensor([lengths[slot] for slot in by_prompt])
+        self._prompt_lengths = tensor([lengths.get(slot, 0) for slot in slots])
         self._row_positions = tensor([s.base + s.fed for s in decode])
         self._prompt_length = round_up(max(lengths.values()))
 
@@ -133,7 +145,7 @@ class RaggedPlan:
         keys = self.prompts.keys[layer][self._prompt_slots, :, : self._prompt_length]
         values = self.prompts.values[layer][self._prompt_slots, :, : self._prompt_length]
         _, kv_heads, group, width = rows.shape
-        count = len(self._prompt_slots)
+        count = self._num_prompts
         laid_out = rows.new_zeros(count * self._share, kv_heads, group, width)
         laid_out[self._shared_places] = rows
         # [prompts, kv heads, rows of the prompt x group, width]: all rows of a tree read their prompt's keys in one product.
@@ -168,7 +180,7 @@ class RaggedPlan:
         inside = positions[None] < self._prompt_lengths[:, None]
         if window is None:
             return inside[:, None, None]
-        count = len(self._prompt_slots)
+        count = self._num_prompts
         at = torch.zeros(count * self._share, dtype=torch.long, device=self._slots.device)
         at[self._shared_places] = self._row_positions
         near = at.view(count, self._share, 1) - positions < window
@@ -217,3 +229,71 @@ def _window(rows: torch.Tensor, columns: torch.Tensor, window: int | None) -> to
     if window is not None:
         visible &= rows[:, None] - columns[None] < window
     return visible
+
+
+@torch.inference_mode()
+def usable_rows(model: Any) -> tuple[int, ...]:
+    """Returns the usable numbers of rows: those at which float32 matrix products and activations round as they do at 16.
+
+    Where threads cut an activation into parts that are no multiple of a vector register, the odd elements take another path.
+
+    Raises:
+        ModelError: there are none.
+    """
+    if model.dtype != torch.float32 or model.device.type != "cpu":
+        return BUCKETS
+    shapes = {module.weight.shape: module for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    usable = set(BUCKETS)
+    generator = torch.Generator().manual_seed(0)
+    for (_, width), linear in shapes.items():
+        rows = torch.randn(BUCKETS[-1], width, generator=generator)
+        reference = linear(rows[:MIN_ROWS])
+        for bucket in BUCKETS:
+            # The same rows at the head and at the tail of the batch must come out alike.
+            tail = linear(rows[:bucket].roll(-MIN_ROWS, 0))[-MIN_ROWS:]
+            if not (torch.equal(linear(rows[:bucket])[:MIN_ROWS], reference) and torch.equal(tail, reference)):
+                usable.discard(bucket)
+    if not usable:
+        raise ModelError("engine: no number of rows gives repeatable matrix products on this machine")
+    head = model.get_output_embeddings()
+    widths = {module.out_features for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head}
+    even = {bucket for bucket in usable if all(_activations_are_even(bucket, width) for width in widths)}
+    return tuple(sorted(even or usable))
+
+
+def _activations_are_even(bucket: int, width: int) -> bool:
+    rows = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    many = rows.expand(bucket, width).contiguous()
+    alone = (functional.silu(rows), functional.gelu(rows, approximate="tanh"))
+    together = (functional.silu(many), functional.gelu(many, approximate="tanh"))
+    return all(bool((b == a).all()) for a, b in zip(alone, together, strict=True))
+
+
+@torch.inference_mode()
+def attention_problem(model: Any) -> str | None:
+    """Returns why the model cannot run on ragged rows over a shared prompt, or None where it can.
+
+    A path of eleven tokens (a prompt, a chunk, a single token) is tried against one plain forward pass.
+    """
+    device = model.device
+    ids = (torch.arange(11, device=device) * 7 + 3) % model.config.get_text_config().vocab_size
+    plain = decoder(model)(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    prompt = Prompt(slot=0, token_ids=tuple(ids[:6].tolist()))
+    row = Row(slot=0, prompt=prompt)
+    parts = []
+    try:
+        prompts, rows = KeyValueStore.for_model(model, 1), KeyValueStore.for_model(model, 1)
+        prompts.reserve(1)
+        rows.reserve(1)
+        cuts = (Segment(prompts, 0, 0, 6, 0, 0), Segment(rows, 0, 0, 4, 0, 6, row), Segment(rows, 0, 4, 1, 0, 6, row))
+        with tree_attention(model):
+            for cut in cuts:
+                at = torch.arange(cut.base + cut.fed, cut.base + cut.fed + cut.count, device=device)
+                plan = RaggedPlan(cut.count, prompts, rows, [cut])
+                output = decoder(model)(input_ids=ids[at][None], position_ids=at[None], use_cache=False, attention_plan=plan)
+                parts.append(output.last_hidden_state[0])
+    except (TypeError, ValueError, RuntimeError, AttributeError) as error:
+        return f"its layers do not take our attention ({str(error).splitlines()[0]})"
+    gap = float((torch.cat(parts) - plain).abs().max())
+    limit = (1e-4 if model.dtype == torch.float32 else 0.1) * max(1.0, float(plain.abs().max()))
+    return None if gap <= limit else f"its hidden states differ from those of a plain forward pass by up to {gap:.3g}"

@@ -9,11 +9,17 @@ Both parts are preallocated per layer as [slots, kv heads, positions, width] and
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 BLOCK = 64
+MIN_SHARED = 32
+"""Leading tokens of two prompts from which copying pays."""
+NUM_SOURCES = 8
+"""Filled prompts that a new one is compared with."""
 
 
 def round_up(value: int, unit: int = BLOCK) -> int:
@@ -30,6 +36,15 @@ class KeyValueStore:
         self.capacity = 0
         self.keys: list[torch.Tensor] = [like.new_empty(num_slots, num_heads, 0, width)] * num_layers
         self.values: list[torch.Tensor] = list(self.keys)
+
+    @classmethod
+    def for_model(cls, model: Any, num_slots: int) -> KeyValueStore:
+        """Returns a store of the shape that the model's layers ask for."""
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        like = torch.empty(0, dtype=model.dtype, device=model.device)
+        return cls(config.num_hidden_layers, num_slots, heads, width, like)
 
     def reserve(self, positions: int) -> None:
         """Makes room for `positions` positions in every slot; what is stored stays."""
@@ -85,7 +100,7 @@ class Row:
     last_used: int = 0
 
 
-def common_length(a: list[int], b: list[int], limit: int) -> int:
+def common_length(a: Sequence[int], b: Sequence[int], limit: int) -> int:
     """Returns how many leading entries agree, at most `limit`."""
     limit = min(limit, len(a), len(b))
     if a[:limit] == b[:limit]:
@@ -129,11 +144,15 @@ class PathCache:
             row = best
         else:
             fresh = self._new_row(prompt, keep=best)
-            if fresh is None:
+            if fresh is not None:
+                row = fresh
+                if best is not None and matched:
+                    self.row_store.copy(best.slot, row.slot, matched)
+            elif best is not None and not best.is_busy:
+                row = best  # the only row to be had: its rest is given up for the path that continues it elsewhere
+                self.num_evictions += 1
+            else:
                 return None
-            row = fresh
-            if best is not None and matched:
-                self.row_store.copy(best.slot, row.slot, matched)
         row.token_ids, row.fed, row.is_busy = list(own_ids), matched, True
         row.last_used = prompt.last_used = self._clock
         prompt.users += 1
@@ -154,6 +173,29 @@ class PathCache:
                 prompt.is_forgotten = True
                 if not prompt.users:
                     self._drop_prompt(prompt)
+
+    def prompts_to_fill(self, wanted: Iterable[Prompt]) -> list[Prompt]:
+        """Returns the unfilled prompts among `wanted` whose turn it is, with what other prompts share already copied into them.
+
+        Prompts mostly begin with one system prompt: the first is filled, the others wait for it and copy.
+        """
+        unfilled = [prompt for prompt in dict.fromkeys(wanted) if not prompt.is_ready]
+        filled = [prompt for prompt in self._prompts.values() if prompt.is_ready][:NUM_SOURCES]
+        turn: list[Prompt] = []
+        for prompt in unfilled:
+            if prompt.fed == 0:
+                shared = [common_length(other.token_ids, prompt.token_ids, len(prompt.token_ids)) for other in filled]
+                best = max(shared, default=0)
+                if any(
+                    common_length(other.token_ids, prompt.token_ids, best + MIN_SHARED) == best + MIN_SHARED for other in turn[:1]
+                ):
+                    continue
+                if best >= MIN_SHARED:
+                    self.prompt_store.copy(filled[shared.index(best)].slot, prompt.slot, best)
+                    prompt.fed = best
+            if not prompt.is_ready:
+                turn.append(prompt)
+        return turn
 
     def _best_row(self, prompt: Prompt, own_ids: list[int]) -> tuple[Row | None, int]:
         """The last own token is always fed again: its output is what the next token is sampled from."""
@@ -179,6 +221,7 @@ class PathCache:
     def _drop_prompt(self, prompt: Prompt) -> None:
         del self._prompts[prompt.token_ids]
         self._free_prompts.append(prompt.slot)
+        self._free_prompts.sort(reverse=True)
         self._free_rows.extend(row.slot for row in prompt.rows)
         self._free_rows.sort(reverse=True)
         prompt.rows.clear()

@@ -20,9 +20,9 @@ from treegraft.algo.losses import (
     contribution_weights,
     k3_divergence,
 )
-from treegraft.attention import install_attention, tree_attention
+from treegraft.attention import ATTENTION, install_attention, tree_attention
 from treegraft.config import LearnSettings, LossSettings
-from treegraft.errors import CheckpointError
+from treegraft.errors import CheckpointError, ModelError
 from treegraft.learn.optimiser import MasterAdamW
 from treegraft.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
 from treegraft.learn.scores import (
@@ -33,8 +33,8 @@ from treegraft.learn.scores import (
     packing_problem,
     rowwise_hidden,
 )
-from treegraft.models import Head, base_model
-from treegraft.types import Step, Tree
+from treegraft.models import Head, base_model, head_problem
+from treegraft.types import LEARNING_RULES, Step, Trajectory, Tree
 
 DEFAULT_CHUNK = 512
 
@@ -45,7 +45,11 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAU
     Both are of softmax(logits / T) with T of the token's step. Our attention is installed for the call and the model's own
     restored after it; a model that cannot take it is run once per trajectory. Gradients flow to the model, except under its own
     gradient checkpointing, for which `Learner` keeps the attention installed.
+
+    Raises:
+        ModelError: its logits cannot be had from hidden states and output embeddings.
     """
+    _check_head(model)
     if packing_problem(model) is not None:
         hidden = rowwise_hidden(model, batch)
     else:
@@ -73,11 +77,15 @@ class Learner:
 
         Args:
             length_constant: divisor of "sequence-sum" in tokens, used where loss.length_constant is None.
+
+        Raises:
+            ModelError: its logits cannot be had from hidden states and output embeddings.
         """
         self.model = model
         self.settings = learn
         self._loss = loss
         self._length_constant = float(loss.length_constant or length_constant)
+        _check_head(model)
         self.packing_problem = packing_problem(model)
         """Why trees are run row by row; None where they are packed."""
         if self.packing_problem is None:
@@ -195,7 +203,7 @@ class Learner:
         groups, tokens = 0, 0.0
         for tree in trees:
             groups += 1
-            tokens += sum(path.leaf.weight * sum(path.loss_mask) for path in tree.trajectories())
+            tokens += sum(path.leaf.weight * _num_counted(path) for path in tree.trajectories())
         return Denominators(groups, tokens, self._length_constant)
 
     def _pack_loss(
@@ -270,6 +278,18 @@ class Learner:
             self.optimiser.load_state(state)
         except KeyError as error:
             raise CheckpointError(f"the optimiser state does not fit the model: {error}") from error
+
+
+def _num_counted(path: Trajectory) -> int:
+    """|y| for the denominators, by the status table: truncated paths count also where they carry no loss."""
+    if not LEARNING_RULES[path.status].in_denominator:
+        return 0
+    return sum(sum(step.loss_mask) for step in path.steps)
+
+
+def _check_head(model: nn.Module) -> None:
+    if base_model(model).config._attn_implementation != ATTENTION and (problem := head_problem(model)):
+        raise ModelError(f"learner: this model cannot be trained here: {problem}; its head has a tail that is not known yet")
 
 
 def write_back(

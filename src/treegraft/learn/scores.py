@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from treegraft.attention import tree_attention
+from treegraft.attention import ATTENTION, tree_attention
 from treegraft.learn.attention import PackedPlan
 from treegraft.learn.pack import Node, PackedTree, TreeBatch
 from treegraft.models import Head, base_model, decoder
@@ -72,7 +72,11 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
         hidden.append(states.index_select(0, torch.tensor([where[n] - 1 for n in fresh], device=ids.device)))
         place[mine[fresh]] = torch.arange(count, count + len(fresh))
         count += len(fresh)
-    return torch.cat(hidden).index_select(0, place.to(batch.token_ids.device))
+    if (place < 0).any():
+        raise ValueError("a sampled token belongs to no trajectory; expected a leaf below every step")
+    width = base_model(model).config.get_text_config().hidden_size
+    states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=batch.token_ids.device)
+    return states.index_select(0, place.to(batch.token_ids.device))
 
 
 @torch.no_grad()
@@ -80,9 +84,11 @@ def packing_problem(model: nn.Module) -> str | None:
     """Returns why this model's attention cannot run on packed trees, or None where it can.
 
     Our attention is tried on two branches over one prefix: every layer has to call it, and the hidden states have to equal those
-    of plain forward passes of the branches.
+    of plain forward passes of the branches. Where it is installed already, it has been tried.
     """
     inner = base_model(model)
+    if inner.config._attn_implementation == ATTENTION:
+        return None
     config = inner.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope.get("rope_type")} | {value.get("rope_type") for value in rope.values() if isinstance(value, dict)}

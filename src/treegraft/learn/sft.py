@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -34,6 +35,10 @@ from treegraft.types import (
 )
 
 Demonstration = tuple[Task, tuple[StepContent, ...]]
+NUM_CHECKED = 1000
+"""Traces of a file that are rendered before work starts, to find a misfit early; the others are when their turn comes."""
+MIN_SHARED = 32
+"""Shared prompt tokens from which joining demonstrations pays."""
 
 
 class Demonstrations:
@@ -47,7 +52,10 @@ class Demonstrations:
         """
         self._source, self._format, self._settings, self._seed = source, format, settings, seed
         self._file = None if settings.traces == "expert" else read_traces(settings.traces)
-        if self._file is None and not self._made(0, 1):
+        if self._file is not None:
+            for number in range(0, len(self._file), max(1, len(self._file) // NUM_CHECKED)):
+                self._demonstrate(*self._file[number], (0, 0))
+        elif not self._made(0, 1):
             raise DataError(
                 'warmup.traces is "expert", but these tasks have no scripted expert; '
                 'name a JSONL file of {"question": ..., "steps": [...]} instead'
@@ -72,6 +80,15 @@ class Demonstrations:
         return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
 
     def _demonstrate(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
+        try:
+            return self._demonstration(task, steps, key)
+        except DataError:
+            raise
+        except ValueError as error:
+            place = f"expert, task '{task.id}'" if self._file is None else f"'{self._settings.traces}', {task.id}"
+            raise DataError(f"warmup.traces {place}: {error} Mend it or leave it out.") from error
+
+    def _demonstration(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
         frac = self._settings.decision_frac
         if frac == 0.0:
             return demonstration_tree(self._format, task, steps)
@@ -177,12 +194,23 @@ def read_traces(path: str) -> list[Demonstration]:
             )
             if not steps:
                 raise ValueError("no steps")
-            found.append((Task(id=f"trace/{number}", question=row["question"], reference=()), steps))
+            texts = [row["question"], *(text for step in steps for text in _texts(step))]
+            if not all(isinstance(text, str) for text in texts):
+                raise ValueError("a text that is no text")
+            found.append((Task(id=f"line {number}", question=row["question"], reference=()), steps))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"warmup.traces '{path}', line {number}: {error!r}; expected a question and a list of steps") from error
+            raise DataError(
+                f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a list of steps, each with "
+                "thought, calls, observations or answer. Mend the line or leave it out."
+            ) from error
     if not found:
         raise DataError(f"warmup.traces '{path}': the file has no rows")
     return found
+
+
+def _texts(step: StepContent) -> list[str]:
+    calls = [text for call in step.calls for text in (call.name, call.body)]
+    return [step.thought, step.answer or "", *calls, *(observation.text for observation in step.observations)]
 
 
 def learning_rate(settings: WarmupSettings, step: int) -> float:
@@ -219,8 +247,7 @@ def imitation_step(learner: Learner, trees: Sequence[Tree], lr: float) -> float:
     """Returns the mean loss per token, after one optimiser step on demonstrations."""
     count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
     total = 0.0
-    for pack in plan_packs([num_tree_tokens(tree) for tree in trees], learner.settings.max_pack_tokens):
-        batch = pack_trees([trees[n] for n in pack], device=learner.device)
+    for batch in _batches(learner, trees):
         logprobs, _ = learner.scores(batch)
         chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
         loss = -chosen.sum() / max(1, count)
@@ -236,21 +263,59 @@ def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demons
     """Returns the share of teacher-forced steps in which every token but the deciding one is the most likely one, 0..1."""
     trees = [demonstration_tree(format, task, steps, masks_decisions=True) for task, steps in demonstrations]
     right = total = 0
-    for pack in plan_packs([num_tree_tokens(tree) for tree in trees], learner.settings.max_pack_tokens):
-        chosen = [trees[n] for n in pack]
-        hits = _most_likely(learner, pack_trees(chosen, device=learner.device))
-        for tree, path_hits in zip(chosen, hits, strict=True):
-            flags = iter(path_hits)
-            for step in tree.steps[1:]:
-                sampled = [
-                    (next(flags), carries) for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True) if is_own
-                ]
-                right += all(hit for hit, carries in sampled if carries)
-                total += 1
+    for batch in _batches(learner, trees):
+        hits = batch.per_trajectory(learner.argmax(batch) == batch.token_ids[batch.sampled])
+        for path, path_hits in zip(batch.paths, hits, strict=True):
+            flags = iter(path_hits.tolist())
+            for step in path.steps:
+                own = [carries for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True) if is_own]
+                fits = [next(flags) or not carries for carries in own]
+                right += bool(fits) and all(fits)
+                total += bool(fits)
     return right / max(1, total)
 
 
-def _most_likely(learner: Learner, batch: TreeBatch) -> list[list[bool]]:
-    """For each path, whether each of the agent's tokens is the most likely one."""
-    values: torch.Tensor = learner.argmax(batch) == batch.token_ids[batch.sampled]
-    return [column.tolist() for column in batch.per_trajectory(values)]
+def _batches(learner: Learner, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
+    """Demonstrations packed under the token budget; those of a pack share the beginning that their prompts share."""
+    shared = _common_length([tree.root.token_ids for tree in trees])
+    if shared < MIN_SHARED:
+        shared = 0
+    room = max(1, learner.settings.max_pack_tokens - shared)
+    for pack in plan_packs([num_tree_tokens(tree) - shared for tree in trees], room):
+        chosen = [trees[n] for n in pack]
+        yield pack_trees([joined(chosen, shared)] if shared and len(chosen) > 1 else chosen, device=learner.device)
+
+
+def joined(trees: Sequence[Tree], shared: int) -> Tree:
+    """Returns one tree whose root holds the `shared` first prompt tokens, and below it each tree's path in order.
+
+    A system prompt is the longest part of many demonstrations; so it is paid for once.
+    """
+    root = _plain_step(ROOT_ID, None, 0, [(trees[0].root.token_ids[:shared], Origin.PROMPT)], None)
+    steps, leaves = [root], []
+    for number, tree in enumerate(trees):
+        for step in tree.steps:
+            cut = shared if step.parent is None else 0
+            tokens = len(step.token_ids) - cut
+            steps.append(
+                replace(
+                    step,
+                    id=f"{ROOT_ID}.{number}{step.id[len(ROOT_ID) :]}",
+                    parent=ROOT_ID if step.parent is None else f"{ROOT_ID}.{number}{step.parent[len(ROOT_ID) :]}",
+                    depth=step.depth + 1,
+                    token_ids=step.token_ids[cut:],
+                    origins=step.origins[cut:],
+                    loss_mask=step.loss_mask[cut:],
+                    sampling_logprobs=(0.0,) * tokens,
+                    entropies=(0.0,) * tokens,
+                )
+            )
+        leaves += [replace(leaf, step_id=f"{ROOT_ID}.{number}{leaf.step_id[len(ROOT_ID) :]}") for leaf in tree.leaves]
+    steps.sort(key=lambda step: step.ordinals)
+    return Tree(task=trees[0].task, group_id="warmup", steps=tuple(steps), leaves=tuple(leaves))
+
+
+def _common_length(prompts: Sequence[Sequence[int]]) -> int:
+    """How many leading tokens all prompts share, short of their last one."""
+    limit = min(len(prompt) for prompt in prompts) - 1
+    return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from treegraft.errors import DeadlineExceeded, EngineError, ToolUnavailable
+from treegraft.errors import EngineError
 from treegraft.explore.budget import Budget
 from treegraft.interfaces import Engine, Explorer, Format, NoiseKey, TreeScorer
 from treegraft.rollout.tree import OpenPath, OpenTree, result_of
@@ -140,7 +140,7 @@ class Grower:
         except TimeoutError as error:
             reason = str(error) or f"no end within rollout.deadline_s = {self._limits.deadline_s} s"
             tree.fail_path(path, current[0], reason, self._engine.policy_version)
-        except (EngineError, ToolUnavailable, DeadlineExceeded) as error:
+        except Exception as error:  # the edge of a rollout: a fault of ours, or of a user's engine, is data on its leaf
             tree.fail_path(path, current[0], f"{type(error).__name__}: {error}", self._engine.policy_version)
 
     async def _grow_step(self, tree: OpenTree, path: OpenPath, step_id: str, key: NoiseKey) -> bool:

@@ -8,16 +8,27 @@ from pathlib import Path
 from treegraft.errors import SettingError
 
 
+def find_tensorboard() -> type[TensorBoardTracker]:
+    """Returns the tracker.
+
+    Raises:
+        SettingError: TensorBoard is not installed.
+    """
+    try:
+        import torch.utils.tensorboard  # noqa: F401  # whether it is there
+    except ImportError as error:
+        raise SettingError(
+            'track.trackers names "tensorboard", which is not installed; run: pip install "treegraft[track]"'
+        ) from error
+    return TensorBoardTracker
+
+
 class TensorBoardTracker:
-    """Writes each metric as a scalar under runs/NAME/tensorboard."""
+    """Writes each metric as a scalar under runs/NAME/tensorboard. A resumed run adds a file; equal steps show the later value."""
 
     def __init__(self, run_dir: Path) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise SettingError(
-                'track.trackers names "tensorboard", which is not installed; run: pip install "treegraft[track]"'
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:

@@ -1,0 +1,9 @@
+"""Settings of the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+# One thread unless a test says otherwise: the models are tiny, and two threads that wait for each other on a busy machine take
+# five times as long. Read by torch when it is imported, here and in the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,0 +1,120 @@
+"""Advantages and leaf weights by hand, and law 3 on random trees."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.trees import Part, build_tree, random_trees
+
+from treegraft.algo.advantages import assign_credit, group_advantages, leaf_weights
+from treegraft.types import Status, Tree
+
+
+def test_grpo_by_hand() -> None:
+    """Rewards 1, 0, 0, 1: mean 1/2, sample variance (4 · 1/4) / 3 = 1/3."""
+    expected = 0.5 / (math.sqrt(1 / 3) + 1e-6)
+    assert group_advantages([1, 0, 0, 1]).tolist() == pytest.approx([expected, -expected, -expected, expected])
+    assert group_advantages([1, 0, 0, 1], eps=0.5)[0] == pytest.approx(0.5 / (math.sqrt(1 / 3) + 0.5))
+
+
+def test_dr_grpo_by_hand() -> None:
+    assert group_advantages([3.0, 1.0, -1.0], scale="none").tolist() == [2.0, 0.0, -2.0]
+
+
+@pytest.mark.parametrize("scale", ["std", "none"])
+def test_groups_without_a_comparison_have_none(scale: str) -> None:
+    assert group_advantages([0.7], scale=scale).tolist() == [0.0]  # type: ignore[arg-type]
+    assert group_advantages([], scale=scale).tolist() == []  # type: ignore[arg-type]
+    # A mean of three times 0.1 is not 0.1 in floating point; the difference must not be blown up by a tiny deviation.
+    assert group_advantages([0.1, 0.1, 0.1], scale=scale).tolist() == [0.0, 0.0, 0.0]  # type: ignore[arg-type]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="scale is 'var'"):
+        group_advantages([1.0, 2.0], scale="var")  # type: ignore[arg-type]
+    for rewards in ([1.0, math.nan], [math.inf, 0.0], [[1.0], [2.0]]):
+        with pytest.raises(ValueError, match="flat list of finite numbers"):
+            group_advantages(rewards)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kind is 'even'"):
+        leaf_weights([1.0], kind="even")  # type: ignore[arg-type]
+    unscored = build_tree(Part.of("p", Part("s", reward=None)))
+    with pytest.raises(ValueError, match=r"leaves \['0\.0'\] have no reward"):
+        assign_credit(unscored)
+
+
+@given(st.lists(st.sampled_from([-1.0, 0.0, 0.5, 1.0]), min_size=2, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_advantages_are_centred_and_scaled(rewards: list[float]) -> None:
+    advantages = group_advantages(rewards, eps=1e-12)
+    assert abs(advantages.sum()) < 1e-9
+    if len(set(rewards)) > 1:
+        assert np.std(advantages, ddof=1) == pytest.approx(1.0)
+        assert np.allclose(advantages, group_advantages(2 * np.array(rewards) + 3, eps=1e-12))
+
+
+def test_weights_by_hand() -> None:
+    assert leaf_weights([1, 4, 2, 1]).tolist() == [0.25] * 4
+    # 1 + 1/4 + 1/4 + 1/2 = 2
+    assert leaf_weights([1, 4, 4, 2], kind="inverse_branching").tolist() == [0.5, 0.125, 0.125, 0.25]
+    assert leaf_weights([]).tolist() == []
+
+
+def branching() -> Tree:
+    """Two starts; 0.0 has two children, the second of which (0.0.1) has three; starts do not count as branching."""
+    deep = Part.of("s", Part("s"), Part("s", reward=1.0), Part("s"))
+    return build_tree(Part.of("p", Part.of("s", Part("s"), deep), Part("s", reward=1.0)))
+
+
+def test_inverse_branching_of_a_tree_by_hand() -> None:
+    """Products 2, 6, 6, 6, 1: shares 1/2, 1/6, 1/6, 1/6, 1, which sum to 2."""
+    tree = assign_credit(branching(), leaf_weight="inverse_branching")
+    assert [leaf.weight for leaf in tree.leaves] == pytest.approx([1 / 4, 1 / 12, 1 / 12, 1 / 12, 1 / 2])
+    assert [leaf.weight for leaf in assign_credit(branching()).leaves] == [0.2] * 5
+
+
+def test_a_graft_is_no_branch_of_the_policy() -> None:
+    """A step with one sampled and one retrieved child was sampled once."""
+    tree = build_tree(Part.of("p", Part.of("s", Part("s"), Part("r", reward=1.0)), Part("s")))
+    weights = [leaf.weight for leaf in assign_credit(tree, leaf_weight="inverse_branching").leaves]
+    assert weights == pytest.approx([1 / 3] * 3)
+
+
+def test_failed_leaves_leave_the_group() -> None:
+    """Rewards 1 and 0 remain: advantages ± 1/2 / (sqrt(1/2) + eps), weights 1/2."""
+    part = Part.of("p", Part("s", reward=1.0), Part("s", status=Status.FAILED), Part("s", reward=0.0, status=Status.TRUNCATED))
+    for leaf_weight in ("uniform", "inverse_branching"):
+        first, failed, last = assign_credit(build_tree(part), leaf_weight=leaf_weight).leaves  # type: ignore[arg-type]
+        expected = 0.5 / (math.sqrt(0.5) + 1e-6)
+        assert (first.advantage, last.advantage) == (pytest.approx(expected), pytest.approx(-expected))
+        assert (first.weight, failed.weight, last.weight) == (0.5, 0.0, 0.5)
+        assert (failed.advantage, failed.has_loss) == (None, False)
+        assert first.has_loss and last.has_loss
+
+
+def test_truncated_leaves_count_whether_or_not_they_are_learned_from() -> None:
+    part = Part.of("p", Part("s", reward=1.0), Part("s", reward=-1.0, status=Status.TRUNCATED))
+    first, last = assign_credit(build_tree(part), advantage="dr_grpo", learn_from_truncated=False).leaves
+    assert (first.advantage, last.advantage) == (1.0, -1.0)
+    assert (first.weight, last.weight) == (0.5, 0.5)
+    assert (first.has_loss, last.has_loss) == (True, False)
+
+
+@given(random_trees(), st.sampled_from(["uniform", "inverse_branching"]))
+@settings(max_examples=60, deadline=None)
+def test_law_3_weights_sum_to_one(tree: Tree, kind: str) -> None:
+    credited = assign_credit(tree, leaf_weight=kind)  # type: ignore[arg-type]
+    live = [leaf for leaf in credited.leaves if leaf.status is not Status.FAILED]
+    assert sum(leaf.weight for leaf in credited.leaves) == pytest.approx(1.0 if live else 0.0)
+    assert all(leaf.weight > 0 for leaf in live)
+    if kind == "uniform":
+        assert len({leaf.weight for leaf in live}) <= 1
+    # Crediting again changes nothing.
+    assert assign_credit(credited, leaf_weight=kind) == credited  # type: ignore[arg-type]
+    assert [replace(leaf, weight=0.0, advantage=None, has_loss=True) for leaf in credited.leaves] == [
+        replace(leaf, weight=0.0, advantage=None, has_loss=True) for leaf in tree.leaves
+    ]

@@ -1,0 +1,611 @@
+"""The native engine: right numbers, stops and limits, the same bits whatever else is under way, and every wait ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.families import PACKABLE, UNPACKABLE, build_model, byte_tokenizer, chain_model, word_tokenizer
+from tests.trees import VOCABULARY
+
+from treegraft.attention import AttentionOptions, merge_partials, partial_attention
+from treegraft.config import EngineSettings
+from treegraft.engine.native import NativeEngine
+from treegraft.engine.ragged import usable_rows
+from treegraft.engine.sampling import keyed_seed, sample_tokens
+from treegraft.engine.stops import StopFinder
+from treegraft.errors import DeadlineExceeded, EngineError, ModelError
+from treegraft.interfaces import Engine
+from treegraft.models import weights_fingerprint
+from treegraft.types import Completion, EntropyKind, Sampling, StopReason
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def make_engine(family: str = "llama", *, model: Any = None, tokenizer: Any = None, seed: int = 0, **settings: Any) -> NativeEngine:
+    model = model if model is not None else build_model(family, seed)
+    num_prompts = settings.pop("num_prompts", 8)
+    settings = {"max_rows": 32, "deadline_s": 30.0, **settings}
+    return NativeEngine(model, tokenizer or word_tokenizer(), EngineSettings(**settings), num_prompts=num_prompts)
+
+
+def run(engine: NativeEngine, work: Callable[[NativeEngine], Awaitable[Any]]) -> Any:
+    async def main() -> Any:
+        try:
+            return await asyncio.wait_for(work(engine), 60.0)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def ids_of(length: int, seed: int) -> tuple[int, ...]:
+    draw = random.Random(seed)
+    return tuple(draw.randrange(3, VOCABULARY) for _ in range(length))
+
+
+def greedy(num: int, **fields: Any) -> Sampling:
+    return Sampling(max_new_tokens=num, temperature=0.0, **fields)
+
+
+def complete_one(engine: NativeEngine, prefix: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+    async def work(engine: NativeEngine) -> Completion:
+        return await engine.complete(prefix, sampling, noise_key=(0,), **options)
+
+    result: Completion = run(engine, work)
+    return result
+
+
+# ---------------------------------------------------------------------- right numbers
+
+
+@pytest.mark.parametrize("family", PACKABLE)
+def test_scores_are_those_of_a_plain_forward_pass(family: str) -> None:
+    """Three branches of one path, at three temperatures, in one batch, against whole logits of the plain model."""
+    model, prompt = build_model(family), ids_of(70, 1)
+    temperatures = (1.0, 0.6, 1.7)
+    own = (ids_of(1, 2), ids_of(9, 3), ids_of(3, 4))
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        return await asyncio.gather(
+            *(
+                engine.complete(
+                    prompt + own[n],
+                    Sampling(max_new_tokens=12, temperature=temperatures[n]),
+                    noise_key=(n,),
+                    num_shared=len(prompt),
+                )
+                for n in range(3)
+            )
+        )
+
+    for n, completion in enumerate(run(make_engine(family, max_prefill_tokens=16), work)):
+        path = prompt + own[n] + completion.token_ids
+        assert completion.entropy_kind is EntropyKind.EXACT and completion.policy_version == 0
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([path]), use_cache=False).logits[0].float()
+        for index, token in enumerate(completion.token_ids):
+            row = torch.log_softmax(logits[len(prompt + own[n]) + index - 1] / temperatures[n], dim=-1)
+            assert completion.sampling_logprobs[index] == pytest.approx(float(row[token]), abs=1e-4)
+            assert completion.entropies[index] == pytest.approx(float(-(row.exp() * row).sum()), abs=1e-4)
+
+
+def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_1() -> None:
+    model, prefix = build_model("qwen3"), ids_of(9, 1)
+    completion = complete_one(make_engine("qwen3"), prefix, greedy(8))
+    path = list(prefix)
+    for token, logprob in zip(completion.token_ids, completion.sampling_logprobs, strict=True):
+        with torch.no_grad():
+            row = torch.log_softmax(model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1], dim=-1)
+        assert token == int(row.argmax()) and logprob == pytest.approx(float(row.max()), abs=1e-4)
+        path.append(token)
+
+
+@pytest.mark.parametrize("family", UNPACKABLE)
+def test_models_it_cannot_run_are_refused(family: str) -> None:
+    model = build_model(family)
+    with pytest.raises(ModelError, match="the native engine cannot run this model"):
+        make_engine(model=model)
+    # It is left as it was.
+    model(input_ids=torch.tensor([[3, 4]]), use_cache=False)
+
+
+def test_frequencies_agree_with_the_distribution() -> None:
+    """1500 draws from one distribution: chi-square over tokens with at least 5 expected, the rest as one cell."""
+    model, prefix, count = build_model("llama"), ids_of(5, 7), 1500
+    sampling = Sampling(max_new_tokens=1, temperature=0.8)
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        return await asyncio.gather(*(engine.complete(prefix, sampling, noise_key=("chi", n)) for n in range(count)))
+
+    drawn = torch.tensor([c.token_ids[0] for c in run(make_engine(max_rows=256), work)])
+    with torch.no_grad():
+        expected = count * torch.softmax(model(input_ids=torch.tensor([prefix])).logits[0, -1].double() / 0.8, dim=-1)
+    observed = torch.bincount(drawn, minlength=VOCABULARY).double()
+    common = expected >= 5
+    cells = torch.cat([expected[common], expected[~common].sum()[None]])
+    seen = torch.cat([observed[common], observed[~common].sum()[None]])
+    chi, freedom = float(((seen - cells) ** 2 / cells).sum()), len(cells) - 1
+    assert freedom > 10
+    # Mean f, variance 2f; four deviations either way.
+    assert abs(chi - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+def test_sampling_by_hand() -> None:
+    """p = (1/4, 3/4) at T = 1; at T = 1/2 p ∝ (1, 9)."""
+    logits = torch.tensor([[0.0, 1.0986122887]] * 3)
+    tokens, logprobs, entropies = sample_tokens(logits, [0.0, 1.0, 0.5], [None, 5, 6])
+    shares = torch.tensor([[0.25, 0.75], [0.25, 0.75], [0.1, 0.9]])
+    assert tokens[0] == 1
+    torch.testing.assert_close(logprobs, shares.gather(1, tokens[:, None])[:, 0].log(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropies, -(shares * shares.log()).sum(-1), atol=1e-6, rtol=0)
+
+
+def test_noise_depends_on_key_and_position_alone() -> None:
+    assert keyed_seed((1, "train", 0), 3) == keyed_seed((1, "train", 0), 3)
+    seeds = {keyed_seed(key, position) for key in ((1,), (2,), ("1",), (1, 1), ("1, 1",)) for position in range(5)}
+    assert len(seeds) == 25 and all(0 <= seed < 2**63 for seed in seeds)
+    # A constant across processes and machines: blake2b of the text "((1,), 0)".
+    import hashlib
+
+    assert keyed_seed((1,), 0) == int.from_bytes(hashlib.blake2b(b"((1,), 0)", digest_size=8).digest(), "little") >> 1
+    noise = torch.zeros(1, 1000)
+    one, two = (sample_tokens(noise, [1.0], [seed])[0].item() for seed in (11, 12))
+    assert one == sample_tokens(noise.repeat(3, 1), [1.0] * 3, [None, None, 11])[0][2].item() and one != two
+
+
+# ---------------------------------------------------------------------- the same bits in any company
+
+Ask = tuple[tuple[int, ...], int, Sampling, tuple[Any, ...]]
+
+
+def requests() -> list[Ask]:
+    """Two prompts with five starts each, of several lengths and temperatures."""
+    asks: list[Ask] = []
+    for prompt_seed, length in ((1, 37), (2, 80)):
+        prompt = ids_of(length, prompt_seed)
+        for n in range(5):
+            own = ids_of((0, 1, 6, 20, 70)[n], 10 * prompt_seed + n)
+            sampling = Sampling(max_new_tokens=(9, 3, 14, 6, 11)[n], temperature=(1.0, 0.7, 0.0, 1.0, 1.3)[n])
+            asks.append((prompt + own, length, sampling, (prompt_seed, n)))
+    return asks
+
+
+async def ask(engine: NativeEngine, what: Ask, delay_s: float = 0.0) -> list[Completion]:
+    """A completion, and another after it on the same path with a "tool result" between them."""
+    prefix, shared, sampling, key = what
+    await asyncio.sleep(delay_s)
+    first = await engine.complete(prefix, sampling, noise_key=(*key, "a"), num_shared=shared)
+    longer = (*prefix, *first.token_ids, *ids_of(4, 99))
+    return [first, await engine.complete(longer, sampling, noise_key=(*key, "b"), num_shared=shared)]
+
+
+async def one_by_one(engine: NativeEngine) -> list[list[Completion]]:
+    return [await ask(engine, what) for what in requests()]
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("family", ["llama", "llama-wide", "gpt-neox", "gemma2"])
+def test_completions_are_the_same_bits_in_any_company(family: str) -> None:
+    """Alone; all at once; shuffled and staggered; in short chunks; with few rows, so that paths wait, are dropped and fed anew."""
+    expected = run(make_engine(family), one_by_one)
+
+    def in_order(seed: int, spread_s: float) -> Callable[[NativeEngine], Awaitable[list[list[Completion]]]]:
+        async def work(engine: NativeEngine) -> list[list[Completion]]:
+            draw = random.Random(seed)
+            order = draw.sample(range(len(expected)), len(expected))
+            asks = requests()
+            done = await asyncio.gather(*(ask(engine, asks[n], draw.random() * spread_s) for n in order))
+            return [done[order.index(n)] for n in range(len(order))]
+
+        return work
+
+    for number, (spread_s, options) in enumerate(
+        [
+            (0.0, {}),
+            (0.05, {}),
+            (0.0, {"max_prefill_tokens": 16}),
+            (0.02, {"max_rows": 3}),
+            (0.0, {"max_rows": 1, "num_prompts": 1}),
+            (0.02, {"max_rows": 5, "num_prompts": 1, "max_prefill_tokens": 32}),
+        ]
+    ):
+        engine = make_engine(family, **options)
+        assert run(engine, in_order(number, spread_s)) == expected, (spread_s, options)
+        if options.get("max_rows") == 3:
+            assert engine.take_metrics()["time/engine_evictions"] > 0
+
+
+def test_a_long_neighbour_changes_no_bit() -> None:
+    """Sums over more than some 384 positions are cut by their whole length, unless they are taken in spans."""
+    prompt, mine, sampling = ids_of(30, 1), ids_of(300, 2), Sampling(max_new_tokens=15)
+
+    async def alone(engine: NativeEngine) -> Completion:
+        return await engine.complete(prompt + mine, sampling, noise_key=(1,), num_shared=30)
+
+    async def accompanied(engine: NativeEngine) -> Completion:
+        long = engine.complete(prompt + ids_of(700, 3), Sampling(max_new_tokens=20), noise_key=(2,), num_shared=30)
+        other = engine.complete(ids_of(600, 4), Sampling(max_new_tokens=20), noise_key=(3,))
+        done: list[Completion] = await asyncio.gather(long, other, alone(engine))
+        return done[2]
+
+    assert run(make_engine(), accompanied) == run(make_engine(), alone)
+
+
+@pytest.mark.parametrize(("group", "width"), [(1, 8), (1, 64), (2, 64), (4, 128), (7, 32)])
+def test_attention_rounds_alike_in_any_company(group: int, width: int) -> None:
+    """A query's result, whatever stands in rows below it, slots beside it, or invisible positions after it."""
+    generator = torch.Generator().manual_seed(0)
+    options = AttentionOptions(width**-0.5, None, None, None)
+    keys, values = (torch.randn(3, 2, 1024, width, generator=generator) for _ in range(2))
+    queries = torch.randn(3, 2, 40 * group, width, generator=generator)
+    for num_visible in (5, 64, 200, 300):
+        results = []
+        for slots, rows, length in ((1, 1, 320), (3, 1, 320), (1, 2, 320), (3, 9, 448), (2, 40, 1024), (1, 40, 512)):
+            visible = (torch.arange(length) < num_visible)[None]
+            parts = partial_attention(
+                queries[:slots, :, : rows * group], keys[:slots, :, :length], values[:slots, :, :length], visible, options
+            )
+            results.append(merge_partials([parts], None)[0, :, :group])
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            queries[0, :, :group], keys[0, :, :num_visible], values[0, :, :num_visible]
+        )
+        torch.testing.assert_close(results[0], exact, atol=1e-5, rtol=1e-5)
+        assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_rows_round_alike_at_every_usable_number_of_them(num_threads: int) -> None:
+    """The feed-forward part of a layer, 512 wide: three threads cut 256 rows of it where no vector register ends."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        fields = {**PACKABLE["llama"][1], "intermediate_size": 512, "hidden_size": 64}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
+        part = model.model.layers[0].mlp
+        rows = torch.randn(1, 64).expand(1024, 64).contiguous()
+        with torch.inference_mode():
+            results = [part(rows[:count]) for count in usable_rows(model)]
+        assert len(results) >= 5
+        assert all(bool((result == results[0][0]).all()) for result in results)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_branch_by_copy_equals_a_fresh_computation() -> None:
+    """A path goes on in one row while another row branches off it twice, at different places."""
+    prompt = ids_of(20, 1)
+
+    async def branching(engine: NativeEngine) -> list[Completion]:
+        first = await engine.complete(prompt, Sampling(max_new_tokens=12), noise_key=(1,))
+        path = prompt + first.token_ids
+        more = Sampling(max_new_tokens=10)
+        return await asyncio.gather(
+            *(
+                engine.complete(path[: 20 + cut], more, noise_key=("branch", cut, n), num_shared=20)
+                for cut in (12, 12, 5)
+                for n in range(2)
+            )
+        )
+
+    together = run(make_engine(), branching)
+
+    async def apart(engine: NativeEngine, cut: int, n: int) -> Completion:
+        first = await engine.complete(prompt, Sampling(max_new_tokens=12), noise_key=(1,))
+        await engine.publish(engine.model.state_dict(), 0)  # nothing is cached any more
+        path = prompt + first.token_ids
+        return await engine.complete(path[: 20 + cut], Sampling(max_new_tokens=10), noise_key=("branch", cut, n), num_shared=20)
+
+    async def all_apart(engine: NativeEngine) -> list[Completion]:
+        return [await apart(engine, cut, n) for cut in (12, 12, 5) for n in range(2)]
+
+    assert run(make_engine(), all_apart) == together
+    assert together[0] != together[1]
+
+
+def test_the_hint_has_no_effect() -> None:
+    prefix, sampling = ids_of(90, 1), Sampling(max_new_tokens=8)
+    results = [complete_one(make_engine(), prefix, sampling, num_shared=shared) for shared in (None, 90, 70)]
+    assert results[0].token_ids == results[1].token_ids == results[2].token_ids
+    assert results[0] == results[1]
+
+
+# ---------------------------------------------------------------------- stops and limits
+
+
+def spoken(text: str, *, tokenizer: Any, extra: Sequence[int] = (), **fields: Any) -> Completion:
+    """What a model that says `text`, then the tokens `extra`, is cut to."""
+    chain = [*tokenizer.encode(text, add_special_tokens=False), *extra]
+    sampling = greedy(fields.pop("max_new_tokens", 60), **fields)
+    return complete_one(make_engine(model=chain_model(chain, len(tokenizer)), tokenizer=tokenizer), chain[:1], sampling)
+
+
+def test_a_stop_text_over_many_tokens_ends_a_completion() -> None:
+    tokenizer = byte_tokenizer()
+    completion = spoken("Q</search>TUV", tokenizer=tokenizer, stop=("</python>", "</search>"))
+    assert tokenizer.decode(list(completion.token_ids)) == "</search>" and completion.finish is StopReason.STOP
+    assert len(completion.token_ids) == len(completion.sampling_logprobs) == len(completion.entropies) == 9
+
+
+def test_the_token_that_closes_a_stop_is_kept_whole() -> None:
+    tokenizer = byte_tokenizer()
+    assert len(tokenizer.encode(">!", add_special_tokens=False)) == 1
+    completion = spoken("Q</search>!UV", tokenizer=tokenizer, stop=("</search>",))
+    assert tokenizer.decode(list(completion.token_ids)) == "</search>!"
+
+
+def test_a_stop_text_in_the_prefix_does_not_count() -> None:
+    tokenizer = byte_tokenizer()
+    prefix = tokenizer.encode("</search", add_special_tokens=False)
+    chain = tokenizer.encode("h>XYZ", add_special_tokens=False)
+    engine = make_engine(model=chain_model(chain, len(tokenizer)), tokenizer=tokenizer)
+    completion = complete_one(engine, prefix, greedy(4, stop=("</search>",)))
+    assert tokenizer.decode(list(completion.token_ids))[:4] == ">XYZ" and completion.finish is StopReason.LENGTH
+
+
+def test_one_more_token_after_a_final_text() -> None:
+    tokenizer = byte_tokenizer()
+    end = tokenizer.eos_token_id
+    ended = spoken("Q</answer>", tokenizer=tokenizer, extra=[end], final=("</answer>",))
+    assert ended.finish is StopReason.END and ended.token_ids[-1] == end and len(ended.token_ids) == 10
+    missed = spoken("Q</answer>XYZ", tokenizer=tokenizer, final=("</answer>",))
+    assert missed.finish is StopReason.STOP and tokenizer.decode(list(missed.token_ids)) == "</answer>X"
+    cut = spoken("Q</answer>XYZ", tokenizer=tokenizer, final=("</answer>",), max_new_tokens=9)
+    assert cut.finish is StopReason.LENGTH and tokenizer.decode(list(cut.token_ids)) == "</answer>"
+
+
+def test_limits_are_per_request_and_the_context_holds() -> None:
+    limits = (1, 7, 3)
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        prefix = ids_of(6, 1)
+        return await asyncio.gather(*(engine.complete(prefix, Sampling(max_new_tokens=n), noise_key=(n,)) for n in limits))
+
+    done = run(make_engine(), work)
+    assert [len(c.token_ids) for c in done] == list(limits) and {c.finish for c in done} == {StopReason.LENGTH}
+    # The models read 1024 tokens: 1020 leave room for 4, whatever was asked for.
+    completion = complete_one(make_engine(), ids_of(1020, 2), Sampling(max_new_tokens=10**9))
+    assert len(completion.token_ids) == 4 and completion.finish is StopReason.LENGTH
+
+
+def test_stop_finder_looks_at_the_last_token_only() -> None:
+    tokenizer = byte_tokenizer()
+    finder = StopFinder(tokenizer)
+
+    def ends(text: str, *stops: str) -> bool:
+        return finder.ends_with_any(tokenizer.encode(text, add_special_tokens=False), stops)
+
+    assert ends("a</s>", "</s>") and ends("a</s>!", "</s>") and ends("</p>", "</s>", "</p>")
+    assert not ends("a</s>b", "</s>") and not ends("</s", "</s>") and not ends("a>", "</s>") and not ends("</s>")
+    assert ends("é\U0001f600</s>", "</s>")
+
+
+def test_probes_hear_the_first_entropies() -> None:
+    seen: list[Sequence[float]] = []
+    completion = complete_one(
+        make_engine(), ids_of(5, 1), Sampling(max_new_tokens=9), probe_tokens=4, on_probe=lambda values: seen.append(values)
+    )
+    assert seen == [completion.entropies[:4]]
+
+
+# ---------------------------------------------------------------------- publishing
+
+
+def test_a_publish_drains_and_then_everything_is_new() -> None:
+    old, new = build_model("llama", 0), build_model("llama", 1)
+    prefix, long, short = ids_of(40, 1), Sampling(max_new_tokens=40), Sampling(max_new_tokens=6)
+
+    async def work(engine: NativeEngine) -> Any:
+        assert isinstance(engine, Engine) and engine.fingerprint == weights_fingerprint(old.state_dict())
+        running = [asyncio.create_task(engine.complete(prefix, long, noise_key=(n,))) for n in range(3)]
+        await asyncio.sleep(0.01)
+        publish = asyncio.create_task(engine.publish(new.state_dict(), 5))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.complete(prefix, short, noise_key=(7,)))
+        await publish
+        assert engine.policy_version == 5 and engine.fingerprint == weights_fingerprint(new.state_dict())
+        return await asyncio.gather(*running), await late, await engine.complete(prefix, short, noise_key=(7,))
+
+    before, late, after = run(make_engine(), work)
+    assert {c.policy_version for c in before} == {0} and late.policy_version == after.policy_version == 5
+
+    async def fresh(engine: NativeEngine) -> list[Completion]:
+        return [await engine.complete(prefix, s, noise_key=(n,)) for s, n in ((short, 7), (long, 0), (long, 1), (long, 2))]
+
+    on_new = run(make_engine(seed=1), fresh)[0]
+    assert (late.token_ids, late.sampling_logprobs) == (on_new.token_ids, on_new.sampling_logprobs) and late == after
+    assert before == run(make_engine(), fresh)[1:]
+
+
+def test_foreign_weights_are_refused_and_the_engine_lives_on() -> None:
+    async def work(engine: NativeEngine) -> Completion:
+        with pytest.raises(EngineError, match="names in only one of them"):
+            await engine.publish({"x": torch.zeros(1)}, 1)
+        assert engine.policy_version == 0
+        return await engine.complete(ids_of(4, 1), greedy(2), noise_key=(0,))
+
+    assert len(run(make_engine(), work).token_ids) == 2
+
+
+# ---------------------------------------------------------------------- every wait ends
+
+
+def break_after(engine: NativeEngine, calls: int, gate: threading.Event) -> None:
+    """Lets the engine's forward pass wait for the gate, and fail at its n-th call."""
+    forward, count = engine._forward, [0]
+
+    def failing(segments: Any) -> Any:
+        gate.wait(10.0)
+        count[0] += 1
+        if count[0] > calls:
+            raise RuntimeError("the roof fell in")
+        return forward(segments)
+
+    engine._forward = failing  # type: ignore[method-assign]
+
+
+def test_a_death_reaches_every_waiter() -> None:
+    async def work(engine: NativeEngine) -> list[Any]:
+        gate = threading.Event()
+        break_after(engine, 3, gate)
+        sampling = Sampling(max_new_tokens=30)
+        # With two rows, one request waits for a row and one publish for an idle engine.
+        waiters = [asyncio.create_task(engine.complete(ids_of(5, n), sampling, noise_key=(n,))) for n in range(3)]
+        await asyncio.sleep(0.2)
+        publish = asyncio.create_task(engine.publish(engine.model.state_dict(), 1))
+        await asyncio.sleep(0)
+        gate.set()
+        results = list(await asyncio.gather(*waiters, publish, return_exceptions=True))
+        for later in (engine.complete(ids_of(5, 9), sampling, noise_key=(9,)), engine.publish({}, 2)):
+            results.extend(await asyncio.gather(later, return_exceptions=True))
+        engine.forget(ids_of(5, 1))
+        return results
+
+    results = run(make_engine(max_rows=2), work)
+    assert len(results) == 6
+    assert all(isinstance(result, EngineError) and "the roof fell in" in str(result) for result in results)
+
+
+def test_closing_tells_those_who_wait() -> None:
+    async def work(engine: NativeEngine) -> Any:
+        slow_down(engine, 0.1)
+        task = asyncio.create_task(engine.complete(ids_of(5, 1), Sampling(max_new_tokens=900), noise_key=(1,)))
+        await asyncio.sleep(0.02)
+        await engine.close()
+        results = list(await asyncio.gather(task, return_exceptions=True))
+        results.extend(await asyncio.gather(engine.publish({}, 1), return_exceptions=True))
+        with pytest.raises(EngineError, match="closed"):
+            await engine.complete((3,), greedy(1), noise_key=(1,))
+        return results
+
+    assert all(isinstance(result, EngineError) and "closed" in str(result) for result in run(make_engine(), work))
+
+
+def test_a_request_that_is_given_up_frees_its_row() -> None:
+    async def work(engine: NativeEngine) -> Completion:
+        task = asyncio.create_task(engine.complete(ids_of(5, 1), Sampling(max_new_tokens=1000), noise_key=(1,)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return await engine.complete(ids_of(6, 2), greedy(2), noise_key=(2,))
+
+    engine = make_engine(max_rows=1, num_prompts=1)
+    assert len(run(engine, work).token_ids) == 2
+
+
+def slow_down(engine: NativeEngine, seconds: float) -> None:
+    """Makes every forward pass take so long."""
+    forward = engine._forward
+
+    def slow(segments: Any) -> Any:
+        time.sleep(seconds)
+        return forward(segments)
+
+    engine._forward = slow  # type: ignore[method-assign]
+
+
+def test_a_deadline_is_kept_and_named() -> None:
+    async def work(engine: NativeEngine) -> Completion:
+        slow_down(engine, 0.3)
+        running = asyncio.create_task(engine.complete(ids_of(5, 1), greedy(2), noise_key=(1,)))
+        await asyncio.sleep(0.02)
+        with pytest.raises(DeadlineExceeded, match="version 3 was not published within"):
+            await engine.publish(engine.model.state_dict(), 3)
+        with pytest.raises(DeadlineExceeded, match=r"engine\.deadline_s = 0\.05 s"):
+            await running
+        engine.settings = EngineSettings(deadline_s=30.0)
+        return await engine.complete(ids_of(3, 1), greedy(1), noise_key=(1,))
+
+    assert len(run(make_engine(deadline_s=0.05), work).token_ids) == 1
+
+
+@pytest.mark.parametrize(
+    ("prefix", "limit", "message"),
+    [
+        ((), 4, "prefix is empty"),
+        (ids_of(1024, 1), 4, "has 1024 tokens, the model reads at most 1024"),
+        ((3,), 0, "max_new_tokens"),
+    ],
+)
+def test_bad_requests_are_refused_at_once(prefix: tuple[int, ...], limit: int, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        complete_one(make_engine(), prefix, Sampling(max_new_tokens=limit))
+
+
+def test_a_loop_that_is_gone_kills_nobody() -> None:
+    """A run that ends with requests under way leaves an engine that serves the next one."""
+    engine = make_engine()
+
+    async def leave() -> None:
+        task = asyncio.create_task(engine.complete(ids_of(5, 1), Sampling(max_new_tokens=200), noise_key=(1,)))
+        await asyncio.sleep(0.02)
+        task.cancel()
+
+    asyncio.run(leave())
+    assert len(complete_one(engine, ids_of(4, 1), greedy(3)).token_ids) == 3
+
+
+# ---------------------------------------------------------------------- the cache
+
+
+def num_rows_fed(work: Callable[[NativeEngine], Awaitable[Any]], **settings: Any) -> int:
+    engine = make_engine(**settings)
+    run(engine, work)
+    return engine.num_rows_fed
+
+
+def test_a_group_fills_its_prompt_once_and_a_continued_path_is_not_fed_again() -> None:
+    prompt, sampling = ids_of(50, 1), Sampling(max_new_tokens=4)
+
+    async def group(engine: NativeEngine) -> None:
+        await asyncio.gather(*(engine.complete(prompt, sampling, noise_key=(n,)) for n in range(8)))
+
+    # 49 shared, then for each of 8 rows the prompt's last token and three sampled ones (the fourth is not fed).
+    assert num_rows_fed(group) == 49 + 8 * 4
+
+    async def steps(engine: NativeEngine) -> None:
+        first = await engine.complete(prompt, sampling, noise_key=(1,))
+        await engine.complete(prompt + first.token_ids + ids_of(5, 2), sampling, noise_key=(2,), num_shared=50)
+
+    # The second step feeds the last sampled token, five of the result, and three sampled ones.
+    assert num_rows_fed(steps) == 49 + 4 + 6 + 3
+
+
+def test_forgotten_prompts_free_their_rows() -> None:
+    prompt, sampling = ids_of(10, 1), Sampling(max_new_tokens=2)
+
+    async def work(engine: NativeEngine) -> None:
+        await engine.complete(prompt, sampling, noise_key=(1,))
+        assert len(engine._cache.all_prompts()) == 1
+        engine.forget(prompt)
+        await engine.complete(ids_of(7, 3), sampling, noise_key=(1,))
+        assert [len(p.token_ids) for p in engine._cache.all_prompts()] == [6]
+
+    engine = make_engine(max_rows=4)
+    run(engine, work)
+    assert len(engine._cache._free_rows) == 3 and engine.take_metrics()["time/engine_evictions"] == 0.0
+
+
+def test_one_row_is_enough_for_branches_of_one_prompt() -> None:
+    """The only row is idle and holds another branch: it must be given up, not waited for."""
+    prompt, sampling = ids_of(5, 1), Sampling(max_new_tokens=3)
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        return [await engine.complete(prompt + ids_of(4, 2) + (n,), sampling, noise_key=(n,), num_shared=5) for n in (7, 8, 9)]
+
+    assert run(make_engine(max_rows=1), work) == run(make_engine(max_rows=9), work)

@@ -1,0 +1,197 @@
+"""The public names: they are there, take what they say they take, and are described."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import treegraft
+
+SOURCE = Path(treegraft.__file__).parent
+
+NAMES = {
+    "treegraft.types": ("Task", "Step", "Tree", "Trajectory", "Origin", "Status"),
+    "treegraft.learn.pack": ("pack_trees", "TreeBatch"),
+    "treegraft.learn.learner": ("token_scores",),
+    "treegraft.algo.advantages": ("group_advantages",),
+    "treegraft.tasks.scoring": ("exact_match", "f1", "math_equal"),
+    "treegraft.record": ("read_trees",),
+    "treegraft.engine.scripted": ("ScriptedEngine",),
+    "treegraft.train": ("train", "RunResult"),
+}
+
+SIGNATURES = {
+    "treegraft.learn.pack:pack_trees": ["trees", "*device"],
+    "treegraft.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
+    "treegraft.algo.advantages:group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
+    "treegraft.tasks.scoring:exact_match": ["prediction", "reference"],
+    "treegraft.tasks.scoring:f1": ["prediction", "reference"],
+    "treegraft.tasks.scoring:math_equal": ["prediction", "reference", "*deadline_s"],
+    "treegraft.record:read_trees": ["path"],
+    "treegraft.types:Tree.trajectories": ["self"],
+    "treegraft.learn.pack:TreeBatch.per_trajectory": ["self", "values"],
+    "treegraft.engine.scripted:ScriptedEngine": ["replies", "tokenizer", "*logprob", "*entropy", "*latency_s"],
+    "treegraft.train:train": ["config", "*recipe", "*resume", "*display"],
+}
+"""Parameters in order; a star marks those that only a keyword reaches, "=" a default that is promised."""
+
+
+def find(path: str) -> Any:
+    module, _, names = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in names.split("."):
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_public_names_exist(module: str) -> None:
+    for name in NAMES[module]:
+        assert find(f"{module}:{name}").__doc__
+
+
+@pytest.mark.parametrize("path", SIGNATURES)
+def test_signatures(path: str) -> None:
+    parameters = inspect.signature(find(path)).parameters
+    promised = [text.lstrip("*").partition("=") for text in SIGNATURES[path]]
+    assert [name for name, *_ in promised] == list(parameters)
+    for text, (name, _, default) in zip(SIGNATURES[path], promised, strict=True):
+        parameter = parameters[name]
+        assert (parameter.kind is inspect.Parameter.KEYWORD_ONLY) == text.startswith("*")
+        if default:
+            assert repr(parameter.default) == default
+        if text.startswith("*"):
+            assert parameter.default is not inspect.Parameter.empty
+
+
+def test_a_trajectory_has_the_flat_lists() -> None:
+    from treegraft.types import Trajectory
+
+    for name in ("token_ids", "sampled_mask", "loss_mask", "logprobs", "entropies", "reward", "status"):
+        assert isinstance(inspect.getattr_static(Trajectory, name), property)
+
+
+def test_a_run_says_where_its_results_are() -> None:
+    from treegraft.train import RunResult
+
+    assert [field.name for field in fields(RunResult)] == ["run_dir", "checkpoint_dir", "metrics"]
+
+
+def test_the_root_package_lists_what_it_has() -> None:
+    assert dir(treegraft) == sorted(treegraft.__all__)
+    for name in treegraft.__all__:
+        assert getattr(treegraft, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = treegraft.nothing
+
+
+def test_scores_of_packed_trees_come_per_trajectory() -> None:
+    """The names above, used together: two leaves share a step, whose token is scored once and given to both."""
+    import torch
+
+    from treegraft.config import TinySettings
+    from treegraft.learn.learner import token_scores
+    from treegraft.learn.pack import pack_trees
+    from treegraft.models import build_tiny_model
+    from treegraft.types import Leaf, Origin, Status, Step, Task, Tree
+
+    def step(name: str, parent: str | None, tokens: tuple[int, ...], origin: Origin) -> Step:
+        count = len(tokens)
+        return Step(
+            id=name,
+            parent=parent,
+            depth=name.count("."),
+            token_ids=tokens,
+            origins=(origin,) * count,
+            loss_mask=(origin is Origin.POLICY,) * count,
+            sampling_logprobs=(0.0,) * count,
+            entropies=(0.0,) * count,
+        )
+
+    tree = Tree(
+        task=Task(id="t", question="?", reference=()),
+        group_id="g",
+        steps=(
+            step("0", None, (3, 4), Origin.PROMPT),
+            step("0.0", "0", (5,), Origin.POLICY),
+            step("0.0.0", "0.0", (6,), Origin.POLICY),
+            step("0.0.1", "0.0", (7, 8), Origin.POLICY),
+        ),
+        leaves=tuple(Leaf(step_id=name, status=Status.COMPLETED) for name in ("0.0.0", "0.0.1")),
+    )
+    model = build_tiny_model(TinySettings(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1), 16, 1, 0, 0).eval()
+    batch = pack_trees([tree])
+    with torch.no_grad():
+        logprobs, entropies = token_scores(model, batch)
+        assert logprobs.shape == entropies.shape == (4,)
+        for path, values in zip(tree.trajectories(), batch.per_trajectory(logprobs), strict=True):
+            ids = torch.tensor([path.token_ids])
+            plain = torch.log_softmax(model(ids).logits[0, 1:-1].float(), -1)
+            expected = plain.gather(1, ids[0, 2:, None])[:, 0]
+            torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
+
+
+def definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node
+
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def test_every_public_function_and_class_is_described() -> None:
+    missing = []
+    for path in FILES:
+        for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
+            # A table of settings is described field by field; tests/test_config.py sees to it.
+            is_table = path.name == "config.py" and isinstance(node, ast.ClassDef)
+            if not ast.get_docstring(node) and not is_table:
+                missing.append(f"{path.relative_to(SOURCE)}: {node.name}")
+            if isinstance(node, ast.ClassDef) and not is_protocol(node):
+                missing += [f"{path.relative_to(SOURCE)}: {node.name}.{m.name}" for m in methods(node) if needs_words(m)]
+    assert missing == []
+
+
+def is_protocol(node: ast.ClassDef) -> bool:
+    return any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
+
+
+def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return [member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+PROTOCOLS = [
+    n for f in FILES for n in definitions(ast.parse(f.read_text("utf-8"))) if isinstance(n, ast.ClassDef) and is_protocol(n)
+]
+PROMISED = {method.name for node in PROTOCOLS for method in methods(node)}
+"""Methods that a protocol describes, once for all that have it."""
+
+
+def needs_words(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    """Whether a public method says neither itself nor through a protocol what it does; a property names itself."""
+    is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in method.decorator_list)
+    is_known = method.name.startswith("_") or is_property or method.name in PROMISED
+    return not is_known and not ast.get_docstring(method)
+
+
+SOURCE_LINE = re.compile(r"arXiv[: ]\d{4}\.\d{5}|\b[A-Z]\w+ (?:et al\.|& [A-Z]\w+)?,? ?.*\b(?:19|20)\d\d\b")
+"""An arXiv number, or an author with a year."""
+
+
+def test_every_equation_names_its_source() -> None:
+    missing = []
+    for path in sorted((SOURCE / "algo").glob("*.py")):
+        for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) or ""
+            if isinstance(node, ast.FunctionDef) and not SOURCE_LINE.search(text):
+                missing.append(f"{path.name}: {node.name}")
+    assert missing == []

@@ -1,0 +1,149 @@
+"""Packing by hand and at random: positions, nodes, sources, contributions, plans."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.trees import Part, build_tree, random_trees
+
+from treegraft.learn.attention import tree_mask
+from treegraft.learn.pack import Node, pack_trees, plan_packs
+from treegraft.types import Status, Tree
+
+QUICK = settings(max_examples=60, deadline=None)
+
+
+def test_the_example_of_the_page() -> None:
+    """0: p p   0.0: s s t   0.0.0: s   0.1: s, worked out in the docstring of pack.py."""
+    tree = build_tree(Part.of("pp", Part.of("sst", Part("s")), Part("s")), tokens=range(11, 18))
+    batch = pack_trees([tree])
+    assert batch.token_ids.tolist() == [11, 12, 13, 14, 15, 16, 17]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 2]
+    assert batch.sampled.tolist() == [2, 3, 5, 6]
+    # The first token of both children of the root is predicted by the prompt's last token, at 1.
+    assert batch.sources.tolist() == [1, 2, 4, 1]
+    assert batch.tokens.tolist() == [0, 1, 2, 3]
+    assert batch.trajectories.tolist() == [0, 0, 0, 1]
+    # 0.0 and 0.0.0 are one chain: one node.
+    assert batch.trees[0].nodes == (Node(0, 2, 7), Node(2, 6, 6), Node(6, 7, 7))
+    ends = [7, 7, 6, 6, 6, 6, 7]
+    mask = tree_mask(batch.trees[0], batch.position_ids, None)
+    assert mask.tolist() == [[j <= i < ends[j] for j in range(7)] for i in range(7)]
+    assert batch.num_tokens == 7
+    assert batch.num_path_tokens == 6 + 3
+
+
+def test_a_shared_token_contributes_once_for_each_trajectory() -> None:
+    tree = build_tree(Part.of("p", Part.of("sS", Part("s"), Part("s", temperature=0.5), temperature=0.0)))
+    batch = pack_trees([tree])
+    assert batch.sampled.tolist() == [1, 2, 3, 4]
+    assert batch.sources.tolist() == [0, 1, 2, 2]
+    assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 3]
+    assert batch.trajectories.tolist() == [0, 0, 0, 1, 1, 1]
+    assert batch.carries_loss.tolist() == [True, False, True, True, False, True]
+    assert batch.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]  # at temperature 0 scores are those of 1
+    values = batch.per_trajectory(torch.tensor([10.0, 20.0, 30.0, 40.0]))
+    assert [part.tolist() for part in values] == [[10.0, 20.0, 30.0], [10.0, 20.0, 40.0]]
+
+
+def test_a_window_counts_positions_and_not_places_in_the_pack() -> None:
+    """Second branch: place 4 stands at position 2, two tokens after the prompt's first."""
+    batch = pack_trees([build_tree(Part.of("pp", Part("ss"), Part("s")))])
+    mask = tree_mask(batch.trees[0], batch.position_ids, 2)
+    assert mask[4].tolist() == [False, True, False, False, True]
+    assert mask[3].tolist() == [False, False, True, True, False]
+
+
+def test_an_empty_step_stands_for_nothing() -> None:
+    tree = build_tree(Part.of("pp", Part("s"), Part("", status=Status.FAILED), Part.of("s", Part("", status=Status.FAILED))))
+    batch = pack_trees([tree])
+    assert batch.num_tokens == 4
+    assert batch.sources.tolist() == [1, 1]
+    assert [len(part) for part in batch.per_trajectory(torch.zeros(2))] == [1, 0, 1]
+    # A leaf without loss of its own; the token it shares with nobody carries none either.
+    assert batch.carries_loss.tolist() == [True, False]
+
+
+def test_an_empty_parent_is_looked_through() -> None:
+    """A sampled token whose parent is empty is predicted by its grandparent's last token."""
+    batch = pack_trees([build_tree(Part.of("ppp", Part.of("", Part("s")), Part("s")))])
+    assert batch.sources.tolist() == [2, 2]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 3]
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="got no trees"):
+        pack_trees([])
+    with pytest.raises(ValueError, match="nothing stands before it"):
+        pack_trees([build_tree(Part.of("", Part("s")))])
+    batch = pack_trees([build_tree(Part.of("p", Part("ss")))])
+    with pytest.raises(ValueError, match="got 3 values for 2 unique sampled tokens"):
+        batch.per_trajectory(torch.zeros(3))
+
+
+@given(st.lists(random_trees(), min_size=1, max_size=3))
+@QUICK
+def test_every_path_can_be_read_back(trees: list[Tree]) -> None:
+    """From the mask alone: what the last token of a path sees is that path, in order, at positions 0, 1, 2 ..."""
+    batch = pack_trees(trees)
+    assert batch.num_tokens == sum(len(step.token_ids) for tree in trees for step in tree.steps)
+    paths = iter(batch.paths)
+    for index, tree in enumerate(trees):
+        packed = batch.trees[index]
+        positions = batch.position_ids[packed.start : packed.end]
+        ids = batch.token_ids[packed.start : packed.end]
+        mask = tree_mask(packed, positions, None)
+        for leaf in tree.leaves:
+            path = next(paths)
+            assert path.leaf == leaf
+            full = [step for step in path.steps if step.token_ids][-1]
+            last = batch.step_offsets[index][full.id] + len(full.token_ids) - 1 - packed.start
+            seen = mask[last].nonzero()[:, 0]
+            assert ids[seen].tolist() == path.token_ids
+            assert positions[seen].tolist() == list(range(len(path.token_ids)))
+    assert next(paths, None) is None
+
+
+@given(st.lists(random_trees(), min_size=1, max_size=3))
+@QUICK
+def test_contributions_follow_paths(trees: list[Tree]) -> None:
+    """Each sampled token of each trajectory, with the token before it on the path as its source."""
+    batch = pack_trees(trees)
+    ids, sampled, sources = batch.token_ids.tolist(), batch.sampled.tolist(), batch.sources.tolist()
+    position = batch.position_ids.tolist()
+    rows = iter(zip(batch.tokens.tolist(), batch.trajectories.tolist(), batch.carries_loss.tolist(), strict=True))
+    for number, path in enumerate(batch.paths):
+        for place, (is_sampled, has_loss) in enumerate(zip(path.sampled_mask, path.loss_mask, strict=True)):
+            if not is_sampled:
+                continue
+            token, owner, carries = next(rows)
+            assert (owner, carries) == (number, has_loss)
+            assert ids[sampled[token]] == path.token_ids[place] and position[sampled[token]] == place
+            assert ids[sources[token]] == path.token_ids[place - 1] and position[sources[token]] == place - 1
+    assert next(rows, None) is None
+    logprobs = batch.per_trajectory(batch.sampling_logprobs)
+    for values, path in zip(logprobs, batch.paths, strict=True):
+        expected = [value for value, one in zip(path.logprobs, path.sampled_mask, strict=True) if one]
+        torch.testing.assert_close(values, torch.tensor(expected))
+
+
+@given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
+@QUICK
+def test_plans_hold_everything_once_and_fit(sizes: list[int], room: int) -> None:
+    plan = plan_packs(sizes, room)
+    assert sorted(index for pack in plan for index in pack) == list(range(len(sizes)))
+    assert all(len(pack) == 1 or sum(sizes[index] for index in pack) <= room for pack in plan)
+    assert all(pack == sorted(pack) for pack in plan) and plan == sorted(plan)
+    # First fit: no two packs could have been one, unless one is too large alone.
+    for first in range(len(plan)):
+        for second in range(first + 1, len(plan)):
+            assert sum(sizes[index] for index in plan[first] + plan[second]) > room
+
+
+def test_a_plan_by_hand() -> None:
+    """Largest first: 7 | 5, then 4 beside 5 (9 of 10), 3 beside 7, and 1 beside 5 and 4."""
+    assert plan_packs([4, 7, 1, 5, 3], 10) == [[0, 2, 3], [1, 4]]
+    assert plan_packs([20, 3], 10) == [[0], [1]]
+    assert plan_packs([], 10) == []

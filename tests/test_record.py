@@ -1,0 +1,149 @@
+"""Records: trees to lines and back, damaged files, atomic writing, cutting a run back to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from tests.trees import Part, build_tree, recorded_trees
+
+from treegraft.errors import CheckpointError, DataError
+from treegraft.record import RunFolder, read_metrics, read_trees, tree_from_json, tree_to_json, write_atomically, write_trees
+from treegraft.types import Task, Tree
+
+TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
+
+
+@given(recorded_trees())
+@settings(max_examples=60, deadline=None)
+def test_a_tree_comes_back_equal(tree: Tree) -> None:
+    line = tree_to_json(tree)
+    assert "\n" not in line
+    assert tree_from_json(line) == tree
+    assert tree_to_json(tree_from_json(line)) == line
+
+
+def test_columns_are_written_for_sampled_tokens_only() -> None:
+    step = json.loads(tree_to_json(TREE))["steps"][1]
+    assert len(step["sampling_logprobs"]) == 2
+    assert step["origins"] == [[1, 2], [2, 1]] and step["loss_mask"] == [[1, 2], [0, 1]]
+
+
+def test_files_and_folders_are_read_in_order(tmp_path: Path) -> None:
+    trees = [build_tree(Part.of("p", Part("s")), task_id=f"t/{n}") for n in range(4)]
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    write_trees(folder.trees_path(10), trees[2:])
+    write_trees(folder.trees_path(9), trees[:2])
+    write_trees(folder.trees_path(10, "greedy"), trees[:1])
+    assert read_trees(folder.trees_path(9)) == trees[:2]
+    # A run folder or its trees/ gives the training trees, evaluations apart.
+    assert read_trees(folder.path) == read_trees(str(folder.trees_dir)) == trees
+
+
+def test_text_that_is_no_unicode_is_still_recorded(tmp_path: Path) -> None:
+    """A lone surrogate, as JSON data sets can hold, must not cost a run its record."""
+    task = Task(id="t", question="\ud800 \u2028 é", reference=("\udfff",))
+    tree = Tree(task=task, group_id="0/t", steps=TREE.steps, leaves=TREE.leaves)
+    write_trees(tmp_path / "trees.jsonl", [tree])
+    assert read_trees(tmp_path / "trees.jsonl") == [tree]
+
+
+def damaged(**changes: object) -> str:
+    data = json.loads(tree_to_json(TREE))
+    step = data["steps"][1]
+    step.update(changes)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "",
+        "nonsense",
+        "[]",
+        "3",
+        "null",
+        '{"group_id": "x"}',
+        tree_to_json(TREE)[:-20],
+        damaged(sampling_logprobs=[-0.5]),
+        damaged(sampling_logprobs=[-0.5, -0.5, -0.5]),
+        damaged(origins=[[1, 2]]),
+        damaged(origins=[[9, 3]]),
+        damaged(cause="start"),
+        damaged(cause={"kind": "whim"}),
+        damaged(content=None),
+        damaged(loss_mask=[[1, 3]]),
+        damaged(surprise=1),
+        damaged(stop_reason="boredom"),
+        damaged(token_ids=None),
+    ],
+)
+def test_damaged_lines_are_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_text(tree_to_json(TREE) + "\n" + line + "\n")
+    with pytest.raises(DataError, match="line 2: not a recorded tree"):
+        read_trees(path)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trees.jsonl"
+    path.write_bytes(tree_to_json(TREE).encode() + b"\n\xff\xfe\x00\n")
+    with pytest.raises(DataError, match="line 2"):
+        read_trees(path)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="there is no such file"):
+        read_trees(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match=r"has no metrics\.jsonl"):
+        read_metrics(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "deep" / "file.txt"
+    write_atomically(path, "old")
+
+    def fail(_: int) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("treegraft.record.os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    monkeypatch.undo()
+    write_atomically(path, "new")
+    assert path.read_text() == "new"
+    assert [file.name for file in path.parent.iterdir()] == ["file.txt"]
+
+
+def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "run", "{}")
+    sizes = []
+    for update in (1, 2, 3):
+        folder.append_metrics(update, {"reward/mean": update / 4, "a": 1.0})
+        sizes.append(folder.metrics_size())
+        write_trees(folder.trees_path(update), [TREE])
+        write_trees(folder.trees_path(update, "greedy"), [TREE])
+    write_trees(folder.trees_path(1_000_000), [TREE])
+    folder.cut_to(2, sizes[1])
+    assert read_metrics(folder.path) == [{"update": n, "a": 1.0, "reward/mean": n / 4} for n in (1, 2)]
+    assert sorted(file.name for file in folder.trees_dir.iterdir()) == [
+        "eval-000001-greedy.jsonl",
+        "eval-000002-greedy.jsonl",
+        "update-000001.jsonl",
+        "update-000002.jsonl",
+    ]
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl has .* bytes"):
+        folder.cut_to(2, 10**6)
+
+
+def test_a_folder_in_the_way_is_refused_and_a_foreign_one_too(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", '{"a": 1}')
+    assert RunFolder.open(tmp_path / "run").metrics_size() == 0
+    with pytest.raises(CheckpointError, match="exists; expected a new name"):
+        RunFolder.create(tmp_path / "run", "{}")
+    assert (tmp_path / "run" / "config.json").read_text() == '{"a": 1}'
+    with pytest.raises(CheckpointError, match="is not a run folder"):
+        RunFolder.open(tmp_path)

@@ -1,0 +1,321 @@
+"""Law 6 (stop and resume equals an undisturbed run), law 12 (one seed, one run), and Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny import contents, differing, tiny, write_recipe
+from tests.tiny_parts import SlowSearch
+
+from treegraft.checkpoint import latest_checkpoint, read_state
+from treegraft.errors import CheckpointError, SettingError
+from treegraft.interrupt import run_to_end
+from treegraft.learn.learner import Learner
+from treegraft.record import RunFolder, read_metrics
+from treegraft.terminal import PlainDisplay
+from treegraft.train import RunResult, sft, train
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# Three updates; a checkpoint after each and four times during the warm-up; an evaluation before, between and after.
+SETTINGS = tiny(run={"num_updates": 3}, eval={"num_samples": 1})
+
+MOMENTS: dict[str, tuple[str, int, str]] = {
+    # The warm-up has 32 steps, each one optimiser step, and saves after 8, 16, 24 and 32.
+    "before any checkpoint": ("treegraft.learn.optimiser:MasterAdamW.step", 2, "before"),
+    "in the warm-up": ("treegraft.learn.optimiser:MasterAdamW.step", 21, "after"),
+    "half of a warm-up checkpoint written": ("treegraft.checkpoint:save_file", 3, "before"),
+    "after the warm-up": ("treegraft.train:step_skill", 1, "after"),
+    "in the evaluation at the start": ("treegraft.evaluate:eval_limits", 2, "before"),
+    "half of a line of metrics written": ("treegraft.record:RunFolder.append_metrics", 2, "half"),
+    "sampling": ("treegraft.engine.native:NativeEngine._sample", 45, "before"),
+    "scoring": ("treegraft.train:rollout_metrics", 2, "before"),
+    "learning, between two optimiser steps": ("treegraft.learn.learner:Learner._optimiser_step", 4, "before"),
+    "learned, not published": ("treegraft.learn.drift:DriftGuard.publish", 3, "before"),
+    # The settings, two evaluations, the first update, two evaluations, the second update.
+    "half of the trees written": ("treegraft.record:write_atomically", 7, "half"),
+    "in an evaluation between": ("treegraft.train:write_trees", 5, "before"),
+    "a checkpoint written, not renamed": ("treegraft.checkpoint:_checksums", 8, "after"),
+    "a checkpoint renamed, old ones not removed": ("treegraft.train:prune_checkpoints", 7, "before"),
+    "an old checkpoint half removed": ("treegraft.checkpoint:shutil.rmtree", 30, "before"),
+    "all done but the end": ("treegraft.train:RunResult", 1, "before"),
+}
+
+
+def run_jobs(folder: Path, settings: dict[str, Any], jobs: Sequence[dict[str, Any]]) -> list[int]:
+    """Returns the exit code of each job, see tests/killed_runs.py."""
+    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.killed_runs", folder, folder / "settings.json", folder / "jobs.json"]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    outcomes: list[int] = json.loads((folder / "outcomes.json").read_text())
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """An undisturbed run, and one for each moment, killed there and resumed; with the exit code of each job."""
+    folder = tmp_path_factory.mktemp("killed")
+    jobs: list[dict[str, Any]] = [{"name": "undisturbed", "kill": None, "resume": False}]
+    for name, kill in MOMENTS.items():
+        jobs.append({"name": name, "kill": kill, "resume": False})
+        jobs.append({"name": name, "kill": None, "resume": True})
+    outcomes = run_jobs(folder, SETTINGS, jobs)
+    return folder, {f"{job['name']}, resumed" if job["resume"] else job["name"]: n for job, n in zip(jobs, outcomes, strict=True)}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_and_resumed_is_as_if_nothing_had_happened(moment: str, killed: tuple[Path, dict[str, int]]) -> None:
+    folder, outcomes = killed
+    log = (folder / f"{moment}.log").read_text()
+    assert outcomes[moment] == -signal.SIGKILL, log
+    assert outcomes[f"{moment}, resumed"] == 0, log
+    assert differing(folder / "undisturbed", folder / moment) == []
+
+
+def test_what_is_compared_is_everything(killed: tuple[Path, dict[str, int]]) -> None:
+    found = contents(killed[0] / "undisturbed")
+    names = "\n".join(found)
+    for name in ("config.json", "metrics.jsonl", "trees/update-000003.jsonl", "trees/eval-000000-greedy.jsonl"):
+        assert name in names
+    for name in ("model.safetensors", "treegraft/optimiser.safetensors", "treegraft/state.json", "tokenizer.json"):
+        assert f"checkpoints/update-000003/{name}" in names and f"checkpoints/best/{name}" in names
+    assert [line["update"] for line in found["metrics.jsonl"]] == [0, 1, 2, 3]
+    assert all(line["learn/grad_norm"] > 0 for line in found["metrics.jsonl"][1:])
+    # keep = 2, and the best besides.
+    kept = {name.split("/")[1] for name in found if name.startswith("checkpoints/")}
+    assert kept == {"update-000002", "update-000003", "best"}
+
+
+# --- in this process --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def start(folder: Path, name: str, **tables: Any) -> RunResult:
+    return train(tiny(**{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}}))
+
+
+def test_one_seed_is_one_run_and_another_is_another(tmp_path: Path) -> None:
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        start(tmp_path, name, run={"seed": seed})
+    assert differing(tmp_path / "a", tmp_path / "b") == []
+    assert "trees/update-000001.jsonl" in differing(tmp_path / "a", tmp_path / "c")
+
+
+def test_latencies_of_tools_change_nothing(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        SlowSearch.luck.seed(name)
+        start(tmp_path, name, tasks={"kind": "tests.tiny_parts:SlowWorld"}, warmup={"num_steps": 24})
+    assert differing(tmp_path / "a", tmp_path / "b") == []
+    assert read_metrics(tmp_path / "a")[-1]["tools/search_calls"] > 0
+
+
+# --- longer, shorter, elsewhere, at the same time ---------------------------------------------------------------------
+
+
+def test_a_finished_run_can_go_on_longer_and_equals_a_long_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start(tmp_path, "long", run={"num_updates": 2}, eval={"at_end": False, "every": 1})
+    first = start(tmp_path, "short", run={"num_updates": 1}, eval={"at_end": False, "every": 1})
+    before = contents(first.run_dir)
+    again = train(None, resume=first.run_dir, display=PlainDisplay(sys.stdout))
+    printed = capsys.readouterr().out
+    assert "is finished: 1 of 1 updates" in printed and f"train --resume {first.run_dir} run.num_updates=2" in printed
+    assert again == first and contents(first.run_dir) == before
+    longer = tiny(run={"num_updates": 2, "name": "short", "dir": str(tmp_path)}, eval={"at_end": False, "every": 1})
+    train(longer, resume=first.run_dir)
+    # The short run logged its gain at what was its end.
+    metrics = [read_metrics(tmp_path / name) for name in ("long", "short")]
+    others = ("metrics.jsonl", "state.json", "config.json")
+    assert [name for name in differing(tmp_path / "long", tmp_path / "short") if not name.endswith(others)] == []
+    assert [len(lines) for lines in metrics] == [3, 3]
+    assert json.loads((tmp_path / "short" / "config.json").read_text())["run"]["num_updates"] == 2
+
+
+def test_other_changes_are_refused(tmp_path: Path) -> None:
+    run = start(tmp_path, "a", run={"num_updates": 1})
+    own = {"name": "a", "dir": str(tmp_path)}
+    with pytest.raises(CheckpointError, match=r"learn.lr was 0.003, now 0.1.*may change run.num_updates"):
+        train(tiny(run={**own, "num_updates": 2}, learn={"lr": 0.1}), resume=run.run_dir)
+    with pytest.raises(CheckpointError, match=r"has done 1 updates; run\.num_updates is 0"):
+        train(tiny(run={**own, "num_updates": 0}), resume=run.run_dir)
+    with pytest.raises(CheckpointError, match="not a run folder"):
+        train(None, resume=tmp_path / "nowhere")
+    with pytest.raises(SettingError, match="neither settings nor a run"):
+        train(None)
+
+
+def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
+    run = start(tmp_path, "a", run={"num_updates": 1})
+    folder = RunFolder.open(run.run_dir)
+    folder.claim()
+    with pytest.raises(CheckpointError, match="another process is at work"):
+        train(None, resume=run.run_dir)
+    folder.release()
+    assert train(None, resume=run.run_dir) == run
+
+
+def test_a_run_folder_may_be_moved(tmp_path: Path) -> None:
+    run = start(tmp_path, "a", run={"num_updates": 1})
+    moved = run.run_dir.rename(tmp_path / "elsewhere")
+    assert train(None, resume=moved).checkpoint_dir.parent == moved / "checkpoints"
+
+
+def test_fine_tuning_alone_resumes_and_can_be_trained_on(tmp_path: Path) -> None:
+    whole = start(tmp_path, "whole")
+    settings = tiny(run={"name": "parts", "dir": str(tmp_path)})
+    tuned = sft(settings)
+    assert tuned.checkpoint_dir.name == "warmup-000032" and "warmup/skill" in read_metrics(tuned.run_dir)[0]
+    assert sft(settings, resume=tuned.run_dir).checkpoint_dir == tuned.checkpoint_dir
+    assert len(read_metrics(tuned.run_dir)) == 1
+    train(None, resume=tuned.run_dir)
+    assert differing(whole.run_dir, tuned.run_dir) == []
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+def interrupting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, presses: int = 1) -> None:
+    """Presses Ctrl-C at the nth call of a method."""
+    original: Callable[..., Any] = getattr(owner, name)
+    count = 0
+
+    def pressed(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == nth:
+            for _ in range(presses):
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(0.01)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, pressed)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return start(folder, "a").run_dir
+
+
+@pytest.mark.parametrize(
+    ("where", "nth", "kept"),
+    [
+        ("treegraft.learn.optimiser:MasterAdamW.step", 5, "warmup-000005"),
+        ("treegraft.train:_Run._evaluate", 1, "warmup-000032"),
+        ("treegraft.rollout.loop:Grower.grow", 10, "update-000000"),
+        ("treegraft.train:assign_credit", 4, "update-000002"),
+        ("treegraft.train:_Run._evaluate", 2, "update-000001"),
+    ],
+    ids=["warm-up", "evaluation at the start", "sampling", "learning", "evaluation"],
+)
+def test_ctrl_c_saves_and_the_resumed_run_is_the_same(
+    where: str,
+    nth: int,
+    kept: str,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import importlib
+
+    module, _, path = where.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    handler = signal.getsignal(signal.SIGINT)
+    settings = tiny(run={"name": "a", "dir": str(tmp_path)}, checkpoint={"every": 1})
+    with monkeypatch.context() as patch:
+        interrupting(patch, owner, name, nth)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings, display=PlainDisplay(sys.stdout))
+    assert signal.getsignal(signal.SIGINT) is handler
+    printed = capsys.readouterr().out
+    assert "stopping and saving" in printed and f"go on with: treegraft train --resume {tmp_path / 'a'}" in printed
+    checkpoint = latest_checkpoint(tmp_path / "a" / "checkpoints")
+    assert checkpoint is not None and checkpoint.name == kept
+    train(None, resume=tmp_path / "a")
+    assert differing(undisturbed, tmp_path / "a") == []
+
+
+def test_the_second_ctrl_c_stops_at_once(
+    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tiny(run={"name": "a", "dir": str(tmp_path)})
+    with monkeypatch.context() as patch:
+        interrupting(patch, Learner, "learn", 2, presses=2)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings, display=PlainDisplay(sys.stdout))
+    printed = capsys.readouterr().out
+    assert "stopped at once" in printed and "and saved" not in printed and "treegraft train --resume" in printed
+    checkpoint = latest_checkpoint(tmp_path / "a" / "checkpoints")
+    assert checkpoint is not None and read_state(checkpoint).update == 1
+    train(None, resume=tmp_path / "a")
+    assert differing(undisturbed, tmp_path / "a") == []
+
+
+def test_the_command_line_stops_with_130_and_resumes_without_a_recipe(tmp_path: Path) -> None:
+    settings = tiny(run={"name": "a", "dir": str(tmp_path), "num_updates": 500}, eval={"every": 0}, checkpoint={"every": 500})
+    recipe = write_recipe(tmp_path / "r.json", settings)
+    command = [sys.executable, "-m", "treegraft", "train"]
+    lines: list[str] = []
+    with subprocess.Popen([*command, recipe], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("update 2/"):
+                process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert any("interrupted and saved" in line for line in lines)
+    done = read_metrics(tmp_path / "a")[-1]["update"]
+    resumed = subprocess.run(
+        [*command, "--resume", tmp_path / "a", f"run.num_updates={done + 1:.0f}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stderr == "" and f"update {done + 1:.0f}/{done + 1:.0f}" in resumed.stdout
+
+
+def test_a_notebook_is_stopped_and_waited_for() -> None:
+    """Where an event loop runs already, the work has a thread of its own and Ctrl-C reaches it."""
+    asked = threading.Event()
+
+    async def work() -> str:
+        while not asked.is_set():
+            await asyncio.sleep(0.01)
+        return "saved"
+
+    async def notebook() -> str:
+        threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        return run_to_end(work(), on_interrupt=asked.set)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    loop = asyncio.new_event_loop()
+    try:
+        assert loop.run_until_complete(notebook()) == "saved"
+    finally:
+        loop.close()
+        signal.signal(signal.SIGINT, before)

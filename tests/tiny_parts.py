@@ -1,0 +1,108 @@
+"""What tests of whole runs name by import path: a slow tool, an engine of known habits, an explorer that remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from treegraft.config import SearchWorldSettings
+from treegraft.engine.scripted import ScriptedEngine
+from treegraft.explore.independent import Independent
+from treegraft.interfaces import NoiseKey, Tool
+from treegraft.tasks.search_world import SearchWorld, WorldSearch
+from treegraft.types import Completion, Sampling, Task, Tree
+
+WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
+
+
+class SlowSearch(WorldSearch):
+    """Takes a different time at every call."""
+
+    cacheable = True
+    luck = random.Random()
+    longest_s = 0.03
+
+    async def __call__(self, body: str, task: Task) -> str:
+        await asyncio.sleep(self.luck.random() * self.longest_s)
+        return await super().__call__(body, task)
+
+
+class SlowWorld(SearchWorld):
+    """A search world with that tool."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(WORLD, **kwargs)
+
+    def tools(self) -> Sequence[Tool]:
+        return (SlowSearch(WORLD, self._train_world.seed),)
+
+
+class BadSearch(WorldSearch):
+    """Does to each entity something else that tools should not do."""
+
+    async def __call__(self, body: str, task: Task) -> Any:
+        number = int("0" + "".join(filter(str.isdigit, body.split()[0] if body.split() else "")))
+        if number % 4 == 0:
+            raise ZeroDivisionError("the tool is broken")
+        if number % 4 == 1:
+            await asyncio.sleep(3600)
+        return "e1 " * 33_000_000 if number % 4 == 2 else bytes(range(256)) * 4
+
+
+class BadWorld(SlowWorld):
+    """A search world with that tool."""
+
+    def tools(self) -> Sequence[Tool]:
+        return (BadSearch(WORLD, self._train_world.seed),)
+
+
+ANSWERS: dict[str, str] = {}
+"""The right answer by question, filled in by the test."""
+
+
+class Habits:
+    """Answers right at once, but wrong in the first start of each training tree."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._right = ScriptedEngine(lambda path: f"<answer> \\boxed{{ {ANSWERS[path.strip()]} }} </answer>", tokenizer)
+        self._wrong = ScriptedEngine(lambda path: "<answer> \\boxed{ unknown } </answer>", tokenizer)
+        self.policy_version = 0
+        self.fingerprint = ""
+
+    async def complete(self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any) -> Completion:
+        engine = self._wrong if noise_key[1] == "train" and noise_key[-1] == "0.0" else self._right
+        return await engine.complete(prefix_ids, sampling, noise_key=noise_key, **hints)
+
+    def forget(self, prefix_ids: Sequence[int]) -> None:
+        """Has nothing to forget."""
+
+    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+        """Takes the version."""
+        self.policy_version = version
+        for engine in (self._right, self._wrong):
+            await engine.publish(weights, version)
+
+    async def close(self) -> None:
+        """Has nothing to close."""
+
+
+def make_habits(*, model: Any, tokenizer: Any, settings: Any) -> Habits:
+    """Returns the engine for `engine.kind = "tests.tiny_parts:make_habits"`."""
+    return Habits(tokenizer)
+
+
+ASKED: list[str] = []
+"""The trees that the explorer below was asked about."""
+
+
+class OneByOne(Independent):
+    """Opens one start, then the others one after another."""
+
+    def starts(self, max_leaves: int) -> int:
+        return 1
+
+    def fill(self, tree: Tree, max_leaves: int) -> int:
+        ASKED.append(tree.group_id)
+        return 1

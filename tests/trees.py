@@ -1,0 +1,183 @@
+"""Trees for tests: written out by hand in a few letters, or drawn at random by hypothesis."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from treegraft.types import (
+    BranchCause,
+    BudgetState,
+    ContinuationCause,
+    GraftCause,
+    Leaf,
+    Observation,
+    Origin,
+    StartCause,
+    Status,
+    Step,
+    StepContent,
+    StopReason,
+    Task,
+    ToolCall,
+    Tree,
+)
+
+VOCABULARY = 97
+"""Token ids of random trees are 3..VOCABULARY - 1, clear of padding and end tokens."""
+LETTERS = {"p": Origin.PROMPT, "s": Origin.POLICY, "t": Origin.TOOL, "r": Origin.RETRIEVED, "f": Origin.FORCED}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One step: Part("sst", Part("s", reward=1.0), Part("ss")) is a search with its result and two answers below it.
+
+    A capital S is a sampled token that carries no loss.
+    """
+
+    marks: str
+    children: tuple[Part, ...] = ()
+    reward: float | None = 0.0
+    status: Status = Status.COMPLETED
+    temperature: float = 1.0
+
+    @classmethod
+    def of(cls, marks: str, *children: Part, **fields: Any) -> Part:
+        return cls(marks, children, **fields)
+
+
+def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Sequence[int] = ()) -> Tree:
+    """Returns the tree; token ids (unless given, in depth-first order) and log-probabilities are random from `seed`."""
+    draw = random.Random(seed)
+    given = iter(tokens)
+    steps: list[Step] = []
+    leaves: list[Leaf] = []
+
+    def add(part: Part, step_id: str, parent: str | None) -> None:
+        origins = tuple(LETTERS[mark.lower()] for mark in part.marks)
+        sampled = [origin is Origin.POLICY for origin in origins]
+        is_leaf = parent is not None and not part.children
+        cause: Any = None if parent is None else StartCause() if parent == "0" else ContinuationCause()
+        steps.append(
+            Step(
+                id=step_id,
+                parent=parent,
+                depth=step_id.count("."),
+                token_ids=tuple(next(given, None) or draw.randrange(3, VOCABULARY) for _ in origins),
+                origins=origins,
+                loss_mask=tuple(mark == "s" for mark in part.marks),
+                sampling_logprobs=tuple(-draw.random() if one else 0.0 for one in sampled),
+                entropies=tuple(draw.random() if one else 0.0 for one in sampled),
+                temperature=part.temperature,
+                stop_reason=None if parent is None else StopReason.ERROR if part.status is Status.FAILED else StopReason.STOP,
+                cause=cause,
+            )
+        )
+        if is_leaf:
+            failed = part.status is Status.FAILED
+            leaves.append(Leaf(step_id=step_id, status=part.status, reward=None if failed else part.reward, has_loss=not failed))
+        for ordinal, child in enumerate(part.children):
+            add(child, f"{step_id}.{ordinal}", step_id)
+
+    add(root, "0", None)
+    task = Task(id=task_id, question="?", reference=("1",))
+    return Tree(task=task, group_id=f"0/{task_id}", steps=tuple(steps), leaves=tuple(leaves))
+
+
+@st.composite
+def parts(draw: Any, depth: int = 3) -> Part:
+    """A random step with everything below it; a failed one may be empty."""
+    width = draw(st.integers(1, 3)) if depth and draw(st.booleans()) else 0
+    status = draw(st.sampled_from([Status.COMPLETED] * 4 + list(Status))) if not width else Status.COMPLETED
+    if status is Status.FAILED and draw(st.booleans()):
+        return Part("", status=status)
+    marks = draw(st.text("ssssSttrf", min_size=1, max_size=5))
+    children = tuple(draw(parts(depth - 1)) for _ in range(width))
+    return Part(
+        marks,
+        children,
+        reward=draw(st.sampled_from([-1.0, 0.0, 0.25, 1.0])),
+        status=status,
+        temperature=draw(st.sampled_from([1.0, 1.0, 0.7, 0.0])),
+    )
+
+
+@st.composite
+def random_trees(draw: Any, *, min_starts: int = 1) -> Tree:
+    """A random tree: branches at any depth, tokens of every origin, all statuses, empty steps where a leaf has failed."""
+    prompt = "p" * draw(st.integers(1, 6))
+    starts = tuple(draw(parts()) for _ in range(draw(st.integers(min_starts, 4))))
+    return build_tree(Part(prompt, starts), seed=draw(st.integers(0, 10**6)))
+
+
+@st.composite
+def recorded_trees(draw: Any) -> Tree:
+    """A random tree with everything filled in that a record can hold."""
+    from dataclasses import replace
+
+    texts = st.text(max_size=12)
+    numbers = st.floats(allow_nan=False, width=64)
+    tree = draw(random_trees())
+
+    def dressed(step: Step) -> Step:
+        count = len(step.token_ids)
+        mask = step.sampled_mask
+        content = StepContent(
+            thought=draw(texts),
+            calls=tuple(ToolCall(name, draw(texts)) for name in draw(st.lists(st.sampled_from(["python", "search"]), max_size=2))),
+            observations=tuple(
+                Observation(text=draw(texts), is_error=draw(st.booleans()), is_truncated=draw(st.booleans()))
+                for _ in range(draw(st.integers(0, 2)))
+            ),
+            answer=draw(st.none() | texts),
+        )
+        known = draw(st.booleans())
+        causes = st.sampled_from(
+            [
+                StartCause(),
+                ContinuationCause(),
+                BranchCause(entropy_change=-0.25, probability=0.5, rule="entropy"),
+                GraftCause(source="expert", task_id="t/7", reward=1.0, similarity=0.875),
+            ]
+        )
+        return replace(
+            step,
+            content=content,
+            violation=draw(st.none() | texts),
+            stop_reason=draw(st.none() | st.sampled_from(list(StopReason))),
+            policy_version=draw(st.integers(0, 99)),
+            cause=draw(causes) if step.parent else None,
+            sampling_logprobs=tuple(draw(numbers) if one else 0.0 for one in mask),
+            old_logprobs=tuple(draw(numbers) if one else 0.0 for one in mask) if known else None,
+            ratios=tuple(draw(numbers) if one else 1.0 for one in mask) if known else None,
+            entropies=tuple(0.5 if one else 0.0 for one in mask) if count else (),
+        )
+
+    return replace(
+        tree,
+        task=Task(
+            id=draw(texts),
+            question=draw(texts),
+            reference=tuple(draw(st.lists(texts, max_size=3))),
+            category=draw(texts),
+            columns=draw(st.dictionaries(texts, st.none() | texts | st.integers() | st.lists(texts, max_size=2), max_size=3)),
+        ),
+        steps=tuple(dressed(step) for step in tree.steps),
+        leaves=tuple(
+            replace(
+                leaf,
+                reward_parts=draw(st.dictionaries(texts, numbers, max_size=2)),
+                answer=draw(st.none() | texts),
+                is_correct=draw(st.none() | st.booleans()),
+                advantage=draw(st.none() | numbers),
+                weight=draw(st.floats(0, 1)),
+                error=draw(st.none() | texts),
+            )
+            for leaf in tree.leaves
+        ),
+        budget=BudgetState(num_leaves=draw(st.integers(0, 9)), num_tool_calls=1, num_sampled_tokens=draw(st.integers(0, 9))),
+    )
