@@ -16,7 +16,7 @@ from treegraft.errors import DataError, SettingError
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
 
-DATA = Path(os.environ.get("TREEGRAFT_DATA", Path(__file__).parents[1] / ".." / "shared" / "data"))
+DATA = Path(os.environ.get("TREEGRAFT_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the papers' data sets are not at {DATA} (TREEGRAFT_DATA)")
 
 
