@@ -30,7 +30,7 @@ from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics
 from treegraft.start import Source, Start, new_start, resumed_start
 from treegraft.tasks.build import build_tasks
-from treegraft.types import Task
+from treegraft.types import Status, Task, Tree
 
 if TYPE_CHECKING:
     from treegraft.terminal import Display
@@ -236,10 +236,18 @@ class _Run:
             "time/update_s": time.monotonic() - began,
         }
         self.drift.check(update, metrics, self._warn)
+        self._warn_of_failures(trees)
         if config.track.record_trees:
             write_trees(self.folder.trees_path(update), trees)
         self._show("sample", trees[0])
         self.state = replace(self.state, update=update, is_closed=False, pending=metrics, **self.drift.state())
+
+    def _warn_of_failures(self, trees: Sequence[Tree]) -> None:
+        """Says that trajectories were lost, since a failed leaf is otherwise a number among many."""
+        leaves = [leaf for tree in trees for leaf in tree.leaves]
+        failed = [leaf for leaf in leaves if leaf.status is Status.FAILED]
+        if failed:
+            self._warn(f"{len(failed)} of {len(leaves)} trajectories failed and left their groups; the first: {failed[0].error}")
 
     async def _close_update(self) -> None:
         """Evaluates, logs and keeps the state after an update, or before the first one (update 0), unless that is done."""
