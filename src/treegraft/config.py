@@ -276,7 +276,7 @@ class EngineSettings(Settings):
     max_rows: int = Field(256, ge=1)
     """Paths whose keys and values are kept at once; more wait for a free row."""
     max_prefill_tokens: int = Field(512, ge=16)
-    """Prompt and result tokens taken into one forward pass beside the decoding rows."""
+    """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut there."""
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for one completion, in seconds."""
 
