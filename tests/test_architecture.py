@@ -18,13 +18,14 @@ SOURCE = ROOT / "src" / "treegraft"
 
 ONLY = {
     "algo": ("algo", "types", "errors"),
-    "explore": ("explore", "types", "errors"),
+    "explore": ("explore", "types", "errors", "keyed", "interfaces", "algo.arpo"),
     "view": ("view", "types", "errors", "record", "metrics", "config", "recipe", "interfaces"),
     "types": (),
     "errors": (),
     "config": ("errors",),
     "metrics": ("errors",),
-    "interfaces": ("types",),
+    "interfaces": ("types", "explore.proposals"),
+    "keyed": (),
 }
 """What a module or package may import of ours; anything else is a wrong arrow."""
 

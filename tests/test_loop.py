@@ -16,6 +16,7 @@ from treegraft.engine.scripted import ScriptedEngine
 from treegraft.errors import EngineError, ToolUnavailable
 from treegraft.explore.budget import Budget
 from treegraft.explore.independent import Independent
+from treegraft.explore.proposals import Start
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.rollout.measure import eval_metrics, paired_gain, pass_at_k, rollout_metrics
@@ -294,7 +295,7 @@ def test_the_watch_says_what_is_waited_for() -> None:
 
 def test_a_budget_grants_what_is_left() -> None:
     budget = Budget(5)
-    assert [budget.grant(n) for n in (3, 4, 1, -1)] == [3, 2, 0, 0]
+    assert [budget.grant(Start(n)) for n in (3, 4, 1, -1)] == [3, 2, 0, 0]
     budget.spend(num_tool_calls=2, num_sampled_tokens=7)
     budget.spend(num_sampled_tokens=1)
     state = budget.state

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from treegraft.algo.losses import Denominators, clipped_surrogate, contribution_weights, k3_divergence
+from treegraft.algo.losses import Denominators, clipped_surrogate, contribution_weights, k3_divergence, lesson_loss
 
 
 def surrogate(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float, bool]:
@@ -55,6 +55,63 @@ def test_clipping(ratio: float, advantage: float, loss: float, gradient: float, 
 )
 def test_dual_clip(ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool) -> None:
     assert surrogate(ratio, advantage, dual_clip=3.0) == (pytest.approx(loss), pytest.approx(gradient), is_clipped)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient", "is_clipped"),
+    [
+        # Shaping 1.25 on ends 0.8 and 1.3: the clip acts on 1.25 ρ (RAPO, eq. 11).
+        (1.0, 2.0, -2.5, -2.5, False),
+        (1.1, 2.0, -2.6, 0.0, True),  # 1.375 is held at 1.3, where ρ alone would not be
+        (1.0, -2.0, 2.5, 2.5, False),
+        (0.7, -2.0, 1.75, 1.75, False),  # 0.875 is above 0.8, where ρ alone is below
+        (0.6, -2.0, 1.6, 0.0, True),  # 0.75
+        (0.6, 2.0, -1.5, -1.5, False),
+    ],
+)
+def test_shaping_comes_before_the_clip(ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool) -> None:
+    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    columns = (torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64))
+    shaping = torch.tensor([1.25], dtype=torch.float64)
+    terms = clipped_surrogate(new, *columns, clip_low=0.2, clip_high=0.3, shaping=shaping)
+    terms.losses.sum().backward()
+    assert new.grad is not None
+    assert (float(terms.losses.detach()), float(new.grad)) == (pytest.approx(loss), pytest.approx(gradient))
+    assert bool(terms.is_clipped) == is_clipped
+    assert float(terms.ratios) == pytest.approx(ratio)  # ρ, not r̂
+
+
+@pytest.mark.parametrize(
+    ("form", "prob", "advantage", "loss", "gradient"),
+    [
+        # -c A log π with c = 2: the gradient after log π is -c A.
+        ("log", 0.5, 3.0, 6 * math.log(2), -6.0),
+        ("log", 0.01, 0.5, math.log(100), -1.0),
+        ("log", 0.5, -3.0, 0.0, 0.0),  # what did not pay is not unlearned
+        ("log", 0.5, 0.0, 0.0, 0.0),
+        # -c A π / (π + γ) with γ = 0.1: the gradient is -c A π γ / (π + γ)^2, largest at π = γ.
+        ("luffy", 0.1, 3.0, -3.0, -1.5),
+        ("luffy", 0.4, 3.0, -4.8, -0.96),
+        ("luffy", 0.9, 1.0, -1.8, -0.18),
+        ("luffy", 0.4, -3.0, 0.0, 0.0),
+    ],
+)
+def test_lessons_by_hand(form: str, prob: float, advantage: float, loss: float, gradient: float) -> None:
+    logprob = torch.tensor([math.log(prob)], dtype=torch.float64, requires_grad=True)
+    taught = lesson_loss(logprob, torch.tensor([advantage], dtype=torch.float64), coef=2.0, form=form, gamma=0.1)  # type: ignore[arg-type]
+    taught.sum().backward()
+    assert logprob.grad is not None
+    assert (float(taught.detach()), float(logprob.grad)) == (pytest.approx(loss), pytest.approx(gradient))
+
+
+def test_lessons_of_vanishing_probability_stay_finite() -> None:
+    for form in ("log", "luffy"):
+        logprob = torch.tensor([-300.0], requires_grad=True)
+        taught = lesson_loss(logprob, torch.ones(1), coef=1.0, form=form)  # type: ignore[arg-type]
+        taught.sum().backward()
+        assert taught.isfinite().all() and logprob.grad is not None and logprob.grad.isfinite().all()
+    with pytest.raises(ValueError, match="form is 'sft'; expected 'log' or 'luffy'"):
+        lesson_loss(torch.zeros(1), torch.ones(1), coef=1.0, form="sft")  # type: ignore[arg-type]
 
 
 def test_an_absurd_ratio_stays_finite() -> None:

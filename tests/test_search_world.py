@@ -1,10 +1,13 @@
-"""The search world: questions that their own facts answer, worlds that never meet, an expert that is right."""
+"""The search world: questions that their own facts answer, worlds that never meet, experts right and wrong, plain English."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
+import re
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given, settings
@@ -13,8 +16,10 @@ from hypothesis import strategies as st
 from treegraft.config import SearchWorldSettings, TasksSettings
 from treegraft.errors import SettingError, ToolError
 from treegraft.tasks.build import build_tasks
+from treegraft.tasks.scoring import exact_match, is_mathematical
+from treegraft.tasks.search_words import NAMES, RELATIONS, English, Symbols
 from treegraft.tasks.search_world import SearchWorld, World
-from treegraft.types import Task
+from treegraft.types import StepContent, Task
 
 
 def make_source(seed: int = 0, num_train: int = 60, num_eval: int = 20, **options: object) -> SearchWorld:
@@ -155,3 +160,225 @@ def test_a_source_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _world(*, seed: int, num_train: int, num_eval: int, hops: list[int]) -> SearchWorld:
     return make_source(seed, num_train, num_eval, hops=hops)
+
+
+# --- an imperfect expert ----------------------------------------------------------------------------------------------
+
+
+def searches_of(steps: tuple[StepContent, ...]) -> list[tuple[str, ...]]:
+    """Returns (entity, relation) of each search of a symbolic trace."""
+    return [tuple(step.calls[0].body.split()) for step in steps[:-1]]
+
+
+def split_off_detours(done: list[tuple[str, ...]], way: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...] | None, int]]:
+    """Yields for each search of the way the useless one before it, or None, and its place; fails for another shape."""
+    left = list(done)
+    for place, right in enumerate(way):
+        first = left.pop(0)
+        if first == right:
+            yield None, place
+            continue
+        assert left.pop(0) == right
+        yield first, place
+    assert not left
+
+
+def within(count: int, num: int, share: float) -> bool:
+    """Whether a count lies within four standard deviations of a binomial's mean."""
+    return abs(count - num * share) <= 4 * math.sqrt(num * share * (1 - share))
+
+
+def test_shares_of_detours_and_errors() -> None:
+    perfect = make_source(hops=[1, 3, 5])
+    source = make_source(hops=[1, 3, 5], detour_prob=0.4, error_prob=0.3)
+    decisions: Counter[str] = Counter()
+    answers: Counter[str] = Counter()
+    for task in source.train_tasks()[:12]:
+        way, right = searches_of(perfect.expert(task, 0)), task.reference[0]
+        for seed in range(120):
+            steps = source.expert(task, seed)
+            done = searches_of(steps)
+            for detour, place in split_off_detours(done, way):
+                kind = "none" if detour is None else "wrong relation" if detour[0] == way[place][0] else "elsewhere"
+                decisions[kind] += 1
+                assert kind != "wrong relation" or detour[1] != way[place][1]  # type: ignore[index]
+            seen = [step.observations[0].text.split()[-1] for step in steps[:-1]]
+            met = {entity for entity, _ in done} | set(seen)
+            answers["right" if steps[-1].answer == right else "met" if steps[-1].answer in met else "any"] += 1
+    num = decisions.total()
+    assert num == 120 * 4 * (1 + 3 + 5)
+    assert within(decisions["none"], num, 0.6)
+    assert within(decisions["wrong relation"], num, 0.2)
+    assert within(decisions["elsewhere"], num, 0.2)
+    assert within(answers["right"], 1440, 0.7)
+    # Half of the wrong answers are any of 63 entities, and at most 15 of those were met: 5 on the way, 10 on detours.
+    assert 0.15 * 48 / 63 - 0.04 < answers["any"] / 1440 < 0.15 + 0.04
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_every_trace_of_an_imperfect_expert_replays_through_the_tool(words: bool) -> None:
+    source = make_source(hops=[2, 4], words=words, detour_prob=0.7, error_prob=0.5)
+    (tool,) = source.tools()
+    for task in source.train_tasks()[:10]:
+        for seed in range(5):
+            for step in source.expert(task, seed)[:-1]:
+                assert asyncio.run(tool(step.calls[0].body, task)) == step.observations[0].text
+
+
+def test_an_imperfect_trace_is_a_function_of_task_and_seed() -> None:
+    source, again = (make_source(hops=[5], detour_prob=0.5, error_prob=0.5) for _ in range(2))
+    tasks = source.train_tasks()[:4]
+    assert [source.expert(task, 3) for task in tasks] == [again.expert(task, 3) for task in tasks]
+    # 16 samples of a task differ, but for a rare pair without any fault.
+    assert all(len({source.expert(task, seed) for seed in range(16)}) >= 14 for task in tasks)
+
+
+def test_only_training_questions_are_solved_with_faults() -> None:
+    perfect, source = make_source(), make_source(detour_prob=0.9, error_prob=1.0)
+    for task in (*source.eval_tasks(), *source.warmup_tasks(20, 0)):
+        assert source.expert(task, 1) == perfect.expert(task, 1)
+    for task in source.train_tasks():
+        assert source.expert(task, 1)[-1].answer not in {*task.reference, None}
+
+
+@pytest.mark.parametrize("words", [False, True])
+def test_without_faults_the_seed_changes_nothing(words: bool) -> None:
+    source = make_source(words=words)
+    for task in source.train_tasks()[:9]:
+        steps = source.expert(task, 0)
+        assert all(source.expert(task, seed) == steps for seed in range(1, 5))
+        assert [step.answer for step in steps] == [None] * task.columns["hops"] + [task.reference[0]]
+
+
+def test_an_early_answer_after_a_detour_is_what_the_detour_found() -> None:
+    source = make_source(hops=[3], detour_prob=0.9)
+    for task in source.train_tasks()[:5]:
+        steps = source.expert(task, 0)
+        assert source.early_answer(task, steps[:1]) == steps[0].observations[0].text.split()[-1]
+
+
+# --- in words ---------------------------------------------------------------------------------------------------------
+
+
+def to_words(text: str) -> str:
+    """Returns the symbols of a text replaced by their English names."""
+    named = re.sub(r"\be(\d+)\b", lambda found: NAMES[int(found[1])], text)
+    return re.sub(r"\br(\d+)\b", lambda found: RELATIONS[int(found[1])], named)
+
+
+def test_words_say_the_same_world() -> None:
+    symbols, words = make_source(3, hops=[1, 3, 5]), make_source(3, hops=[1, 3, 5], words=True)
+    for plain, spoken in zip(all_tasks(symbols), all_tasks(words), strict=True):
+        assert spoken.reference == tuple(map(to_words, plain.reference))
+        assert spoken.columns["path"] == [to_words(entity) for entity in plain.columns["path"]]
+        assert {k: spoken.columns[k] for k in ("world", "hops")} == {k: plain.columns[k] for k in ("world", "hops")}
+        assert (spoken.id, spoken.category) == (plain.id, plain.category)
+        parts = to_words(plain.question).removesuffix(" ?").split(" of ")
+        assert spoken.question == "Who is the " + " of the ".join(parts[:-1]) + f" of {parts[-1]}?"
+
+
+def test_an_expert_in_words() -> None:
+    source = make_source(hops=[2], words=True)
+    task = Task(id="mine", question="Who is the teacher of the neighbour of Mira?", reference=())
+    first, second, last = source.expert(task, 0)
+    friend = first.observations[0].text.removeprefix("The neighbour of Mira is ").removesuffix(".")
+    assert friend in NAMES
+    assert (first.thought, first.calls[0].body) == ("I need the neighbour of Mira first.", "neighbour of Mira")
+    assert (second.thought, second.calls[0].body) == (f"I need the teacher of {friend} now.", f"teacher of {friend}")
+    assert second.observations[0].text == f"The teacher of {friend} is {last.answer}."
+    assert last == StepContent(thought="That answers the question.", answer=last.answer)
+    assert last.answer in NAMES
+    assert source.early_answer(task, (first,)) == friend
+    assert source.early_answer(task, (first, second)) == last.answer
+    assert source.vocabulary() == ()
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5))
+@settings(max_examples=15, deadline=None)
+def test_the_expert_in_words_finds_the_reference_through_the_tool(seed: int, hops: int) -> None:
+    source = make_source(seed, 4, 4, hops=[hops], words=True)
+    (tool,) = source.tools()
+    for task in [*source.train_tasks(), *source.eval_tasks(), *source.warmup_tasks(2, seed)]:
+        *searches, last = source.expert(task, 0)
+        assert len(searches) == hops
+        for step in searches:
+            assert asyncio.run(tool(step.calls[0].body, task)) == step.observations[0].text
+        assert (last.answer,) == task.reference
+        assert source.early_answer(task, searches) == last.answer
+
+
+@given(
+    st.sampled_from(NAMES),
+    st.lists(st.sampled_from(RELATIONS), min_size=1, max_size=5),
+    st.sampled_from([str.lower, str.upper, str.title, str]),
+    st.sampled_from(["", " ", "\n", ' "', "\u201c"]),
+    st.sampled_from(["", " ", "?", ".", ' ?" ', "\n"]),
+)
+def test_questions_and_queries_are_read_back(name: str, relations: list[str], case: type[str], before: str, after: str) -> None:
+    english = English(NAMES, RELATIONS)
+    question = english.question(relations, name)
+    assert english.read_question(question) == (relations, name)
+    assert english.read_question(before + case(question).replace(" ", "  ") + after) == (relations, name)
+    query = english.query(name, relations[0])
+    for said in (query, f"the {query}", f"Who is the {query}?", f"What is the {query}"):
+        assert english.read_query(before + case(said).replace(" of ", "\n of  ") + after) == (name, relations[0])
+    assert english.read_fact(english.fact(name, relations[0], NAMES[7])) == NAMES[7]
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_query_or_a_tool_error(text: str) -> None:
+    for spoken in (English(NAMES, RELATIONS), Symbols(("e0", "e1"), ("r0", "r1"))):
+        assert spoken.read_question(text) is None or " of " in " ".join(text.split()).casefold()
+        assert spoken.read_fact(text) is None or " is " in text
+        try:
+            entity, relation = spoken.read_query(text)
+        except ToolError as error:
+            assert 0 < len(str(error)) < 400
+        else:
+            assert entity in spoken.entities and relation in spoken.relations
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ("", ["Write one relation and one name", '"teacher of Mira"']),
+        ("Mira", ["Write one relation and one name"]),
+        ("teacher Mira", ["Write one relation and one name"]),
+        ("uncle of Mira", ['no relation "uncle"', "teacher, neighbour, best friend"]),
+        ("teacher of Zaphod", ['no person "zaphod"', '"teacher of Mira"']),
+        ("teacher of Wanda", ['no person "wanda"']),  # a name, but the 96th in a world of 64
+        ("tutor of Mira", ['no relation "tutor"']),
+        ("teacher of the neighbour of Mira", ["One relation at a time", '"neighbour of Mira"']),
+        ("the " + "x" * 500 + " of Mira", ['no relation "' + "x" * 40 + '..."']),
+    ],
+)
+def test_what_the_tool_does_not_know_it_explains(body: str, parts: list[str]) -> None:
+    source = make_source(words=True)
+    (tool,) = source.tools()
+    assert '"teacher of Mira"' in tool.description
+    with pytest.raises(ToolError) as caught:
+        asyncio.run(tool(body, source.train_tasks()[0]))
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_the_words_are_told_apart() -> None:
+    words = [*NAMES, *RELATIONS]
+    assert len({word.casefold() for word in words}) == len(words)
+    assert len(NAMES) >= 64 and len(RELATIONS) >= 8
+    assert all(name.isalpha() and name.isascii() and not is_mathematical(name) for name in NAMES)
+    for name in NAMES:
+        assert [other for other in NAMES if exact_match(other, name)] == [name]
+
+
+@pytest.mark.parametrize(("name", "num"), [("num_entities", 97), ("num_relations", 17)])
+def test_worlds_with_more_things_than_words_are_refused(name: str, num: int) -> None:
+    make_source(words=True, **{name: num - 1})
+    make_source(words=False, **{name: num})
+    with pytest.raises(SettingError, match=rf"{name} is {num}; expected at most {num - 1}"):
+        make_source(words=True, **{name: num})
+
+
+@pytest.mark.parametrize("question", ["What is 2 + 3?", "Who is Mira?", "Who is the uncle of Mira?", "r5 of r2 of e9 ?", ""])
+def test_questions_of_others_are_refused_with_an_example(question: str) -> None:
+    with pytest.raises(SettingError, match="Who is the neighbour of the teacher of Mira"):
+        make_source(words=True).expert(Task(id="x", question=question, reference=()), 0)

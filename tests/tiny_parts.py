@@ -10,6 +10,7 @@ from typing import Any
 from treegraft.config import SearchWorldSettings
 from treegraft.engine.scripted import ScriptedEngine
 from treegraft.explore.independent import Independent
+from treegraft.explore.proposals import Start
 from treegraft.interfaces import NoiseKey, Tool
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 from treegraft.types import Completion, Sampling, Task, Tree
@@ -100,9 +101,9 @@ ASKED: list[str] = []
 class OneByOne(Independent):
     """Opens one start, then the others one after another."""
 
-    def starts(self, max_leaves: int) -> int:
-        return 1
+    def starts(self, max_leaves: int) -> Start:
+        return Start(1)
 
-    def fill(self, tree: Tree, max_leaves: int) -> int:
+    def fill(self, tree: Tree, max_leaves: int) -> Start:
         ASKED.append(tree.group_id)
-        return 1
+        return Start(1)

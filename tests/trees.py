@@ -36,7 +36,7 @@ LETTERS = {"p": Origin.PROMPT, "s": Origin.POLICY, "t": Origin.TOOL, "r": Origin
 class Part:
     """One step: Part("sst", Part("s", reward=1.0), Part("ss")) is a search with its result and two answers below it.
 
-    A capital S is a sampled token that carries no loss.
+    A capital S is a sampled token that carries no loss. A step of r alone is a graft; `lesson` is how many tokens its agent wrote.
     """
 
     marks: str
@@ -44,6 +44,9 @@ class Part:
     reward: float | None = 0.0
     status: Status = Status.COMPLETED
     temperature: float = 1.0
+    lesson: int = 0
+    entropies: Sequence[float] | None = None
+    """Of its sampled tokens in order, above 0; None draws them."""
 
     @classmethod
     def of(cls, marks: str, *children: Part, **fields: Any) -> Part:
@@ -52,7 +55,7 @@ class Part:
 
 def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Sequence[int] = ()) -> Tree:
     """Returns the tree; token ids (unless given, in depth-first order) and log-probabilities are random from `seed`."""
-    draw = random.Random(seed)
+    draw, lesson_draw = random.Random(seed), random.Random(f"lessons {seed}")
     given = iter(tokens)
     steps: list[Step] = []
     leaves: list[Leaf] = []
@@ -62,6 +65,11 @@ def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Seque
         sampled = [origin is Origin.POLICY for origin in origins]
         is_leaf = parent is not None and not part.children
         cause: Any = None if parent is None else StartCause() if parent == "0" else ContinuationCause()
+        is_graft = set(part.marks) == {"r"}
+        if is_graft:
+            cause = GraftCause(source="expert", task_id=task_id, reward=1.0, similarity=0.875)
+        known = iter(part.entropies or ())
+        ended = StopReason.ERROR if part.status is Status.FAILED else StopReason.STOP
         steps.append(
             Step(
                 id=step_id,
@@ -71,10 +79,11 @@ def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Seque
                 origins=origins,
                 loss_mask=tuple(mark == "s" for mark in part.marks),
                 sampling_logprobs=tuple(-draw.random() if one else 0.0 for one in sampled),
-                entropies=tuple(draw.random() if one else 0.0 for one in sampled),
+                entropies=tuple((next(known, None) or draw.random()) if one else 0.0 for one in sampled),
                 temperature=part.temperature,
-                stop_reason=None if parent is None else StopReason.ERROR if part.status is Status.FAILED else StopReason.STOP,
+                stop_reason=None if parent is None or is_graft else ended,
                 cause=cause,
+                lesson_ids=tuple(lesson_draw.randrange(3, VOCABULARY) for _ in range(part.lesson)),
             )
         )
         if is_leaf:
@@ -112,6 +121,38 @@ def random_trees(draw: Any, *, min_starts: int = 1) -> Tree:
     prompt = "p" * draw(st.integers(1, 6))
     starts = tuple(draw(parts()) for _ in range(draw(st.integers(min_starts, 4))))
     return build_tree(Part(prompt, starts), seed=draw(st.integers(0, 10**6)))
+
+
+@st.composite
+def agent_steps(draw: Any, depth: int = 3, *, after_graft: bool = False, is_first: bool = True) -> Part:
+    """A step of a rollout as RAPO on an entropy-branched tree grows it, with everything below it.
+
+    The first step and the one after a graft are the policy's own; grafts and branches stand at any other place and mix.
+    """
+    if not is_first and not after_graft and draw(st.booleans()):
+        below = [draw(agent_steps(depth, after_graft=True, is_first=False)) for _ in range(draw(st.integers(1, 2)))]
+        # A trajectory may end on a graft: no step, token or second was left for the policy.
+        ends = draw(st.integers(0, 5)) == 0
+        status = draw(st.sampled_from([Status.TRUNCATED, Status.FAILED])) if ends else Status.COMPLETED
+        marks = "r" * draw(st.integers(1, 4))
+        return Part(marks, () if ends else tuple(below), status=status, reward=-1.0, lesson=draw(st.integers(0, 3)))
+    width = draw(st.integers(1, 3)) if depth and draw(st.integers(0, 3)) else 0
+    marks = draw(st.text("sssS", min_size=1, max_size=3)) + draw(st.sampled_from(["", "t", "ttf"]))
+    status = Status.COMPLETED if width else draw(st.sampled_from([Status.COMPLETED] * 3 + list(Status)))
+    return Part(
+        marks,
+        tuple(draw(agent_steps(depth - 1, is_first=False)) for _ in range(width)),
+        reward=draw(st.sampled_from([-1.0, 0.0, 0.25, 1.0])),
+        status=status,
+        temperature=draw(st.sampled_from([1.0, 1.0, 0.7])),
+    )
+
+
+@st.composite
+def mixed_trees(draw: Any) -> Tree:
+    """A random tree of branches and grafts, with lessons."""
+    starts = tuple(draw(agent_steps()) for _ in range(draw(st.integers(1, 3))))
+    return build_tree(Part("p" * draw(st.integers(1, 4)), starts), seed=draw(st.integers(0, 10**6)))
 
 
 @st.composite

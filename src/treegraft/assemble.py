@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.config import Config, EvalSettings, RolloutSettings
+from treegraft.config import Config, EvalSettings, ExploreSettings, RolloutSettings
 from treegraft.errors import DataError, SettingError, nearest
+from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.compose import Composed
+from treegraft.explore.entropy import EntropyBranching
+from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.interfaces import Engine, Explorer, Format, TaskSource, Tracker, TreeScorer
+from treegraft.interfaces import Capability, Engine, Explorer, Format, Retriever, TaskSource, Tool, Tracker, TreeScorer
 from treegraft.plugins import load_object
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
@@ -20,8 +25,6 @@ from treegraft.tasks.rewards import RewardScorer
 from treegraft.tools.build import build_tools
 from treegraft.tools.toolbox import Toolbox
 from treegraft.types import Task
-
-EXPLORERS: Mapping[str, Callable[[], Explorer]] = {"independent": Independent}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +43,10 @@ class Parts:
     engine: Engine
     scorer: TreeScorer
 
-    def grower(self, explorer: Explorer, limits: Limits) -> Grower:
-        """Returns what grows trees within `limits`."""
-        return Grower(self.engine, self.format, self.toolbox, explorer, limits, self.scorer)
+    def grower(self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None) -> Grower:
+        """Returns what grows trees within `limits`; without a retriever nothing is grafted."""
+        allocate = _allocation(self.config)
+        return Grower(self.engine, self.format, self.toolbox, explorer, limits, self.scorer, retriever=retriever, allocate=allocate)
 
     async def close(self) -> None:
         """Ends the engine's thread and the tools' processes."""
@@ -64,11 +68,11 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
     from treegraft.models import end_token_ids, limit_threads, load_model, with_adapters
 
     limit_threads(config.run.num_threads)
-    build_explorer(config.explore.explorers)
     tasks = source or build_tasks(config.tasks, config.run.seed)
     scorer = RewardScorer.from_settings(config.reward)
     settings = config.model if model_path is None else config.model.model_copy(update={"path": str(model_path)})
     tools = build_tools(config.tools, tasks.tools())
+    _refuse_branching(build_explorer(config.explore, vocab_size=2), tools)
     # A closed vocabulary has a word for each tag, those of the user's own tools included.
     tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
     vocabulary = [*words, *tags] if (words := tasks.vocabulary()) else []
@@ -84,6 +88,7 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
         require_boxed=config.format.require_boxed,
         max_context=max_prompt,
         end_ids=end_token_ids(model, tokenizer),
+        mentions_retrieval="graft" in config.explore.explorers,
     )
     # Adapters change the model in place, so the engine's copy comes first.
     engine_model = copy.deepcopy(model).requires_grad_(False) if config.engine.kind == "native" else model
@@ -169,24 +174,77 @@ def max_live_trees(config: Config) -> int:
     return max(1, min(config.rollout.max_live_trees, config.engine.max_rows // config.explore.num_leaves))
 
 
-def build_explorer(names: list[str]) -> Explorer:
-    """Returns the explorer of a recipe.
+def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
+    """Returns the explorer of a recipe, several composed into one.
+
+    Args:
+        vocab_size: the tokenizer's, V in ARPO's normaliser.
 
     Raises:
-        SettingError: an unknown name, or more than one.
+        SettingError: an unknown name.
     """
-    if len(names) != 1:
-        raise SettingError(f'explore.explorers holds {names}; expected exactly one, e.g. ["independent"]')
-    name = names[0]
-    if name in EXPLORERS:
-        return EXPLORERS[name]()
+    explorers = [_one_explorer(name, settings, vocab_size) for name in settings.explorers]
+    return explorers[0] if len(explorers) == 1 else Composed(explorers)
+
+
+def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Explorer:
+    if name == "independent":
+        return Independent()
+    if name == "entropy":
+        own = settings.entropy
+        normalisers = {"vocabulary": float(vocab_size), "log_vocabulary": math.log(vocab_size), "none": 1.0}
+        return EntropyBranching(
+            num_starts=own.num_starts,
+            num_branches=own.num_branches,
+            probe_tokens=own.probe_tokens,
+            rule=own.rule,
+            base_prob=own.base_prob,
+            entropy_weight=own.entropy_weight,
+            threshold=own.threshold,
+            statistic=own.statistic,
+            normaliser=normalisers[own.normaliser],
+        )
+    if name == "graft":
+        return HybridRollout(
+            num_hybrid=settings.graft.num_hybrid,
+            num_leaves=settings.num_leaves,
+            num_starts=_num_starts(settings),
+            probability=settings.graft.probability,
+            whole=settings.graft.unit == "trajectory",
+        )
     if ":" in name:
         explorer: Explorer = load_object(name)()
         return explorer
+    known = ["independent", "entropy", "graft"]
     raise SettingError(
-        f"explore.explorers names '{name}'; expected {', '.join(EXPLORERS)} or an import path 'package.module:Explorer'."
-        f"{nearest(name, EXPLORERS)}"
+        f"explore.explorers names '{name}'; expected {', '.join(known)} or an import path 'package.module:Explorer'."
+        f"{nearest(name, known)}"
     )
+
+
+def _num_starts(settings: ExploreSettings) -> int:
+    """First-level rollouts that a tree opens at once: the first explorer decides."""
+    is_entropy = settings.explorers[0] == "entropy"
+    return min(settings.entropy.num_starts, settings.num_leaves) if is_entropy else settings.num_leaves
+
+
+def _allocation(config: Config) -> Callable[[Budget], Allocation]:
+    own = config.explore.entropy
+    if own.allocation == "shares":
+        return lambda budget: Shares(budget, min(_num_starts(config.explore), budget.max_leaves))
+    return lambda budget: Rounds(budget, own.ranking)
+
+
+def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
+    """Refuses explorers that branch over a tool whose state cannot be copied."""
+    if explorer.probe_tokens is None:
+        return
+    stateful = [tool.name for tool in tools if tool.capability is not Capability.STATELESS]
+    if stateful:
+        raise SettingError(
+            f"explore.explorers: trees would branch over the tools {stateful}, whose state two branches cannot share; expected "
+            "stateless tools only. Use explorers that do not branch, or make the tool stateless."
+        )
 
 
 def find_trackers(names: list[str]) -> list[Callable[[Path], Tracker]]:

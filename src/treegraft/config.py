@@ -60,7 +60,7 @@ BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "tasks.kind": ("search_world", "arithmetic", "dataset"),
     "tools.use": ("python", "search"),
     "reward.funcs": ("hierarchical", "exact_match", "f1", "math"),
-    "explore.explorers": ("independent",),
+    "explore.explorers": ("independent", "entropy", "graft"),
     "engine.kind": ("native",),
     "track.trackers": ("tensorboard",),
 }
@@ -139,6 +139,12 @@ class SearchWorldSettings(Settings):
     """Entities of a world; one word each."""
     num_relations: int = Field(8, ge=5)
     """Relations of a world; one word each."""
+    words: bool = False
+    """Ask and answer in plain English with names, for models that know language."""
+    detour_prob: float = Field(0.0, ge=0, lt=1)
+    """How often the scripted expert makes a useless search before a right one; for a buffer of imperfect traces."""
+    error_prob: float = Field(0.0, ge=0, le=1)
+    """How often the scripted expert ends with a wrong answer."""
 
 
 class ReasoningGymSettings(Settings):
@@ -232,11 +238,84 @@ class RewardSettings(Settings):
     """Longest wait for the rewards of one tree, in seconds."""
 
 
+class EntropySettings(Settings):
+    num_starts: int = Field(8, ge=1)
+    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M); the rest are branches and back-fill."""
+    num_branches: int = Field(1, ge=1)
+    """Further children opened at a step that branches (ARPO's Z); the rollout itself goes on besides."""
+    probe_tokens: int = Field(20, ge=1)
+    """First tokens after a tool result whose entropies are compared (ARPO's k)."""
+    rule: Literal["threshold", "bernoulli"] = "threshold"
+    """"threshold" branches where the probability exceeds `threshold` (the paper); "bernoulli" tosses a coin with that
+    probability (the released code)."""
+    base_prob: float = Field(0.5, ge=0, le=1)
+    """Probability of branching where entropy did not change (ARPO's alpha)."""
+    entropy_weight: float = Field(0.2, ge=0)
+    """What a unit of entropy change adds to the probability (ARPO's beta)."""
+    threshold: float = Field(0.5, ge=0, le=1)
+    """Probability above which the threshold rule branches (ARPO's tau)."""
+    statistic: Literal["probe", "lagging"] = "probe"
+    """"probe": the tokens after the newest result (the paper); "lagging": the first tokens of the step that made the
+    call, one result late (the released code)."""
+    normaliser: Literal["vocabulary", "log_vocabulary", "none"] = "vocabulary"
+    """What the summed change in nats is divided by: the vocabulary's size V (the paper), ln V (the released code), or 1."""
+    allocation: Literal["round", "shares"] = "round"
+    """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers); "shares" gives each start
+    its own part, so that nobody waits."""
+    ranking: Literal["order", "entropy"] = "order"
+    """Who comes first within a round: the order in the tree (the released code), or the largest entropy change."""
+
+
+class GraftSettings(Settings):
+    num_hybrid: int = Field(8, ge=0)
+    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid); the first starts never do."""
+    probability: float = Field(0.5, ge=0, le=1)
+    """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and not after a graft."""
+    unit: Literal["step", "trajectory"] = "step"
+    """"step" grafts one step at a time; "trajectory" once, with the rest of the other agent's trajectory (the ablation TO)."""
+
+
 class ExploreSettings(Settings):
     explorers: list[str] = ["independent"]
-    """Ordered list; "independent" (the GRPO family) opens all leaves as starts."""
+    """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO), "graft" (RAPO), or import
+    paths "package.module:Explorer". Starts come from the first, grafts from the first that wants one, branches from all."""
     num_leaves: int = Field(16, ge=1)
-    """Leaves of a tree (ARPO's M; others say group size or num_generations)."""
+    """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or num_generations)."""
+    entropy: EntropySettings = EntropySettings()
+    """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
+    graft: GraftSettings = GraftSettings()
+    """Hybrid-policy rollout (RAPO, arXiv 2603.03078)."""
+
+
+class GrowSettings(Settings):
+    num_best: int = Field(0, ge=0)
+    """Trajectories of each tree that are added to the buffer, the best by reward; 0 leaves the buffer as it is."""
+    min_reward: float = 1.0
+    """Reward from which a trajectory is worth keeping."""
+    capacity: int = Field(20_000, ge=1)
+    """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the least rewarded."""
+
+
+class BufferSettings(Settings):
+    path: str = ""
+    """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables are expanded), or
+    "expert": the tasks' scripted expert solves the training tasks before the first update."""
+    encoder: str = "minilm"
+    """What turns keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a sentence-transformers folder or
+    hub id, or "pypi:PACKAGE". A buffer answers to the encoder that it was built with."""
+    terminal: Literal["skip", "exclude", "allow"] = "skip"
+    """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest, "exclude" takes the nearest of
+    the others, "allow" takes it (a reading of the paper; it leaks answers of the training tasks)."""
+    allow_same_task: bool = True
+    """Let traces of the very same task be retrieved."""
+    min_similarity: float = Field(-1.0, ge=-1, le=1)
+    """Cosine under which nothing is retrieved."""
+    random_prob: float = Field(0.0, ge=0, le=1)
+    """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""
+    sources: list[str] = []
+    """Agents whose traces may be retrieved; empty for all."""
+    grow: GrowSettings = GrowSettings()
+    """A buffer that learns from the agent's own best trajectories."""
 
 
 class RolloutSettings(Settings):
@@ -288,6 +367,12 @@ class CreditSettings(Settings):
     """Added to the standard deviation."""
     leaf_weight: Literal["uniform", "inverse_branching"] = "uniform"
     """How leaves share their group: equally, or 1 / product of the policy's branching above them."""
+    attribution: Literal["soft", "hard"] = "soft"
+    """What a step that several trajectories share carries: "soft" each trajectory's own advantage, "hard" their mean."""
+    retrieval_reward: Literal["paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"] = "paper"
+    """How much a graft helped: the paper's (eq. 5 to 7), or one of its ablations; "none" for no retrieval reward."""
+    retrieval_weight: float = Field(0.2, ge=0)
+    """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
 
 
 class LossSettings(Settings):
@@ -305,6 +390,14 @@ class LossSettings(Settings):
     """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
     learn_from_truncated: bool = True
     """Whether truncated trajectories carry loss; they always count in the group."""
+    shaping_weight: float = Field(0.05, ge=0)
+    """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share (RAPO's m, eq. 8)."""
+    graft_coef: float = Field(0.0, ge=0)
+    """Weight of learning from grafts: imitation of grafted steps where they paid; 0 for none."""
+    graft_form: Literal["log", "luffy"] = "log"
+    """What is raised there: "log" the log-probability, "luffy" p / (p + graft_gamma)."""
+    graft_gamma: float = Field(0.1, gt=0)
+    """The constant of "luffy"."""
 
 
 class LearnSettings(Settings):
@@ -348,6 +441,9 @@ class WarmupSettings(Settings):
     continue_prob: list[float] = [1.0]
     """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from there on);
     otherwise the agent answers too early. This sets how willing it is to explore without touching its skill."""
+    graft_prob: float = Field(0.0, ge=0, le=1)
+    """Probability that a step of a demonstration is shown as retrieved, in its markup and without loss (never the first,
+    the last, or two in a row): so a model without language learns to read grafts."""
 
 
 class CheckpointSettings(Settings):
@@ -374,6 +470,7 @@ class Config(Settings):
     tools: ToolsSettings = ToolsSettings()
     reward: RewardSettings = RewardSettings()
     explore: ExploreSettings = ExploreSettings()
+    buffer: BufferSettings = BufferSettings()
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()

@@ -6,9 +6,11 @@ Nothing here depends on a kind: the rollout loop, the learner and the command li
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
+from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
 from treegraft.types import (
     Completion,
     Observation,
@@ -17,6 +19,7 @@ from treegraft.types import (
     StepContent,
     Task,
     ToolCall,
+    Trace,
     Trajectory,
     Tree,
 )
@@ -156,7 +159,19 @@ class Format(Protocol):
         ...
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
-        """Returns a step as tokens with their authors, as the policy would have written it."""
+        """Returns a step as tokens with their authors, as the policy would have written it.
+
+        Raises:
+            ValueError: a content that this format cannot say.
+        """
+        ...
+
+    def render_graft(self, values: Sequence[str | StepContent]) -> tuple[int, ...]:
+        """Returns steps of another agent as tokens that the policy is shown and must not write itself."""
+        ...
+
+    def read_text(self, text: str) -> StepContent | None:
+        """Returns what one step written in this format's markup says, results included; None where it is not one."""
         ...
 
 
@@ -200,15 +215,55 @@ data set arrives as a list of its own name, `reference` among them. May be async
 """
 
 
-class Explorer(Protocol):
-    """Decides where a tree grows. Pure: a function of the tree and of keyed randomness."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrieved:
+    """What a retrieval found."""
 
-    def starts(self, max_leaves: int) -> int:
+    traces: tuple[Trace, ...]
+    """One step, or the rest of a trajectory in order; never empty."""
+    similarity: float
+    """Cosine between the query and the first trace's key, -1..1; 0 where it was drawn at random."""
+
+
+class Retriever(Protocol):
+    """Finds what other agents did in a situation like this one."""
+
+    async def retrieve(self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey) -> Retrieved | None:
+        """Returns the trace whose key is nearest to the history, or None where nothing is eligible.
+
+        Args:
+            contents: the steps so far, oldest first.
+            whole: the rest of the trace's trajectory instead of the one step.
+            noise_key: what a random draw is a function of.
+        """
+        ...
+
+
+class Explorer(Protocol):
+    """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of arrival."""
+
+    probe_tokens: int | None
+    """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is never asked."""
+
+    def starts(self, max_leaves: int) -> Start:
         """Returns how many first-level rollouts to open, 1..max_leaves."""
         ...
 
-    def fill(self, tree: Tree, max_leaves: int) -> int:
-        """Returns how many further first-level rollouts to open once all leaves have ended."""
+    def before_step(self, path: PathView) -> Generate | Graft:
+        """Returns whether the path's next step is sampled or retrieved; never asked for a first step or after a graft."""
+        ...
+
+    def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
+        """Returns whether to open further children beside the step under way, below a step that has tool results.
+
+        Args:
+            path: ends with the step that the children would hang below.
+            probe: entropies in nats of the first tokens, at most `probe_tokens`, of the step under way.
+        """
+        ...
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start:
+        """Returns how many further first-level rollouts to open once all leaves have ended; none ends the tree."""
         ...
 
 
@@ -233,6 +288,8 @@ __all__ = [
     "Format",
     "NoiseKey",
     "Parsed",
+    "Retrieved",
+    "Retriever",
     "RewardFunc",
     "Span",
     "TaskSource",

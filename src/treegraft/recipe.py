@@ -165,6 +165,13 @@ _IDLE_CLIP = (
 )
 _KIND = "tasks.kind is '{c.tasks.kind}'"
 
+_EXPLORERS = "explore.explorers is {c.explore.explorers}, without "
+
+
+def _without(name: str) -> Callable[[Config], bool]:
+    return lambda c: name not in c.explore.explorers and not any(":" in own for own in c.explore.explorers)
+
+
 IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("tasks.search_world.", lambda c: c.tasks.kind != "search_world", f"{_KIND}; add tasks.kind=search_world"),
     IdleRule("tasks.arithmetic.", lambda c: c.tasks.kind != "arithmetic", f"{_KIND}; add tasks.kind=arithmetic"),
@@ -180,6 +187,21 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
     IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
     IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),
+    IdleRule("explore.entropy.", _without("entropy"), _EXPLORERS + "'entropy'"),
+    IdleRule("explore.graft.", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("buffer.", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("buffer.grow.", lambda c: c.buffer.grow.num_best == 0, "buffer.grow.num_best is 0", "buffer.grow.num_best"),
+    IdleRule("credit.attribution", lambda c: c.explore.explorers == ["independent"], _EXPLORERS + "one that branches"),
+    IdleRule("credit.retrieval_reward", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("credit.retrieval_weight", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("loss.shaping_weight", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("loss.graft_coef", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("loss.graft_form", lambda c: c.loss.graft_coef == 0, "loss.graft_coef is 0"),
+    IdleRule(
+        "loss.graft_gamma",
+        lambda c: c.loss.graft_coef == 0 or c.loss.graft_form != "luffy",
+        "loss.graft_coef is {c.loss.graft_coef} and loss.graft_form is '{c.loss.graft_form}'",
+    ),
     IdleRule("credit.eps", lambda c: c.credit.advantage != "grpo", "credit.advantage is '{c.credit.advantage}'"),
     IdleRule(
         "loss.length_constant",
@@ -201,7 +223,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
 
 EVALUATION_IGNORES = (
     *("run.name", "run.num_updates", "run.tasks_per_update", "tasks.num_train", "rollout.temperature"),
-    *("explore.", "credit.", "loss.", "learn.", "warmup.", "checkpoint.", "track.trackers", "eval.every", "eval.at_"),
+    *("explore.", "buffer.", "credit.", "loss.", "learn.", "warmup.", "checkpoint.", "track.trackers", "eval.every", "eval.at_"),
 )
 """What `treegraft eval` and `treegraft run` take no notice of."""
 
@@ -289,8 +311,7 @@ def _run_wrong(config: Config) -> Iterator[str]:
     name = config.run.name
     if name is not None and (name in ("", ".", "..") or set(name) & set("/\\\0")):
         yield f"run.name: got {name!r}, expected the name of one folder; run.dir says where it is made."
-    if not config.explore.explorers:
-        yield "explore.explorers: got none, expected at least one, such as independent."
+    yield from _explore_wrong(config)
     if config.explore.num_leaves > config.engine.max_rows:
         yield (
             f"explore.num_leaves: got {config.explore.num_leaves}, expected at most engine.max_rows, which is "
@@ -309,6 +330,29 @@ def _run_wrong(config: Config) -> Iterator[str]:
     probabilities = config.warmup.continue_prob
     if not probabilities or not all(0 <= p <= 1 for p in probabilities):
         yield f"warmup.continue_prob: got {probabilities}, expected one or more probabilities from 0 to 1."
+
+
+def _explore_wrong(config: Config) -> Iterator[str]:
+    explore = config.explore
+    if not explore.explorers:
+        yield "explore.explorers: got none, expected at least one, such as independent."
+    if "entropy" in explore.explorers and explore.entropy.num_starts > explore.num_leaves:
+        yield (
+            f"explore.entropy.num_starts: got {explore.entropy.num_starts}, expected at most explore.num_leaves, which is "
+            f"{explore.num_leaves}: starts are leaves, and branches take what they leave."
+        )
+    if "graft" not in explore.explorers:
+        return
+    if explore.graft.num_hybrid > explore.num_leaves:
+        yield (
+            f"explore.graft.num_hybrid: got {explore.graft.num_hybrid}, expected at most explore.num_leaves, which is "
+            f"{explore.num_leaves}."
+        )
+    if not config.buffer.path:
+        yield (
+            'buffer.path: got none, but explore.explorers has "graft", which retrieves from a Step-Trace Buffer. Make one with '
+            '`treegraft buffer build RECIPE` and name its file, or take "expert" where the tasks have a scripted expert.'
+        )
 
 
 def contradictions(config: Config) -> list[str]:

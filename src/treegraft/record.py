@@ -103,6 +103,8 @@ def _step_to_dict(step: Step) -> dict[str, Any]:
         "violation": step.violation,
         "policy_version": step.policy_version,
         "cause": None if cause is None else {"kind": _cause_kind(cause), **asdict(cause)},
+        "lesson_ids": step.lesson_ids,
+        "advantage": step.advantage,
     }
     mask = step.sampled_mask
     for name in SAMPLED_COLUMNS:
@@ -147,6 +149,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
             **data,
             **columns,
             "token_ids": tuple(data["token_ids"]),
+            "lesson_ids": tuple(data.get("lesson_ids", ())),
             "origins": origins,
             "loss_mask": loss_mask,
             "entropy_kind": EntropyKind(data["entropy_kind"]),

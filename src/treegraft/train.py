@@ -21,15 +21,19 @@ from treegraft.checkpoint import checkpoint_name, load_checkpoint, prune_checkpo
 from treegraft.errors import DataError, TreegraftError
 from treegraft.evaluate import Evaluation, evaluate
 from treegraft.interrupt import Interrupted, Stop, run_to_end
+from treegraft.keyed import keyed_int
 from treegraft.learn.drift import DriftGuard
 from treegraft.learn.learner import Learner
-from treegraft.learn.sft import Demonstrations, keyed_int, step_skill, warm_up
+from treegraft.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.recipe import config_json
 from treegraft.record import read_trees, write_trees
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics
 from treegraft.start import Source, Start, new_start, resumed_start
 from treegraft.tasks.build import build_tasks
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.retrieve import BufferRetriever
+from treegraft.traces.supply import buffer_metrics, check_buffer, grow_buffer, needs_buffer, open_buffer
 from treegraft.types import Status, Task, Tree
 
 if TYPE_CHECKING:
@@ -130,6 +134,8 @@ class _Run:
             if start.checkpoint is not None:
                 self.learner.load_state(load_checkpoint(start.checkpoint)[1])
             self.drift = DriftGuard(self.parts.engine, self.learner, self.config.model.dtype, self.state)
+            if needs_buffer(self.config):
+                check_buffer(self.config, source)
             self.demonstrations = None
             if self.state.warmup_steps < self.config.warmup.num_steps:
                 self.demonstrations = Demonstrations(source, self.parts.format, self.config.warmup, self.config.run.seed)
@@ -142,6 +148,8 @@ class _Run:
         except BaseException:
             run_to_end(self.parts.close())
             raise
+        self.buffer: TraceBuffer | None = None
+        self.retriever: BufferRetriever | None = None
         self.latest = start.latest_metrics()
         for text in source.report():
             self._warn(text)
@@ -160,6 +168,7 @@ class _Run:
                     self._log(self.state.update, self.state.pending)
                 if not self._only_warms_up:
                     self._keep_reference()
+                    await self._open_buffer()
                     await self._close_update()
                     while self.state.update < self.config.run.num_updates:
                         await self._update(self.state.update + 1)
@@ -181,6 +190,10 @@ class _Run:
             raise
         finally:
             await self.parts.close()
+            if self.retriever is not None:
+                self.retriever.close()
+            if self.buffer is not None:
+                self.buffer.close()
             for tracker in self.trackers:
                 tracker.close()
             self.folder.release()
@@ -209,8 +222,9 @@ class _Run:
 
     async def _update(self, update: int) -> None:
         """One update up to its publish; nothing of it is kept if it is interrupted before learning begins."""
-        config, began = self.config, time.monotonic()
-        grower = self.parts.grower(build_explorer(config.explore.explorers), training_limits(config))
+        config, began, cpu_before = self.config, time.monotonic(), time.process_time()
+        explorer = build_explorer(config.explore, vocab_size=len(self.parts.tokenizer))
+        grower = self.parts.grower(explorer, training_limits(config), self.retriever)
         tasks = sample_tasks(self.train_tasks, update, size=config.run.tasks_per_update, seed=config.run.seed)
         grown = await self._interruptible(
             grower.grow_all(
@@ -225,15 +239,20 @@ class _Run:
         rolled = time.monotonic()
         credit = config.credit.model_dump() | {"learn_from_truncated": config.loss.learn_from_truncated}
         self._show("phase", "learning", 0, 1)
+        grown = self.learner.with_exact_entropies(grown)
         trees, learned = self.learner.learn([assign_credit(tree, **credit) for tree in grown])
         done_learning = time.monotonic()
         await self.drift.publish(update)
-        metrics = rollout_metrics(trees) | learned | self._tool_metrics()
+        metrics = rollout_metrics(trees) | learned | self._part_metrics()
+        if self.buffer is not None:
+            grow_buffer(self.buffer, config, trees, update)
+            metrics |= buffer_metrics(self.buffer)
         metrics |= {
             "time/rollout_s": rolled - began,
             "time/learn_s": done_learning - rolled,
             "time/publish_s": time.monotonic() - done_learning,
             "time/update_s": time.monotonic() - began,
+            "time/cpu_s": time.process_time() - cpu_before,
         }
         self.drift.check(update, metrics, self._warn)
         self._warn_of_failures(trees)
@@ -316,10 +335,21 @@ class _Run:
                 metrics |= {name: gain, f"{name}_low": low, f"{name}_high": high}
         return metrics
 
-    def _tool_metrics(self) -> dict[str, float]:
+    def _part_metrics(self) -> dict[str, float]:
         metrics = self.parts.toolbox.take_metrics()
-        take = getattr(self.parts.engine, "take_metrics", None)
-        return metrics if take is None else metrics | take()
+        for part in (self.parts.engine, self.retriever):
+            take = getattr(part, "take_metrics", None)
+            metrics |= {} if take is None else take()
+        return metrics
+
+    async def _open_buffer(self) -> None:
+        """Opens or builds the Step-Trace Buffer, where the recipe grafts."""
+        if not needs_buffer(self.config):
+            return
+        self._show("phase", "buffer", 0, 1, self.config.buffer.path)
+        parts, update = self.parts, self.state.update
+        self.buffer = await open_buffer(self.config, parts.source, parts.scorer, parts.format, self.folder.path, update)
+        self.retriever = BufferRetriever(self.buffer, self.config.buffer)
 
     def _keep_reference(self) -> None:
         """The reference of the KL term is the policy before the first update, also after a resume."""

@@ -12,6 +12,7 @@ A step's id is the path of child ordinals from the root, so it depends on where 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
@@ -155,6 +156,41 @@ class StepContent:
 
 
 @dataclass(frozen=True, slots=True)
+class Trace:
+    """One step of an off-policy agent, stored under what stood before it.
+
+    Trace(key="r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41", value=StepContent(calls=(ToolCall("search", "e41 r5"),), ...),
+          reward=1.0, source="expert", task_id="search_world/train/17", position=1, terminal=False)
+    """
+
+    key: str
+    """The question and the steps before, as text; the latest step stands last."""
+    value: str | StepContent
+    """The step with its results; a text where nothing is known of its parts."""
+    reward: float
+    """What its trajectory earned."""
+    source: str
+    """Which agent wrote it."""
+    task_id: str
+    """The task it was written on; empty where unknown."""
+    position: int
+    """Steps before it."""
+    terminal: bool
+    """It holds the final answer."""
+    trajectory: str = ""
+    """Which trajectory of that source and task it is from; traces that share it follow each other by `position`."""
+    policy_version: int | None = None
+    """Of the policy being trained, where that wrote it; None for other agents."""
+
+    @property
+    def content_hash(self) -> str:
+        """Checksum of key, value, source and task: two traces with the same are one."""
+        value = self.value if isinstance(self.value, str) else repr(self.value)
+        parts = (self.key, type(self.value).__name__, value, self.source, self.task_id)
+        return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
 class StartCause:
     """The first step of a first-level rollout."""
 
@@ -187,7 +223,9 @@ class GraftCause:
     reward: float
     """What its trajectory earned there."""
     similarity: float
-    """Cosine between the retrieval key and the trace's key, -1..1."""
+    """Cosine between the retrieval key and the trace's key, -1..1; 0 where the trace was drawn at random."""
+    content_hash: str = ""
+    """Which trace of the buffer."""
 
 
 Cause = StartCause | ContinuationCause | BranchCause | GraftCause
@@ -258,6 +296,10 @@ class Step:
     """Version of the policy that sampled it."""
     cause: Cause | None = None
     """Why it is here; None for the root."""
+    lesson_ids: tuple[int, ...] = ()
+    """For a graft: what its agent wrote, as the policy would have written it here; read by learning from grafts alone."""
+    advantage: float | None = None
+    """What its tokens carry on every trajectory (hard attribution); None: on each trajectory that one's own."""
     old_logprobs: tuple[float, ...] | None = None
     """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when not learned from."""
     ratios: tuple[float, ...] | None = None
@@ -314,6 +356,12 @@ class Leaf:
     """Share of its group, 0..1; the leaves of a group sum to 1, failed ones have 0."""
     advantage: float | None = None
     """None before credit and for failed leaves."""
+    outcome_advantage: float | None = None
+    """The same of the reward alone, before the retrieval reward's share; None as above."""
+    retrieval_reward: float = 0.0
+    """Mean over its grafts of how much they helped; 0 without one."""
+    retrieved_frac: float = 0.0
+    """Share of the tokens after the prompt that were grafted, 0..1."""
     has_loss: bool = True
     """False where its own path gives no gradient (failed; truncated, where the recipe says so)."""
     error: str | None = None

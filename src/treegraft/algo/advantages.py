@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.types import LEARNING_RULES, Leaf, Origin, Status, Tree
+from treegraft.algo.arpo import shared_advantages
+from treegraft.algo.rapo import RetrievalVariant, combined_advantages, path_retrieval_reward, path_retrieved_frac
+from treegraft.types import LEARNING_RULES, Leaf, Origin, Status, Step, Trajectory, Tree
 
 Floats = npt.NDArray[np.float64]
 
@@ -70,32 +72,72 @@ def assign_credit(
     advantage: Literal["grpo", "dr_grpo"] = "grpo",
     eps: float = 1e-6,
     leaf_weight: Literal["uniform", "inverse_branching"] = "uniform",
+    attribution: Literal["soft", "hard"] = "soft",
+    retrieval_reward: RetrievalVariant = "paper",
+    retrieval_weight: float = 0.2,
     learn_from_truncated: bool = True,
 ) -> Tree:
-    """Returns the tree with weight, advantage and has_loss of every leaf filled in, by the status table of `types`.
+    """Returns the tree with the credit of every leaf filled in, by the status table of `types`.
 
-    The outcome's advantage goes to the whole trajectory, as in GRPO (Shao et al., arXiv 2402.03300, sec. 4.1.2). Failed leaves
-    leave the group: no advantage, weight 0, and the others' weights sum to 1 without them.
+    The outcome's advantage goes to the whole trajectory, as in GRPO (Shao et al., arXiv 2402.03300, sec. 4.1.2), times the factor
+    of the retrieval reward (RAPO, arXiv 2603.03078, eq. 10), which is 1 where the tree has no graft. Failed leaves leave the
+    group: no advantage, weight 0, and the others' weights sum to 1 without them.
+
+    Args:
+        attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that the policy wrote on a live
+            trajectory to the mean over the live leaves below it (ARPO, arXiv 2507.19849).
+        retrieval_reward: which retrieval reward (see `rapo.retrieval_reward`).
+        retrieval_weight: its share a.
+        learn_from_truncated: whether truncated trajectories carry loss.
+
+    Raises:
+        ValueError: a live leaf without reward, or an unknown name.
     """
-    members = [leaf for leaf in tree.leaves if LEARNING_RULES[leaf.status].in_group]
-    unscored = [leaf.step_id for leaf in members if leaf.reward is None]
+    if attribution not in ("soft", "hard"):
+        raise ValueError(f"assign_credit: attribution is '{attribution}'; expected 'soft' or 'hard'")
+    members = [path for path in tree.trajectories() if LEARNING_RULES[path.status].in_group]
+    unscored = [path.leaf.step_id for path in members if path.reward is None]
     if unscored:
         raise ValueError(f"assign_credit: tree '{tree.group_id}': leaves {unscored} have no reward; score the tree first")
-    rewards = [leaf.reward for leaf in members if leaf.reward is not None]
-    advantages = group_advantages(rewards, scale="std" if advantage == "grpo" else "none", eps=eps)
-    weights = leaf_weights([_branching(tree, leaf) for leaf in members], kind=leaf_weight)
+    rewards = [path.reward for path in members if path.reward is not None]
+    outcomes = group_advantages(rewards, scale="std" if advantage == "grpo" else "none", eps=eps)
+    helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
+    advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
+    weights = leaf_weights([_branching(tree, path.leaf) for path in members], kind=leaf_weight)
     credited = {
-        leaf.step_id: replace(
-            leaf,
+        path.leaf.step_id: replace(
+            path.leaf,
             advantage=float(a),
+            outcome_advantage=float(outcome),
+            retrieval_reward=z,
+            retrieved_frac=path_retrieved_frac(path),
             weight=float(w),
-            has_loss=LEARNING_RULES[leaf.status].has_loss and (learn_from_truncated or leaf.status is not Status.TRUNCATED),
+            has_loss=LEARNING_RULES[path.status].has_loss and (learn_from_truncated or path.status is not Status.TRUNCATED),
         )
-        for leaf, a, w in zip(members, advantages, weights, strict=True)
+        for path, a, outcome, z, w in zip(members, advantages, outcomes, helped, weights, strict=True)
     }
+    nothing: dict[str, Any] = {"advantage": None, "outcome_advantage": None, "retrieval_reward": 0.0, "retrieved_frac": 0.0}
     failed = [leaf for leaf in tree.leaves if leaf.step_id not in credited]
-    credited |= {leaf.step_id: replace(leaf, advantage=None, weight=0.0, has_loss=False) for leaf in failed}
-    return replace(tree, leaves=tuple(credited[leaf.step_id] for leaf in tree.leaves))
+    credited |= {leaf.step_id: replace(leaf, weight=0.0, has_loss=False, **nothing) for leaf in failed}
+    steps = _attributed(tree, members, advantages) if attribution == "hard" else _unattributed(tree)
+    return replace(tree, steps=steps, leaves=tuple(credited[leaf.step_id] for leaf in tree.leaves))
+
+
+def _attributed(tree: Tree, members: Sequence[Trajectory], advantages: Floats) -> tuple[Step, ...]:
+    """The steps with their mean advantages; None where the policy wrote nothing or no live leaf lies below."""
+    below: dict[str, list[int]] = {step.id: [] for step in tree.steps}
+    for index, path in enumerate(members):
+        for step in path.steps:
+            below[step.id].append(index)
+    shared = shared_advantages(advantages, list(below.values()))
+    return tuple(
+        replace(step, advantage=float(value) if below[step.id] and any(step.sampled_mask) else None)
+        for step, value in zip(tree.steps, shared, strict=True)
+    )
+
+
+def _unattributed(tree: Tree) -> tuple[Step, ...]:
+    return tuple(step if step.advantage is None else replace(step, advantage=None) for step in tree.steps)
 
 
 def _branching(tree: Tree, leaf: Leaf) -> float:

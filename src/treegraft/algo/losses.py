@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,6 +20,7 @@ class SurrogateTerms:
 
     losses: torch.Tensor
     ratios: torch.Tensor
+    """ρ, before any shaping."""
     is_clipped: torch.Tensor
     """Where the clipped side was taken, so that the gradient is 0."""
 
@@ -31,21 +33,25 @@ def clipped_surrogate(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
+    shaping: torch.Tensor | None = None,
 ) -> SurrogateTerms:
     """Returns the clipped policy-gradient loss per contribution.
 
-    ρ = π(y) / π_old(y),   l = -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A)
+    ρ = π(y) / π_old(y),   r̂ = (1 + m F) ρ,   l = -min(r̂ A, clip(r̂, 1 - clip_low, 1 + clip_high) A)
     and with dual_clip c, for A < 0:   l = min(l, -c A)
 
     Source: Schulman et al., arXiv 1707.06347, eq. 7; separate ends from DAPO (Yu et al., arXiv 2503.14476, eq. 10); dual clip from
-    Ye et al., arXiv 1912.09729, eq. 3.
+    Ye et al., arXiv 1912.09729, eq. 3; r̂ from RAPO (arXiv 2603.03078, eq. 8 and 11). The clip acts on r̂: a trajectory with grafts
+    stands at 1 + m F where others stand at 1, so for A > 0 it reaches the upper end earlier.
 
     Args:
         logprobs, old_logprobs, advantages: [C]; the last two detached.
+        shaping: [C] 1 + m F of each contribution's trajectory, detached; None for 1.
     """
     ratios = torch.exp((logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
-    plain = -ratios * advantages
-    clipped = -ratios.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    shaped = ratios if shaping is None else shaping * ratios
+    plain = -shaped * advantages
+    clipped = -shaped.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
     losses = torch.maximum(plain, clipped)
     is_clipped = clipped > plain
     if dual_clip is not None:
@@ -54,6 +60,32 @@ def clipped_surrogate(
         losses = torch.where(is_bounded, bound, losses)
         is_clipped |= is_bounded
     return SurrogateTerms(losses, ratios.detach(), is_clipped)
+
+
+def lesson_loss(
+    logprobs: torch.Tensor, advantages: torch.Tensor, *, coef: float, form: Literal["log", "luffy"] = "log", gamma: float = 0.1
+) -> torch.Tensor:
+    """Returns [D] the loss of learning from grafts: what another agent wrote is imitated where it paid.
+
+    l = -c · max(A, 0) · log π             form="log"
+    l = -c · max(A, 0) · π / (π + γ)       form="luffy"   (LUFFY, arXiv 2504.14945; its gradient peaks at π = γ)
+
+    There is no ratio and no clip: nothing was sampled, so there is no old policy to stay near to. LUFFY applies its form to whole
+    traces and with negative advantages too; here it is the agent-written tokens of grafted steps, and only what paid.
+
+    Args:
+        logprobs: [D] of the other agent's tokens under the policy, at the place of the graft.
+        advantages: [D] of the trajectory that holds the graft, detached.
+        coef, gamma: c and γ.
+
+    Raises:
+        ValueError: an unknown form.
+    """
+    if form not in ("log", "luffy"):
+        raise ValueError(f"lesson_loss: form is '{form}'; expected 'log' or 'luffy'")
+    # π / (π + γ) = sigmoid(log π - log γ), which neither overflows nor divides by a vanishing sum.
+    raised = logprobs if form == "log" else torch.sigmoid(logprobs - math.log(gamma))
+    return -coef * advantages.clamp(min=0.0) * raised
 
 
 def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:

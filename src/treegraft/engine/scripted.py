@@ -41,12 +41,13 @@ class ScriptedEngine:
         tokenizer: Tokenizer,
         *,
         logprob: float = -0.5,
-        entropy: float = 0.5,
+        entropy: float | Callable[[str], float] = 0.5,
         latency_s: Callable[[], float] | None = None,
     ) -> None:
         """Takes what to reply; every sampled token gets the same `logprob` and `entropy` (nats).
 
         Args:
+            entropy: for all tokens, or a function of the decoded path for those sampled after it.
             latency_s: called per request for how long to wait, in seconds; None replies at once.
         """
         self._function = replies if callable(replies) else None
@@ -84,6 +85,7 @@ class ScriptedEngine:
         """
         self.calls.append(RecordedCall(tuple(prefix_ids), sampling, noise_key))
         reply = await self._reply(prefix_ids)
+        entropy = self._entropy(self._tokenizer.decode(list(prefix_ids))) if callable(self._entropy) else self._entropy
         if self._latency_s is not None:
             await asyncio.sleep(self._latency_s())
         end = self._tokenizer.eos_token_id
@@ -92,12 +94,12 @@ class ScriptedEngine:
             ids = [*ids, end] if ids[-1:] != [end] else ids
         ids, finish = self._cut(ids, sampling)
         if on_probe is not None and probe_tokens is not None and len(ids) >= probe_tokens:
-            on_probe((self._entropy,) * probe_tokens)
+            on_probe((entropy,) * probe_tokens)
         count = len(ids)
         return Completion(
             token_ids=tuple(ids),
             sampling_logprobs=(self._logprob,) * count,
-            entropies=(self._entropy,) * count,
+            entropies=(entropy,) * count,
             finish=finish,
             policy_version=self._version,
         )

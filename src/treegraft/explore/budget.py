@@ -1,22 +1,25 @@
-"""What a tree may still spend; one account per tree."""
+"""What a tree may still spend, and who gets its branches: never a matter of arrival."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
-from treegraft.types import BudgetState
+from treegraft.explore.proposals import Branch, Start
+from treegraft.types import BranchCause, BudgetState
 
 
 class Budget:
-    """Grants leaves up to a limit and keeps count of what was used."""
+    """Grants leaves up to a limit and keeps count of what was used; one account per tree."""
 
     def __init__(self, max_leaves: int) -> None:
         self.max_leaves = max_leaves
         self.state = BudgetState()
 
-    def grant(self, num_leaves: int) -> int:
+    def grant(self, proposal: Start | Branch) -> int:
         """Returns how many of the proposed leaves may be opened, and books them."""
-        granted = max(0, min(num_leaves, self.max_leaves - self.state.num_leaves))
+        granted = max(0, min(proposal.num, self.max_leaves - self.state.num_leaves))
         self.state = replace(self.state, num_leaves=self.state.num_leaves + granted)
         return granted
 
@@ -27,3 +30,132 @@ class Budget:
             num_tool_calls=self.state.num_tool_calls + num_tool_calls,
             num_sampled_tokens=self.state.num_sampled_tokens + num_sampled_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Children that may be opened."""
+
+    place: tuple[int, ...]
+    """Ordinals of the step they hang below."""
+    num: int
+    cause: BranchCause
+    token: int
+    """What the allocation knows the grant by."""
+
+
+class Allocation(Protocol):
+    """Turns the proposals of a tree's leaves into grants."""
+
+    def open_start(self, leaf: Hashable, ordinal: int) -> None:
+        """Says that a first-level rollout has begun."""
+        ...
+
+    def open_branch(self, leaf: Hashable, grant: Grant) -> None:
+        """Says that one of a grant's children has begun."""
+        ...
+
+    def propose(self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None) -> None:
+        """Takes a leaf's wish after its `round`-th sampled step; None for none. Each leaf says one of the two each round."""
+        ...
+
+    def end(self, leaf: Hashable) -> None:
+        """Says that a leaf has ended."""
+        ...
+
+    def advance(self) -> list[Grant]:
+        """Returns what can be granted now; open the children, then ask again until nothing comes."""
+        ...
+
+
+class Rounds:
+    """Grants a round's branches together, once every live leaf of the tree has proposed in it or has ended.
+
+    Nobody waits but the decision itself: a leaf that is ahead goes on, and its later proposals are kept. Who comes first where the
+    budget is short: the order in the tree (as the released ARPO code does), or the largest entropy change.
+    """
+
+    def __init__(self, budget: Budget, ranking: Literal["order", "entropy"] = "order") -> None:
+        self._budget, self._ranking = budget, ranking
+        self._reached: dict[Hashable, int] = {}
+        self._wishes: dict[int, list[tuple[tuple[int, ...], Branch]]] = {}
+
+    def open_start(self, leaf: Hashable, ordinal: int) -> None:
+        """Adds a live leaf that has yet to propose in round 1."""
+        self._reached[leaf] = 0
+
+    def open_branch(self, leaf: Hashable, grant: Grant) -> None:
+        """Adds a live leaf that has yet to propose in the round after its grant's."""
+        self._reached[leaf] = grant.token
+
+    def propose(self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None) -> None:
+        """Keeps the wish until its round is complete."""
+        self._reached[leaf] = round
+        if branch is not None:
+            self._wishes.setdefault(round, []).append((place, branch))
+
+    def end(self, leaf: Hashable) -> None:
+        """No longer waits for the leaf."""
+        self._reached.pop(leaf, None)
+
+    def advance(self) -> list[Grant]:
+        """Returns the grants of the earliest complete round that gets any."""
+        complete = min(self._reached.values(), default=max(self._wishes, default=0))
+        for number in sorted(round for round in self._wishes if round <= complete):
+            wishes = sorted(self._wishes.pop(number), key=lambda wish: wish[0])
+            if self._ranking == "entropy":
+                wishes.sort(key=lambda wish: -wish[1].cause.entropy_change)
+            grants = [Grant(place, self._budget.grant(branch), branch.cause, number) for place, branch in wishes]
+            if granted := [grant for grant in grants if grant.num]:
+                return granted
+        return []
+
+
+class Shares:
+    """Gives each start its own part of the leaves, so that a proposal is answered at once.
+
+    Of M leaves, each of N starts owns M // N, the first M mod N one more. A leaf that branches shares what it has left evenly with
+    its children, itself first.
+    """
+
+    def __init__(self, budget: Budget, num_starts: int) -> None:
+        self._budget = budget
+        self._parts = [
+            budget.max_leaves // num_starts + (number < budget.max_leaves % num_starts) - 1 for number in range(num_starts)
+        ]
+        self._spare: dict[Hashable, int] = {}
+        self._ready: list[Grant] = []
+        self._inherited: dict[int, list[int]] = {}
+        self._num_grants = 0
+
+    def open_start(self, leaf: Hashable, ordinal: int) -> None:
+        """Gives the leaf its start's part; starts that fill up have none."""
+        self._spare[leaf] = self._parts[ordinal] if ordinal < len(self._parts) else 0
+
+    def open_branch(self, leaf: Hashable, grant: Grant) -> None:
+        """Gives the leaf its part of what its parent had left."""
+        self._spare[leaf] = self._inherited[grant.token].pop(0)
+
+    def propose(self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None) -> None:
+        """Grants what the leaf's own part allows."""
+        spare = self._spare.get(leaf, 0)
+        if branch is None or not spare:
+            return
+        num = self._budget.grant(replace(branch, num=min(branch.num, spare)))
+        if not num:
+            return
+        left, heirs = spare - num, num + 1
+        parts = [left // heirs + (number < left % heirs) for number in range(heirs)]
+        self._spare[leaf] = parts[0]
+        self._inherited[self._num_grants] = parts[1:]
+        self._ready.append(Grant(place, num, branch.cause, self._num_grants))
+        self._num_grants += 1
+
+    def end(self, leaf: Hashable) -> None:
+        """What the leaf has left goes to fresh starts in the end."""
+        self._spare.pop(leaf, None)
+
+    def advance(self) -> list[Grant]:
+        """Returns what was granted since the last call."""
+        ready, self._ready = self._ready, []
+        return ready

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
 from treegraft.types import Tree
 
 
@@ -11,10 +14,20 @@ class Independent:
     Source: the group sampling of GRPO (Shao et al., arXiv 2402.03300, sec. 4.1).
     """
 
-    def starts(self, max_leaves: int) -> int:
-        """Returns `max_leaves`."""
-        return max_leaves
+    probe_tokens: int | None = None
 
-    def fill(self, tree: Tree, max_leaves: int) -> int:
+    def starts(self, max_leaves: int) -> Start:
+        """Returns `max_leaves` starts."""
+        return Start(max_leaves)
+
+    def before_step(self, path: PathView) -> Generate | Graft:
+        """Returns Generate, always."""
+        return Generate()
+
+    def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
+        """Returns None, always."""
+        return None
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns the leaves that are still missing."""
-        return max_leaves - len(tree.leaves)
+        return Start(max_leaves - len(tree.leaves))

@@ -19,12 +19,22 @@ from treegraft.algo.losses import (
     clipped_surrogate,
     contribution_weights,
     k3_divergence,
+    lesson_loss,
 )
+from treegraft.algo.rapo import graft_neighbours, shaping_factor
 from treegraft.attention import ATTENTION, install_attention, tree_attention
 from treegraft.config import LearnSettings, LossSettings
 from treegraft.errors import CheckpointError, ModelError
 from treegraft.learn.optimiser import MasterAdamW
-from treegraft.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
+from treegraft.learn.pack import (
+    TreeBatch,
+    credit,
+    num_lesson_tokens,
+    num_tree_tokens,
+    pack_trees,
+    pack_with_lessons,
+    plan_packs,
+)
 from treegraft.learn.scores import (
     Scores,
     chunked_argmax,
@@ -34,7 +44,7 @@ from treegraft.learn.scores import (
     rowwise_hidden,
 )
 from treegraft.models import Head, base_model, head_problem
-from treegraft.types import LEARNING_RULES, Step, Trajectory, Tree
+from treegraft.types import LEARNING_RULES, EntropyKind, Step, Trajectory, Tree
 
 DEFAULT_CHUNK = 512
 
@@ -55,7 +65,8 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAU
     else:
         with tree_attention(model):
             hidden = packed_hidden(model, batch)
-    return chunked_scores(Head(model), hidden, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk)
+    sampled = hidden[: batch.sampled.numel()]
+    return chunked_scores(Head(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +116,47 @@ class Learner:
         """Returns (logprobs, entropies) of the unique sampled tokens, with gradients where they are enabled."""
         return self._scores_of(self.model, self._head, batch)
 
+    def scores_with_lessons(self, batch: TreeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one pass, as `scores`."""
+        if batch.lessons is None:
+            logprobs, entropies = self.scores(batch)
+            return logprobs, entropies, logprobs.new_zeros(0)
+        targets = batch.token_ids[torch.cat([batch.sampled, batch.lessons.packed])]
+        temperatures = torch.cat([batch.temperatures, batch.lessons.temperatures])
+        hidden = self._hidden(self.model, batch)
+        logprobs, entropies = chunked_scores(self._head, hidden, targets, temperatures, self.settings.vocab_chunk)
+        count = batch.sampled.numel()
+        return logprobs[:count], entropies[:count], logprobs[count:]
+
     def argmax(self, batch: TreeBatch) -> torch.Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
-        return chunked_argmax(self._head, self._hidden(self.model, batch), self.settings.vocab_chunk)
+        return chunked_argmax(self._head, self._hidden(self.model, batch)[: batch.sampled.numel()], self.settings.vocab_chunk)
+
+    @torch.no_grad()
+    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Returns the trees with exact entropies around grafts, which the retrieval reward is made of.
+
+        An engine that knows its top-k entropies only leaves the steps before and after a graft to be scored here, at the
+        temperature they were sampled at. Trees without such a step come back as they are, at no cost.
+        """
+        wanted = [_inexact_neighbours(tree) for tree in trees]
+        done = list(trees)
+        indices = [n for n, names in enumerate(wanted) if names]
+        for group in plan_packs([num_tree_tokens(trees[n]) for n in indices], self.settings.max_pack_tokens):
+            chosen = [indices[n] for n in group]
+            batch = pack_trees([trees[n] for n in chosen], device=self.device)
+            packed = torch.zeros(batch.num_tokens)
+            packed[batch.sampled.cpu()] = self.scores(batch)[1].float().cpu()
+            values = packed.tolist()
+            for n, offsets in zip(chosen, batch.step_offsets, strict=True):
+                steps = [_with_entropies(s, values, offsets[s.id]) if s.id in wanted[n] else s for s in trees[n].steps]
+                done[n] = replace(trees[n], steps=tuple(steps))
+        return done
 
     def _scores_of(self, model: Any, head: Head, batch: TreeBatch) -> Scores:
         targets = batch.token_ids[batch.sampled]
-        return chunked_scores(head, self._hidden(model, batch), targets, batch.temperatures, self.settings.vocab_chunk)
+        hidden = self._hidden(model, batch)[: batch.sampled.numel()]
+        return chunked_scores(head, hidden, targets, batch.temperatures, self.settings.vocab_chunk)
 
     def _hidden(self, model: Any, batch: TreeBatch) -> torch.Tensor:
         run = packed_hidden if self.packing_problem is None else rowwise_hidden
@@ -163,14 +208,17 @@ class Learner:
         return done, metrics
 
     def _is_learned(self, tree: Tree) -> bool:
-        has_signal = any(leaf.advantage for leaf in tree.leaves if leaf.has_loss)
-        return has_signal or (self._reference is not None and any(leaf.has_loss for leaf in tree.leaves))
+        if _has_signal(tree) or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
+            return True
+        return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
 
     def _packs(self, trees: Sequence[Tree], part: Sequence[int]) -> list[_Pack]:
         kept = [index for index in part if self._is_learned(trees[index])]
-        plan = plan_packs([num_tree_tokens(trees[index]) for index in kept], self.settings.max_pack_tokens)
-        groups = [tuple(kept[n] for n in group) for group in plan]
-        return [_Pack(g, pack_trees([trees[n] for n in g], device=self.device), None, None) for g in groups]
+        takes_lessons = self._loss.graft_coef > 0
+        sizes = [num_tree_tokens(trees[n]) + (num_lesson_tokens(trees[n]) if takes_lessons else 0) for n in kept]
+        groups = [tuple(kept[n] for n in group) for group in plan_packs(sizes, self.settings.max_pack_tokens)]
+        pack = pack_with_lessons if takes_lessons else pack_trees
+        return [_Pack(group, pack([trees[n] for n in group], device=self.device), None, None) for group in groups]
 
     @torch.no_grad()
     def _scored(self, pack: _Pack, needs_old: bool) -> _Pack:
@@ -190,9 +238,13 @@ class Learner:
     ) -> None:
         denominators = self._denominators([trees[index] for index in part])
         for pack in packs:
-            logprobs, entropies = self.scores(pack.batch)
+            logprobs, entropies, lessons = self.scores_with_lessons(pack.batch)
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
-            loss = self._pack_loss(pack, logprobs, entropies, old, denominators, tally)
+            factors = self._factors(pack.batch, denominators)
+            loss = self._pack_loss(pack, logprobs, entropies, old, factors, tally)
+            if pack.batch.lessons is not None:
+                loss = loss + self._lesson_loss(pack.batch, lessons, factors, tally)
+            tally.loss += float(loss.detach())
             torch.autograd.backward(loss)
             self.optimiser.collect()
             write_back(pack, trees, old, logprobs.detach(), written)
@@ -206,57 +258,76 @@ class Learner:
             tokens += sum(path.leaf.weight * _num_counted(path) for path in tree.trajectories())
         return Denominators(groups, tokens, self._length_constant)
 
+    def _factors(self, batch: TreeBatch, denominators: Denominators) -> torch.Tensor:
+        """[N] the factor of every contribution of each trajectory."""
+        owners = batch.trajectories[batch.carries_loss]
+        lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
+        weights = torch.tensor([path.leaf.weight for path in batch.paths], dtype=torch.float64, device=owners.device)
+        return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
+
     def _pack_loss(
         self,
         pack: _Pack,
         logprobs: torch.Tensor,
         entropies: torch.Tensor,
         old: torch.Tensor,
-        denominators: Denominators,
+        factors: torch.Tensor,
         tally: _Tally,
     ) -> torch.Tensor:
-        """Σ over contributions of factor · l, the pack's share of the optimiser step's loss."""
+        """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on sampled tokens."""
         batch, settings = pack.batch, self._loss
         rows = batch.carries_loss.nonzero()[:, 0]
         tokens, owners = batch.tokens[rows], batch.trajectories[rows]
-        lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
-        leaves = [path.leaf for path in batch.paths]
-        weights = torch.tensor([leaf.weight for leaf in leaves], dtype=torch.float64, device=rows.device)
-        advantages = torch.tensor([leaf.advantage or 0.0 for leaf in leaves], dtype=torch.float32, device=rows.device)
-        factors = contribution_weights(weights, lengths, denominators, settings.aggregation).float()[owners]
+        shaping = [shaping_factor(path.leaf.retrieved_frac, settings.shaping_weight) for path in batch.paths]
         new = logprobs.index_select(0, tokens)
         terms = clipped_surrogate(
             new,
             old.index_select(0, tokens),
-            advantages[owners],
+            batch.advantages[rows],
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
+            shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
         if pack.ref_logprobs is not None:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
             tally.add("learn/kl", divergence.detach())
-        loss = (factors * losses).sum()
-        tally.loss += float(loss.detach())
         tally.add("learn/clip_frac", terms.is_clipped.float())
         tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
         log_ratios = torch.log(terms.ratios)
         tally.add("learn/approx_kl", terms.ratios - 1.0 - log_ratios)
         tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()) if terms.ratios.numel() else 1.0)
-        gap = (old - batch.sampling_logprobs).abs()
-        tally.add("learn/engine_gap", gap)
-        return loss
+        tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
+        return (factors[owners] * losses).sum()
+
+    def _lesson_loss(self, batch: TreeBatch, logprobs: torch.Tensor, factors: torch.Tensor, tally: _Tally) -> torch.Tensor:
+        """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled tokens have."""
+        assert batch.lessons is not None
+        owners = batch.lessons.trajectories
+        advantages = [path.leaf.advantage or 0.0 for path in batch.paths]
+        chosen = logprobs.index_select(0, batch.lessons.tokens)
+        losses = lesson_loss(
+            chosen,
+            torch.tensor(advantages, dtype=torch.float32, device=owners.device)[owners],
+            coef=self._loss.graft_coef,
+            form=self._loss.graft_form,
+            gamma=self._loss.graft_gamma,
+        )
+        tally.add("learn/lesson_logprob", chosen.detach())
+        return (factors[owners] * losses).sum()
 
     def _static_metrics(self, trees: Sequence[Tree], packs: Mapping[Any, Sequence[_Pack]]) -> dict[str, float]:
         batches = [pack.batch for group in packs.values() for pack in group]
         unique = sum(batch.num_tokens for batch in batches)
-        return {
+        taught = sum(batch.lessons.packed.numel() for batch in batches if batch.lessons is not None)
+        metrics = {
             "learn/num_unique_tokens": float(unique),
-            "learn/unique_frac": unique / max(1, sum(batch.num_path_tokens for batch in batches)),
+            "learn/unique_frac": (unique - taught) / max(1, sum(batch.num_path_tokens for batch in batches)),
             "learn/num_contributions": float(sum(int(batch.carries_loss.sum()) for batch in batches)),
         }
+        return metrics | ({"learn/num_lesson_tokens": float(taught)} if self._loss.graft_coef > 0 else {})
 
     # ------------------------------------------------------------------ weights
 
@@ -278,6 +349,23 @@ class Learner:
             self.optimiser.load_state(state)
         except KeyError as error:
             raise CheckpointError(f"the optimiser state does not fit the model: {error}") from error
+
+
+def _has_signal(tree: Tree) -> bool:
+    """Whether any token that carries loss has an advantage other than 0."""
+    paths = (path for path in tree.trajectories() if path.leaf.has_loss)
+    return any(credit(step, path.leaf) != 0.0 for path in paths for step in path.steps if any(step.loss_mask))
+
+
+def _inexact_neighbours(tree: Tree) -> set[str]:
+    """Ids of the steps beside grafts whose entropies the engine knew in part only."""
+    pairs = (pair for path in tree.trajectories() for pair in graft_neighbours(path.steps))
+    return {step.id for pair in pairs for step in pair if step.entropy_kind is not EntropyKind.EXACT}
+
+
+def _with_entropies(step: Step, packed: Sequence[float], offset: int) -> Step:
+    entropies = tuple(packed[offset : offset + len(step.token_ids)])
+    return replace(step, entropies=entropies, entropy_kind=EntropyKind.EXACT)
 
 
 def _num_counted(path: Trajectory) -> int:

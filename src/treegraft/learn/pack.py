@@ -9,6 +9,9 @@
 
 A token that k trajectories share is scored once and contributes k times, each time with that trajectory's own advantage, so every
 published objective comes out as if the trajectories had been trained apart.
+
+Learning from grafts puts one more node beside each graft: what its agent wrote, as the policy would write it at that place. It sees
+the path above the graft, takes the positions that follow it, and nothing else sees it.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from typing import Any
 
 import torch
 
-from treegraft.types import Origin, Step, Trajectory, Tree
+from treegraft.types import Leaf, Origin, Step, Trajectory, Tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,26 @@ class PackedTree:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lessons:
+    """What other agents wrote in the grafts of a batch. L lesson tokens, D contributions."""
+
+    packed: torch.Tensor
+    """[L] packed index of each token."""
+    sources: torch.Tensor
+    """[L] packed index of the token before it: the graft's parent's last one, then the lesson's own."""
+    temperatures: torch.Tensor
+    """[L] of the graft's step."""
+    tokens: torch.Tensor
+    """[D] which lesson token a contribution is of."""
+    trajectories: torch.Tensor
+    """[D] which trajectory holds the graft."""
+    paths: tuple[tuple[int, ...], ...]
+    """For each lesson the tokens of the path above it, then its own."""
+    lengths: tuple[int, ...]
+    """Tokens of each lesson; they sum to L."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch:
     """Trees packed one after another. T packed tokens, U unique sampled tokens, C contributions, N trajectories."""
 
@@ -67,10 +90,14 @@ class TreeBatch:
     """[C] which trajectory it belongs to, 0..N-1 in the order of trees and leaves; non-decreasing."""
     carries_loss: torch.Tensor
     """[C] bool"""
+    advantages: torch.Tensor
+    """[C] of the step where attribution is hard, else of the trajectory; 0 before credit."""
     paths: tuple[Trajectory, ...]
     """[N]"""
     step_offsets: tuple[dict[str, int], ...]
     """For each tree, the packed index at which each step starts."""
+    lessons: Lessons | None = None
+    """None where nothing is learned from grafts."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,16 +120,19 @@ class TreeBatch:
 
     def to(self, device: torch.device) -> TreeBatch:
         """Returns the batch with its tensors on `device`."""
-        moved: dict[str, Any] = {
-            n: v.to(device) for n in self.__dataclass_fields__ if isinstance(v := getattr(self, n), torch.Tensor)
-        }
-        return replace(self, **moved)
+        lessons = None if self.lessons is None else replace(self.lessons, **_moved(self.lessons, device))
+        return replace(self, lessons=lessons, **_moved(self, device))
+
+
+def _moved(batch: TreeBatch | Lessons, device: torch.device) -> dict[str, Any]:
+    return {n: v.to(device) for n in batch.__dataclass_fields__ if isinstance(v := getattr(batch, n), torch.Tensor)}
 
 
 class _Packer:
     """Accumulates trees; one instance per batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, takes_lessons: bool) -> None:
+        self.takes_lessons = takes_lessons
         self.token_ids: list[int] = []
         self.position_ids: list[int] = []
         self.sampled: list[int] = []
@@ -112,9 +142,11 @@ class _Packer:
         self.tokens: list[int] = []
         self.trajectories: list[int] = []
         self.carries_loss: list[bool] = []
+        self.advantages: list[float] = []
         self.paths: list[Trajectory] = []
         self.trees: list[PackedTree] = []
         self.step_offsets: list[dict[str, int]] = []
+        self.lessons = _LessonColumns()
 
     def add(self, tree: Tree) -> None:
         """Appends one tree's tokens, nodes and contributions."""
@@ -122,40 +154,128 @@ class _Packer:
         offsets: dict[str, int] = {}
         positions: dict[str, int] = {}
         unique: dict[str, range] = {}
-        by_id = {step.id: step for step in tree.steps}
-        for step in tree.steps:
+        lessons = lesson_steps(tree) if self.takes_lessons else {}
+        steps = sorted([*tree.steps, *lessons.values()], key=lambda step: step.ordinals) if lessons else tree.steps
+        by_id = {step.id: step for step in steps}
+        for step in steps:
             offsets[step.id] = len(self.token_ids)
             parent = by_id[step.parent] if step.parent is not None else None
             first = positions[parent.id] + len(parent.token_ids) if parent is not None else 0
             positions[step.id] = first
-            unique[step.id] = self._add_step(step, first, _last_token_before(step, by_id, offsets))
-        self.step_offsets.append(offsets)
-        self.trees.append(PackedTree(start, len(self.token_ids), _nodes(tree, offsets, len(self.token_ids))))
+            before = _last_token_before(step, by_id, offsets)
+            is_lesson = step.ordinals[-1] < 0
+            unique[step.id] = (self._add_lesson if is_lesson else self._add_step)(step, first, before)
+            if is_lesson and step.parent is not None:
+                self.lessons.keep_path(tree.path(step.parent), step)
+        nodes = _nodes(steps, offsets, len(self.token_ids))
+        self.trees.append(PackedTree(start, len(self.token_ids), nodes))
         for path in tree.trajectories():
             for step in path.steps:
-                index = iter(unique[step.id])
-                for is_sampled, carries in zip(step.sampled_mask, step.loss_mask, strict=True):
-                    if is_sampled:
-                        self.tokens.append(next(index))
-                        self.trajectories.append(len(self.paths))
-                        self.carries_loss.append(carries and path.leaf.has_loss)
+                self._contribute(path, step, unique[step.id])
+                if step.id in lessons and has_lesson(path.leaf):
+                    self.lessons.contribute(unique[lessons[step.id].id], len(self.paths))
             self.paths.append(path)
+        self.step_offsets.append({step.id: offsets[step.id] for step in tree.steps})
 
-    def _add_step(self, step: Step, first_position: int, before: int | None) -> range:
-        offset, first_unique = len(self.token_ids), len(self.sampled)
+    def _contribute(self, path: Trajectory, step: Step, unique: range) -> None:
+        index = iter(unique)
+        advantage = credit(step, path.leaf)
+        for is_sampled, carries in zip(step.sampled_mask, step.loss_mask, strict=True):
+            if is_sampled:
+                self.tokens.append(next(index))
+                self.trajectories.append(len(self.paths))
+                self.carries_loss.append(carries and path.leaf.has_loss)
+                self.advantages.append(advantage)
+
+    def _add_tokens(self, step: Step, first_position: int) -> int:
+        offset = len(self.token_ids)
         self.token_ids.extend(step.token_ids)
         self.position_ids.extend(range(first_position, first_position + len(step.token_ids)))
+        return offset
+
+    def _add_step(self, step: Step, first_position: int, before: int | None) -> range:
+        offset, first_unique = self._add_tokens(step, first_position), len(self.sampled)
         for index, origin in enumerate(step.origins):
             if origin is not Origin.POLICY:
                 continue
-            source = offset + index - 1 if index else before
-            if source is None:
-                raise ValueError(f"step '{step.id}': its first token was sampled, but nothing stands before it to predict it")
             self.sampled.append(offset + index)
-            self.sources.append(source)
+            self.sources.append(_source(step, offset, index, before))
             self.temperatures.append(step.temperature or 1.0)
             self.sampling_logprobs.append(step.sampling_logprobs[index])
         return range(first_unique, len(self.sampled))
+
+    def _add_lesson(self, step: Step, first_position: int, before: int | None) -> range:
+        offset, columns = self._add_tokens(step, first_position), self.lessons
+        first_unique = len(columns.packed)
+        for index in range(len(step.token_ids)):
+            columns.packed.append(offset + index)
+            columns.sources.append(_source(step, offset, index, before))
+            columns.temperatures.append(step.temperature or 1.0)
+        return range(first_unique, len(columns.packed))
+
+
+class _LessonColumns:
+    """The columns of `Lessons` under way."""
+
+    def __init__(self) -> None:
+        self.packed: list[int] = []
+        self.sources: list[int] = []
+        self.temperatures: list[float] = []
+        self.tokens: list[int] = []
+        self.trajectories: list[int] = []
+        self.paths: list[tuple[int, ...]] = []
+        self.lengths: list[int] = []
+
+    def keep_path(self, above: Sequence[Step], lesson: Step) -> None:
+        self.paths.append((*(token for step in above for token in step.token_ids), *lesson.token_ids))
+        self.lengths.append(len(lesson.token_ids))
+
+    def contribute(self, unique: range, trajectory: int) -> None:
+        self.tokens.extend(unique)
+        self.trajectories.extend([trajectory] * len(unique))
+
+
+def credit(step: Step, leaf: Leaf) -> float:
+    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`; 0 before credit."""
+    return (leaf.advantage or 0.0) if step.advantage is None else step.advantage
+
+
+def has_lesson(leaf: Leaf) -> bool:
+    """Whether the grafts of this leaf's trajectory are worth imitating: it carries loss and did better than its group."""
+    return leaf.has_loss and (leaf.advantage or 0.0) > 0.0
+
+
+def lesson_steps(tree: Tree) -> dict[str, Step]:
+    """Returns, for each graft that a trajectory worth imitating holds, its lesson as a step beside it.
+
+    The ordinals of lessons are negative, so that they stand before their siblings and are never taken.
+    """
+    worth = {step.id for path in tree.trajectories() if has_lesson(path.leaf) for step in path.steps if step.lesson_ids}
+    lessons: dict[str, Step] = {}
+    for step in tree.steps:
+        if step.id not in worth:
+            continue
+        count = len(step.lesson_ids)
+        lessons[step.id] = Step(
+            id=f"{step.parent}.{-1 - step.ordinals[-1]}",
+            parent=step.parent,
+            depth=step.depth,
+            token_ids=step.lesson_ids,
+            origins=(Origin.FORCED,) * count,
+            loss_mask=(False,) * count,
+            sampling_logprobs=(0.0,) * count,
+            entropies=(0.0,) * count,
+            temperature=step.temperature,
+        )
+    return lessons
+
+
+def _source(step: Step, offset: int, index: int, before: int | None) -> int:
+    """Packed index of what predicts the step's token `index`."""
+    source = offset + index - 1 if index else before
+    if source is None:
+        raise ValueError(f"step '{step.id}': its first token was sampled, but nothing stands before it to predict it")
+    return source
 
 
 def _last_token_before(step: Step, by_id: dict[str, Step], offsets: dict[str, int]) -> int | None:
@@ -168,13 +288,13 @@ def _last_token_before(step: Step, by_id: dict[str, Step], offsets: dict[str, in
     return None
 
 
-def _nodes(tree: Tree, offsets: dict[str, int], end: int) -> tuple[Node, ...]:
-    """The tree's steps with single-child chains joined: fewer, longer nodes cost attention less."""
+def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[Node, ...]:
+    """The steps with single-child chains joined: fewer, longer nodes cost attention less."""
     children: dict[str, int] = {}
-    for step in tree.steps[1:]:
+    for step in steps[1:]:
         assert step.parent is not None
         children[step.parent] = children.get(step.parent, 0) + 1
-    heads = [step for step in tree.steps if step.parent is None or children[step.parent] > 1]
+    heads = [step for step in steps if step.parent is None or children[step.parent] > 1]
     starts = [offsets[step.id] for step in heads] + [end]
     nodes = []
     for index, step in enumerate(heads):
@@ -194,34 +314,67 @@ def pack_trees(trees: Sequence[Tree], *, device: torch.device | str = "cpu") -> 
     Raises:
         ValueError: no trees, or a sampled token with nothing before it.
     """
+    return _pack(trees, device, takes_lessons=False)
+
+
+def pack_with_lessons(trees: Sequence[Tree], *, device: torch.device | str = "cpu") -> TreeBatch:
+    """Returns the same with `lessons`: those of the grafts that a trajectory with positive advantage and loss holds.
+
+    Raises:
+        ValueError: as in `pack_trees`.
+    """
+    return _pack(trees, device, takes_lessons=True)
+
+
+def _pack(trees: Sequence[Tree], device: torch.device | str, *, takes_lessons: bool) -> TreeBatch:
     if not trees:
         raise ValueError("pack_trees: got no trees; at least one is needed")
-    packer = _Packer()
+    packer = _Packer(takes_lessons=takes_lessons)
     for tree in trees:
         packer.add(tree)
 
     def integers(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
+    def numbers(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device)
+
+    columns = packer.lessons
+    lessons = Lessons(
+        packed=integers(columns.packed),
+        sources=integers(columns.sources),
+        temperatures=numbers(columns.temperatures),
+        tokens=integers(columns.tokens),
+        trajectories=integers(columns.trajectories),
+        paths=tuple(columns.paths),
+        lengths=tuple(columns.lengths),
+    )
     return TreeBatch(
         token_ids=integers(packer.token_ids),
         position_ids=integers(packer.position_ids),
         trees=tuple(packer.trees),
         sampled=integers(packer.sampled),
         sources=integers(packer.sources),
-        temperatures=torch.tensor(packer.temperatures, dtype=torch.float32, device=device),
-        sampling_logprobs=torch.tensor(packer.sampling_logprobs, dtype=torch.float32, device=device),
+        temperatures=numbers(packer.temperatures),
+        sampling_logprobs=numbers(packer.sampling_logprobs),
         tokens=integers(packer.tokens),
         trajectories=integers(packer.trajectories),
         carries_loss=torch.tensor(packer.carries_loss, dtype=torch.bool, device=device),
+        advantages=numbers(packer.advantages),
         paths=tuple(packer.paths),
         step_offsets=tuple(packer.step_offsets),
+        lessons=lessons if columns.packed else None,
     )
 
 
 def num_tree_tokens(tree: Tree) -> int:
     """Returns the unique tokens of a tree."""
     return sum(len(step.token_ids) for step in tree.steps)
+
+
+def num_lesson_tokens(tree: Tree) -> int:
+    """Returns the tokens that learning from grafts adds to a tree."""
+    return sum(len(lesson.token_ids) for lesson in lesson_steps(tree).values())
 
 
 def plan_packs(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:

@@ -10,14 +10,17 @@ from torch.utils.checkpoint import checkpoint
 
 from treegraft.attention import ATTENTION, tree_attention
 from treegraft.learn.attention import PackedPlan
-from treegraft.learn.pack import Node, PackedTree, TreeBatch
+from treegraft.learn.pack import Lessons, Node, PackedTree, TreeBatch
 from treegraft.models import Head, base_model, decoder
 
 Scores = tuple[torch.Tensor, torch.Tensor]
 
 
 def packed_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
-    """Returns [U, width], the hidden state that predicts each sampled token, of one packed pass; our attention is installed."""
+    """Returns [U + L, width], the hidden state that predicts each sampled token and then each lesson token.
+
+    It is one packed pass, for which our attention is installed.
+    """
     output = decoder(model)(
         input_ids=batch.token_ids[None],
         position_ids=batch.position_ids[None],
@@ -25,7 +28,8 @@ def packed_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
         attention_plan=PackedPlan(batch),
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
-    return hidden.index_select(0, batch.sources)
+    sources = batch.sources if batch.lessons is None else torch.cat([batch.sources, batch.lessons.sources])
+    return hidden.index_select(0, sources)
 
 
 def chunked_scores(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, chunk: int) -> Scores:
@@ -76,7 +80,17 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
         raise ValueError("a sampled token belongs to no trajectory; expected a leaf below every step")
     width = base_model(model).config.get_text_config().hidden_size
     states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=batch.token_ids.device)
-    return states.index_select(0, place.to(batch.token_ids.device))
+    states = states.index_select(0, place.to(batch.token_ids.device))
+    return states if batch.lessons is None else torch.cat([states, *_lesson_states(model, batch.lessons)])
+
+
+def _lesson_states(model: nn.Module, lessons: Lessons) -> list[torch.Tensor]:
+    """One plain pass for each lesson, after the path above its graft."""
+    rows = []
+    for path, length in zip(lessons.paths, lessons.lengths, strict=True):
+        ids = torch.tensor([path], device=lessons.packed.device)
+        rows.append(decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -length - 1 : -1])
+    return rows
 
 
 @torch.no_grad()
@@ -119,7 +133,7 @@ def _probe_plan(ids: torch.Tensor, positions: torch.Tensor) -> tuple[PackedPlan,
     empty = torch.zeros(0, dtype=torch.long)
     tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))
     fields: dict[str, Any] = dict.fromkeys(
-        ("sampled", "sources", "temperatures", "sampling_logprobs", "tokens", "trajectories", "carries_loss"), empty
+        ("sampled", "sources", "temperatures", "sampling_logprobs", "tokens", "trajectories", "carries_loss", "advantages"), empty
     )
     batch = TreeBatch(token_ids=ids, position_ids=positions, trees=(tree,), paths=(), step_offsets=(), **fields)
     return PackedPlan(batch), positions

@@ -7,9 +7,8 @@ with a chosen frequency (propensity without touching skill).
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 from treegraft.config import WarmupSettings
 from treegraft.errors import DataError
 from treegraft.interfaces import Format, Span, TaskSource
+from treegraft.keyed import keyed_int, keyed_unit
 from treegraft.learn.learner import Learner
 from treegraft.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
 from treegraft.types import (
@@ -90,11 +90,20 @@ class Demonstrations:
 
     def _demonstration(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
         frac = self._settings.decision_frac
-        if frac == 0.0:
-            return demonstration_tree(self._format, task, steps)
-        if keyed_unit(self._seed, "kind", *key) >= frac:
-            return demonstration_tree(self._format, task, steps, masks_decisions=True)
-        return demonstration_tree(self._format, task, self._shortened(task, steps, key))
+        masks_decisions = False
+        if frac > 0.0:
+            masks_decisions = keyed_unit(self._seed, "kind", *key) >= frac
+            steps = steps if masks_decisions else self._shortened(task, steps, key)
+        grafts = self._grafts(len(steps), key)
+        return demonstration_tree(self._format, task, steps, masks_decisions=masks_decisions, grafts=grafts)
+
+    def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
+        """Which steps are shown as retrieved: coins, never the first or last step and never two in a row."""
+        chosen: set[int] = set()
+        for index in range(1, num_steps - 1):
+            if index - 1 not in chosen and keyed_unit(self._seed, "graft", *key, index) < self._settings.graft_prob:
+                chosen.add(index)
+        return frozenset(chosen)
 
     def _shortened(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> tuple[StepContent, ...]:
         """The demonstration cut where a keyed coin says to answer too early."""
@@ -107,28 +116,30 @@ class Demonstrations:
         return steps
 
 
-def keyed_int(*key: int | str) -> int:
-    """Returns a 31-bit integer that depends on the key alone."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=4).digest(), "little") >> 1
-
-
-def keyed_unit(*key: int | str) -> float:
-    """Returns a number in 0..1 that depends on the key alone."""
-    return keyed_int(*key) / 2**31
-
-
-def demonstration_tree(format: Format, task: Task, steps: Sequence[StepContent], *, masks_decisions: bool = False) -> Tree:
+def demonstration_tree(
+    format: Format,
+    task: Task,
+    steps: Sequence[StepContent],
+    *,
+    masks_decisions: bool = False,
+    grafts: Collection[int] = frozenset(),
+) -> Tree:
     """Returns a tree of one path with loss on the agent's own tokens.
 
     Args:
         masks_decisions: leave out, in each step after a result, the token in which going on and answering differ.
+        grafts: indices of steps that are shown as retrieved, without loss.
     """
     prompt = format.prompt_ids(task)
     made = [_plain_step(ROOT_ID, None, 0, [(prompt, Origin.PROMPT)], None)]
-    for depth, content in enumerate(steps, start=1):
-        masked = _decision_token(format, steps, depth - 1) if masks_decisions and depth > 1 else None
+    for index, content in enumerate(steps):
         parent = made[-1].id
-        made.append(_plain_step(f"{parent}.0", parent, depth, list(format.render_step(content)), masked, content))
+        if index in grafts:
+            spans, masked = [(format.render_graft([content]), Origin.RETRIEVED)], None
+        else:
+            spans = list(format.render_step(content))
+            masked = _decision_token(format, steps, index) if masks_decisions and index else None
+        made.append(_plain_step(f"{parent}.0", parent, index + 1, spans, masked, content))
     leaf = Leaf(step_id=made[-1].id, status=Status.COMPLETED, weight=1.0, answer=steps[-1].answer)
     return Tree(task=task, group_id=f"warmup/{task.id}", steps=tuple(made), leaves=(leaf,))
 

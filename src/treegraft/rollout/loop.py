@@ -1,6 +1,7 @@
 """Growing trees: the only place that starts asyncio tasks, owns deadlines, and turns failures into data.
 
-All leaves of all trees run at once. A slow tool holds up its own trajectory, nothing else; no tree waits for another.
+All leaves of all trees run at once. A slow tool holds up its own trajectory, and at most the branch decisions of its own tree; no
+tree waits for another.
 """
 
 from __future__ import annotations
@@ -10,13 +11,26 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from treegraft.errors import EngineError
-from treegraft.explore.budget import Budget
-from treegraft.interfaces import Engine, Explorer, Format, NoiseKey, TreeScorer
+from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.explore.proposals import Graft, PathView
+from treegraft.interfaces import Engine, Explorer, Format, NoiseKey, Retrieved, Retriever, TreeScorer
 from treegraft.rollout.tree import OpenPath, OpenTree, result_of
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Completion, Sampling, Status, StopReason, Task, Tree
+from treegraft.types import (
+    Cause,
+    Completion,
+    GraftCause,
+    Origin,
+    Sampling,
+    Status,
+    StepContent,
+    StopReason,
+    Task,
+    Tree,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,14 +72,23 @@ class Grower:
     """Grows trees of tasks with one engine, format, toolbox and explorer."""
 
     def __init__(
-        self, engine: Engine, format: Format, toolbox: Toolbox, explorer: Explorer, limits: Limits, scorer: TreeScorer
+        self,
+        engine: Engine,
+        format: Format,
+        toolbox: Toolbox,
+        explorer: Explorer,
+        limits: Limits,
+        scorer: TreeScorer,
+        *,
+        retriever: Retriever | None = None,
+        allocate: Callable[[Budget], Allocation] = Rounds,
     ) -> None:
-        self._engine = engine
-        self._format = format
-        self._toolbox = toolbox
-        self._explorer = explorer
-        self._limits = limits
-        self._scorer = scorer
+        """Args:
+        retriever: where grafts come from; None, as in evaluation, grafts nothing.
+        allocate: makes what grants a tree's branches.
+        """
+        self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
+        self.limits, self.scorer, self.retriever, self.allocate = limits, scorer, retriever, allocate
         self.watch = Watch()
 
     async def grow_all(
@@ -115,68 +138,168 @@ class Grower:
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        prompt_ids = self._format.prompt_ids(task)
-        budget = Budget(self._limits.num_leaves)
+        prompt_ids = self.format.prompt_ids(task)
+        budget = Budget(self.limits.num_leaves)
         tree = OpenTree(task, group_id, prompt_ids, budget)
-        key = (*noise_key, task.id)
-        wanted = self._explorer.starts(budget.max_leaves)
-        while granted := budget.grant(wanted):
-            async with asyncio.TaskGroup() as group:
-                for _ in range(granted):
-                    path = tree.open_path()
-                    group.create_task(self._grow_path(tree, path, tree.next_id(path.parent), key))
-            wanted = self._explorer.fill(tree.close(), budget.max_leaves)
-        self._engine.forget(prompt_ids)
+        growth = _Growth(self, tree, (*noise_key, task.id))
+        proposal = self.explorer.starts(budget.max_leaves)
+        while granted := budget.grant(proposal):
+            await growth.run_starts(granted)
+            proposal = self.explorer.fill(tree.close(), budget.max_leaves)
+        self.engine.forget(prompt_ids)
         with self.watch.waiting("rewards"):
-            return await self._scorer(tree.close())
+            return await self.scorer(tree.close())
 
-    async def _grow_path(self, tree: OpenTree, path: OpenPath, step_id: str, key: NoiseKey) -> None:
-        """Runs one trajectory to its end; whatever fails in it by our fault becomes a failed leaf."""
-        current = [step_id]
+
+class _Growth:
+    """One tree under way: its trajectories, and the branches that they may open."""
+
+    def __init__(self, grower: Grower, tree: OpenTree, key: NoiseKey) -> None:
+        self._g, self._tree, self._key = grower, tree, key
+        self._allocation = grower.allocate(tree.budget)
+        self._forks: dict[tuple[int, ...], OpenPath] = {}
+        """Where branches may be opened: a path that stands there, by the step's ordinals."""
+        self._num_starts = 0
+        self._group: asyncio.TaskGroup
+
+    async def run_starts(self, num: int) -> None:
+        """Runs so many first-level rollouts, and all that branches off them, to their ends."""
+        async with asyncio.TaskGroup() as self._group:
+            for _ in range(num):
+                path = self._tree.open_path()
+                self._allocation.open_start(path, self._num_starts)
+                self._num_starts += 1
+                self._launch(path, None)
+
+    def _launch(self, path: OpenPath, cause: Cause | None) -> None:
+        self._group.create_task(self._run(path, self._tree.next_id(path.parent), cause))
+
+    async def _run(self, path: OpenPath, step_id: str, cause: Cause | None) -> None:
+        """Runs one trajectory to its end; whatever fails in it by our fault becomes a failed leaf.
+
+        Args:
+            cause: why its first step is there, for a branch.
+        """
+        tree, version = self._tree, self._g.engine.policy_version
         try:
-            async with asyncio.timeout(self._limits.deadline_s):
-                while await self._grow_step(tree, path, current[0], key):
-                    current[0] = tree.next_id(path.parent)
+            async with asyncio.timeout(self._g.limits.deadline_s):
+                while True:
+                    if await self._graft(path, step_id, cause):
+                        step_id = tree.next_id(path.parent)
+                    goes_on = await self._step(path, step_id, cause)
+                    if not goes_on:
+                        break
+                    step_id, cause = tree.next_id(path.parent), None
         except TimeoutError as error:
-            reason = str(error) or f"no end within rollout.deadline_s = {self._limits.deadline_s} s"
-            tree.fail_path(path, current[0], reason, self._engine.policy_version)
+            reason = str(error) or f"no end within rollout.deadline_s = {self._g.limits.deadline_s} s"
+            tree.fail_path(path, step_id, reason, version, cause)
         except Exception as error:  # the edge of a rollout: a fault of ours, or of a user's engine, is data on its leaf
-            tree.fail_path(path, current[0], f"{type(error).__name__}: {error}", self._engine.policy_version)
+            tree.fail_path(path, step_id, f"{type(error).__name__}: {error}", version, cause)
+        self._allocation.end(path)
+        self._open_branches()
 
-    async def _grow_step(self, tree: OpenTree, path: OpenPath, step_id: str, key: NoiseKey) -> bool:
-        """Appends one step; returns whether the trajectory goes on."""
-        limits = self._limits
+    # ------------------------------------------------------------------ grafts
+
+    async def _graft(self, path: OpenPath, step_id: str, cause: Cause | None) -> bool:
+        """Attaches a step of another agent where the explorer wants one; returns whether it did.
+
+        Never before a first step, after a graft, or as the first step of a branch, which is sampled by definition.
+        """
+        if self._g.retriever is None or cause is not None or path.after is not Origin.POLICY:
+            return False
+        key = (*self._key, step_id)
+        steps = self._tree.steps_to(path.parent)
+        decision = self._g.explorer.before_step(PathView(steps, key))
+        if not isinstance(decision, Graft):
+            return False
+        with self._g.watch.waiting("retrieval"):
+            contents = [step.content for step in steps[1:]]
+            found = await self._g.retriever.retrieve(self._tree.task, contents, whole=decision.whole, noise_key=key)
+        return found is not None and self._attach(path, step_id, found)
+
+    def _attach(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
+        """Appends what was retrieved, unless it leaves the agent no room to go on."""
+        token_ids = self._g.format.render_graft([trace.value for trace in found.traces])
+        if not token_ids or path.num_used + len(token_ids) >= self._g.limits.max_completion_tokens:
+            return False
+        first = found.traces[0]
+        cause = GraftCause(
+            source=first.source,
+            task_id=first.task_id,
+            reward=first.reward,
+            similarity=found.similarity,
+            content_hash=first.content_hash,
+        )
+        whole = [trace.value for trace in found.traces]
+        content = first.value if isinstance(first.value, StepContent) and len(whole) == 1 else StepContent(thought=_as_text(whole))
+        lesson = self._lesson(content if len(whole) == 1 else None)
+        self._tree.add_graft(step_id, path, token_ids, content, cause, lesson, self._g.limits.temperature)
+        return True
+
+    def _lesson(self, content: StepContent | None) -> tuple[int, ...]:
+        """The step as the policy would have written it; empty where it could not have."""
+        if content is None or not (content.calls or content.answer is not None):
+            return ()
+        try:
+            spans = self._g.format.render_step(content)
+        except ValueError:
+            return ()
+        return tuple(token for ids, origin in spans if origin is Origin.POLICY for token in ids)
+
+    # ------------------------------------------------------------------ sampled steps
+
+    async def _step(self, path: OpenPath, step_id: str, cause: Cause | None) -> bool:
+        """Appends one sampled step; returns whether the trajectory goes on."""
+        limits, tree, format = self._g.limits, self._tree, self._g.format
         room = limits.max_completion_tokens - path.num_used
-        sampling = Sampling(max_new_tokens=room, temperature=limits.temperature, stop=self._format.stop, final=self._format.final)
-        with self.watch.waiting("engine"):
-            completion = await self._engine.complete(
-                path.prefix_ids, sampling, noise_key=(*key, step_id), num_shared=path.num_prompt
-            )
-        parsed = self._format.parse_step(completion.token_ids)
+        completion = await self._complete(path, step_id, room, can_propose=cause is None)
+        parsed = format.parse_step(completion.token_ids)
         content = parsed.content
+        add = partial(tree.add_step, step_id, path, completion, limits.temperature, cause=cause)
         status, reason = self._end_of(parsed.violation, content.answer, bool(content.calls), completion, path)
         if status is not None:
             violation = parsed.violation
             if status is Status.FORMAT_VIOLATION and violation is None:
                 violation = "ended without a tool call or an answer"
-            tree.add_step(step_id, path, completion, limits.temperature, content, stop_reason=reason, violation=violation)
+            add(content, stop_reason=reason, violation=violation)
             tree.end_path(path, status, content.answer if status is Status.COMPLETED else None)
             return False
         observations = []
         for call in content.calls:
-            with self.watch.waiting(f"tool {call.name}"):
-                observations.append(await self._toolbox.call(call, tree.task))
+            with self._g.watch.waiting(f"tool {call.name}"):
+                observations.append(await self._g.toolbox.call(call, tree.task))
         path.num_tool_calls += len(observations)
         tree.budget.spend(num_tool_calls=len(observations))
         content = result_of(content, observations)
-        shown = self._format.observation_ids(observations)
+        shown = format.observation_ids(observations)
         if len(shown) + len(completion.token_ids) >= room:
             # The result does not fit, so the agent never sees it and it is no part of the path.
-            tree.add_step(step_id, path, completion, limits.temperature, content, stop_reason=StopReason.LENGTH)
+            add(content, stop_reason=StopReason.LENGTH)
             tree.end_path(path, Status.TRUNCATED)
             return False
-        tree.add_step(step_id, path, completion, limits.temperature, content, observation_ids=shown)
+        add(content, observation_ids=shown)
         return True
+
+    async def _complete(self, path: OpenPath, step_id: str, room: int, *, can_propose: bool) -> Completion:
+        """Samples a step, and lets the path propose branches beside it once its first tokens are known."""
+        limits, format = self._g.limits, self._g.format
+        sampling = Sampling(max_new_tokens=room, temperature=limits.temperature, stop=format.stop, final=format.final)
+        num_probed = self._g.explorer.probe_tokens if can_propose and path.num_sampled else None
+        propose = None if num_probed is None else _Once(partial(self._propose, path, path.copy(), step_id))
+        if propose is not None and (num_probed == 0 or path.after is Origin.RETRIEVED):
+            propose(())
+        with self._g.watch.waiting("engine"):
+            completion = await self._g.engine.complete(
+                path.prefix_ids,
+                sampling,
+                noise_key=(*self._key, step_id),
+                num_shared=path.num_prompt,
+                probe_tokens=num_probed or None,
+                on_probe=propose.early if propose is not None and num_probed else None,
+            )
+        if propose is not None:
+            propose(completion.entropies[:num_probed])
+        return completion
 
     def _end_of(
         self, violation: str | None, answer: str | None, has_call: bool, completion: Completion, path: OpenPath
@@ -188,8 +311,67 @@ class Grower:
             return Status.COMPLETED, None
         if not has_call:
             return (Status.TRUNCATED if completion.finish is StopReason.LENGTH else Status.FORMAT_VIOLATION), None
-        if path.num_tool_calls >= self._limits.max_tool_calls:
+        if path.num_tool_calls >= self._g.limits.max_tool_calls:
             return Status.TRUNCATED, StopReason.TOOL_CALLS
-        if path.num_steps + 1 >= self._limits.max_agent_steps:
+        if path.num_sampled + 1 >= self._g.limits.max_agent_steps:
             return Status.TRUNCATED, StopReason.AGENT_STEPS
         return None, None
+
+    # ------------------------------------------------------------------ branches
+
+    def _propose(self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]) -> None:
+        """Asks the explorer for branches beside the step under way; a path that stands after a graft has none to offer."""
+        branch = None
+        steps = self._tree.steps_to(fork.parent)
+        if fork.after is Origin.POLICY:
+            branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
+        if branch is not None:
+            self._forks[steps[-1].ordinals] = fork
+        self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, branch)
+        self._open_branches()
+
+    def _open_branches(self) -> None:
+        while grants := self._allocation.advance():
+            for grant in grants:
+                for _ in range(grant.num):
+                    path = self._forks[grant.place].copy()
+                    self._allocation.open_branch(path, grant)
+                    self._launch(path, grant.cause)
+
+
+class _Once:
+    """Passes on one probe: a step is probed while it is sampled or, if short, when it is done.
+
+    What fails early, in a callback where nobody would catch it, is raised by the call that comes with the completion.
+    """
+
+    def __init__(self, function: Callable[[Sequence[float]], None]) -> None:
+        self._function: Callable[[Sequence[float]], None] | None = function
+        self._error: Exception | None = None
+
+    def early(self, probe: Sequence[float]) -> None:
+        """Passes the probe on and keeps what fails."""
+        try:
+            self(probe)
+        except Exception as error:  # raised later, on the leaf's own task
+            self._error = error
+
+    def __call__(self, probe: Sequence[float]) -> None:
+        if self._error is not None:
+            raise self._error
+        function, self._function = self._function, None
+        if function is not None:
+            function(probe)
+
+
+def _as_text(values: Sequence[str | StepContent]) -> str:
+    """What several steps say, for the record."""
+    lines: list[str] = []
+    for value in values:
+        if isinstance(value, str):
+            lines.append(value)
+            continue
+        calls = [f"{call.name} {call.body}" for call in value.calls]
+        seen = [observation.text for observation in value.observations]
+        lines += [text for text in (value.thought, *calls, *seen, value.answer or "") if text]
+    return "\n".join(lines)

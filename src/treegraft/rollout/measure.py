@@ -8,7 +8,7 @@ from math import comb
 
 import numpy as np
 
-from treegraft.types import BranchCause, Origin, Status, Trajectory, Tree
+from treegraft.types import BranchCause, GraftCause, Origin, Status, Trajectory, Tree
 
 
 def _share(flags: Iterable[bool]) -> float:
@@ -38,12 +38,35 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         "rollout/violation_frac": _share(path.status is Status.FORMAT_VIOLATION for path in paths),
         "rollout/failed_frac": _share(path.status is Status.FAILED for path in paths),
         "rollout/accuracy": _share(bool(path.leaf.is_correct) for path in scored),
+        "branch/num_starts": float(sum(step.depth == 1 for step in after_prompt)),
         "branch/num_branches": float(sum(isinstance(step.cause, BranchCause) for step in after_prompt)),
     }
+    metrics |= _graft_metrics(trees, paths)
     names = sorted({name for path in scored for name in path.leaf.reward_parts})
     for name in names:
         values = [path.leaf.reward_parts[name] for path in scored if name in path.leaf.reward_parts]
         metrics[f"reward/{name}"] = statistics.fmean(values)
+    return metrics
+
+
+def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
+    """The graft/* metrics; none where nothing was grafted."""
+    causes = [(tree, step.cause) for tree in trees for step in tree.steps if isinstance(step.cause, GraftCause)]
+    if not causes:
+        return {}
+    hybrid = [any(step.origin is Origin.RETRIEVED for step in path.steps) for path in paths]
+    metrics = {
+        "graft/num_grafts": float(len(causes)),
+        "graft/hybrid_frac": _share(hybrid),
+        "graft/same_task_frac": _share(cause.task_id == tree.task.id for tree, cause in causes),
+        "graft/similarity_mean": statistics.fmean(cause.similarity for _, cause in causes),
+        "graft/source_reward_mean": statistics.fmean(cause.reward for _, cause in causes),
+    }
+    for name, wanted in (("graft/reward_hybrid", True), ("graft/reward_on_policy", False)):
+        rewards = [path.reward for path, is_hybrid in zip(paths, hybrid, strict=True) if is_hybrid is wanted]
+        scored = [reward for reward in rewards if reward is not None]
+        if scored:
+            metrics[name] = statistics.fmean(scored)
     return metrics
 
 

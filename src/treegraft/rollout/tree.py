@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from treegraft.explore.budget import Budget
 from treegraft.types import (
@@ -11,6 +11,7 @@ from treegraft.types import (
     Cause,
     Completion,
     ContinuationCause,
+    GraftCause,
     Leaf,
     Observation,
     Origin,
@@ -34,12 +35,22 @@ class OpenPath:
     """Everything the engine is given next."""
     num_prompt: int
     num_steps: int = 0
+    """Steps on it, grafts included."""
+    num_sampled: int = 0
+    """Steps that the policy sampled."""
     num_tool_calls: int = 0
+    """Calls that were run for it."""
+    after: Origin = Origin.PROMPT
+    """Who wrote its last step."""
 
     @property
     def num_used(self) -> int:
         """Tokens after the prompt."""
         return len(self.prefix_ids) - self.num_prompt
+
+    def copy(self) -> OpenPath:
+        """Returns a path that stands where this one does and goes its own way."""
+        return replace(self, prefix_ids=list(self.prefix_ids))
 
 
 @dataclass(eq=False)
@@ -67,6 +78,11 @@ class OpenTree:
             entropies=(0.0,) * count,
             content=StepContent(thought=self.task.question),
         )
+
+    def steps_to(self, step_id: str) -> tuple[Step, ...]:
+        """Returns the steps from the root to `step_id`."""
+        parts = step_id.split(".")
+        return tuple(self._steps[".".join(parts[: n + 1])] for n in range(len(parts)))
 
     def open_path(self) -> OpenPath:
         """Returns a path that starts at the root."""
@@ -114,13 +130,50 @@ class OpenTree:
         path.prefix_ids.extend(completion.token_ids)
         path.prefix_ids.extend(observation_ids)
         path.num_steps += 1
+        path.num_sampled += 1
+        path.after = Origin.POLICY
         self.budget.spend(num_sampled_tokens=sampled)
+
+    def add_graft(
+        self,
+        step_id: str,
+        path: OpenPath,
+        token_ids: tuple[int, ...],
+        content: StepContent,
+        cause: GraftCause,
+        lesson_ids: tuple[int, ...],
+        temperature: float,
+    ) -> None:
+        """Appends a step of another agent and moves the path below it.
+
+        Args:
+            temperature: at which the policy would have written it.
+        """
+        count = len(token_ids)
+        self._steps[step_id] = Step(
+            id=step_id,
+            parent=path.parent,
+            depth=path.num_steps + 1,
+            token_ids=token_ids,
+            origins=(Origin.RETRIEVED,) * count,
+            loss_mask=(False,) * count,
+            sampling_logprobs=(0.0,) * count,
+            entropies=(0.0,) * count,
+            temperature=temperature,
+            content=content,
+            cause=cause,
+            lesson_ids=lesson_ids,
+        )
+        path.parent = step_id
+        path.prefix_ids.extend(token_ids)
+        path.num_steps += 1
+        path.after = Origin.RETRIEVED
 
     def end_path(self, path: OpenPath, status: Status, answer: str | None = None) -> None:
         """Makes the path's last step a leaf."""
         self._leaves[path.parent] = Leaf(step_id=path.parent, status=status, answer=answer)
 
-    def fail_path(self, path: OpenPath, step_id: str, error: str, policy_version: int) -> None:
+    def fail_path(self, path: OpenPath, step_id: str, error: str, policy_version: int, cause: Cause | None = None) -> None:
         """Ends a path by our own fault, with an empty step that says where."""
         self._steps[step_id] = Step(
             id=step_id,
@@ -133,7 +186,7 @@ class OpenTree:
             entropies=(),
             stop_reason=StopReason.ERROR,
             policy_version=policy_version,
-            cause=StartCause() if path.parent == ROOT_ID else ContinuationCause(),
+            cause=cause or (StartCause() if path.parent == ROOT_ID else ContinuationCause()),
         )
         self._leaves[step_id] = Leaf(step_id=step_id, status=Status.FAILED, has_loss=False, error=error)
 

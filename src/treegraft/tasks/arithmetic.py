@@ -18,7 +18,7 @@ from typing import Any
 from treegraft.config import ReasoningGymSettings
 from treegraft.errors import SettingError, nearest
 from treegraft.interfaces import Tool
-from treegraft.tasks.keyed import keyed_choice, keyed_int
+from treegraft.keyed import keyed_choice, keyed_int
 from treegraft.tasks.scoring import math_equal
 from treegraft.types import Observation, StepContent, Task, ToolCall
 

@@ -7,6 +7,9 @@
 
 A fact is a keyed hash of (world, entity, relation), so a world is one number and needs no table. The training questions
 share one world; every held-out and every warm-up question has a world of its own, so nothing can be learned by heart.
+
+With words = true the very same world speaks English (`treegraft.tasks.search_words`), and its expert has thoughts. With
+detour_prob and error_prob the expert is imperfect in the training questions (`SearchWorld.expert`).
 """
 
 from __future__ import annotations
@@ -17,14 +20,13 @@ from functools import cached_property
 from typing import Final
 
 from treegraft.config import SearchWorldSettings
-from treegraft.errors import SettingError, ToolError
+from treegraft.errors import SettingError
 from treegraft.interfaces import Capability, Tool
-from treegraft.tasks.keyed import keyed_choice, keyed_int
+from treegraft.keyed import keyed_choice, keyed_int, keyed_unit
+from treegraft.tasks.search_words import NAMES, RELATIONS, Wording, wording
 from treegraft.types import Observation, StepContent, Task, ToolCall
 
 MAX_HOPS = 5
-UNKNOWN = "unknown"
-"""The whole text of an error: a word-level tokenizer knows no other words."""
 
 _LANES: Final = ("train", "eval", "warmup")
 """A world's number modulo 4 is its lane, so worlds of different purposes are never the same."""
@@ -39,50 +41,54 @@ class World:
     seed: int
     num_entities: int
     num_relations: int
+    words: bool = False
+    """Whether it speaks English; the facts are the same."""
+
+    @property
+    def wording(self) -> Wording:
+        """How it speaks."""
+        return wording(self.num_entities, self.num_relations, words=self.words)
 
     def look_up(self, entity: str, relation: str) -> str:
-        """Returns the entity that the relation leads to."""
-        return f"e{keyed_int('fact', self.seed, entity, relation) % self.num_entities}"
+        """Returns the entity that the relation leads to. Raises ValueError for one that the world does not have."""
+        key = (f"e{self.entities.index(entity)}", f"r{self.relations.index(relation)}")
+        return self.entities[keyed_int("fact", self.seed, *key) % self.num_entities]
 
     def fact(self, entity: str, relation: str) -> str:
         """Returns the fact as the search tool writes it."""
-        return f"{relation} of {entity} is {self.look_up(entity, relation)}"
+        return self.wording.fact(entity, relation, self.look_up(entity, relation))
 
     @property
     def entities(self) -> tuple[str, ...]:
         """Every entity's word."""
-        return tuple(f"e{number}" for number in range(self.num_entities))
+        return self.wording.entities
 
     @property
     def relations(self) -> tuple[str, ...]:
         """Every relation's word."""
-        return tuple(f"r{number}" for number in range(self.num_relations))
+        return self.wording.relations
 
 
 class WorldSearch:
     """The tool of the world: one fact per call."""
 
     name = "search"
-    description = 'Looks up one fact. Write an entity and a relation, e.g. "e9 r2".'
     capability = Capability.STATELESS
     cacheable = False  # the same words mean different facts in different worlds, and hashing is cheaper than a cache
 
     def __init__(self, settings: SearchWorldSettings, default_world: int) -> None:
         self._settings = settings
         self._default_world = default_world
+        self.description = _world(settings, default_world).wording.description
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns the fact in the task's world, for a task of another source in the training world.
 
         Raises:
-            ToolError: the body is not one known entity and one known relation, in this order.
+            ToolError: the body is not one known entity and one known relation.
         """
-        seed = task.columns.get("world", self._default_world)
-        world = World(seed, self._settings.num_entities, self._settings.num_relations)
-        words = body.split()
-        if len(words) != 2 or words[0] not in world.entities or words[1] not in world.relations:
-            raise ToolError(UNKNOWN)
-        return world.fact(*words)
+        world = _world(self._settings, task.columns.get("world", self._default_world))
+        return world.fact(*world.wording.read_query(body))
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -92,11 +98,14 @@ class SearchWorld:
     """Questions of one to five hops, in equal shares by length."""
 
     def __init__(self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int) -> None:
-        """Raises SettingError for lengths outside 1..5 or that the world has too few relations for."""
+        """Raises SettingError for lengths outside 1..5, or for more entities or relations than English has words."""
         if not settings.hops or not all(1 <= hops <= MAX_HOPS for hops in settings.hops):
             raise SettingError(
                 f"tasks.search_world.hops is {settings.hops}; expected one or more question lengths, each 1..{MAX_HOPS}"
             )
+        if settings.words:
+            _check_words("num_entities", settings.num_entities, len(NAMES))
+            _check_words("num_relations", settings.num_relations, len(RELATIONS))
         self._settings = settings
         self._seed = seed
         self._num_train = num_train
@@ -116,26 +125,47 @@ class SearchWorld:
         return (WorldSearch(self._settings, self._train_world.seed),)
 
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...]:
-        """Returns one search per hop and the answer; there is one way to do it, whatever the seed.
+        """Returns one search per hop and the answer: the one way to do it, unless the settings make the expert imperfect.
+
+        Then the trace is a function of (task, seed), and with p = detour_prob and q = error_prob, drawn independently:
+
+        * before each right search comes a useless one with probability p: with p/2 another entity and any relation, with
+          p/2 the right entity and another relation, which the right search then corrects. So h hops take h (1 + p) calls
+          on average, 2 h at most;
+        * the answer is wrong with probability q: with q/2 an entity met on the way (asked about or found), with q/2 any,
+          in both cases not the right one, else evenly spread.
+
+        Only training questions, which a buffer is made of, are solved with faults: the warm-up still teaches the skill, and
+        its skill is still measured on held-out questions against faultless traces.
 
         Raises:
             SettingError: the task is not a question of a search world.
         """
         relations, entity, world = self._read(task)
+        is_fallible = world.seed % 4 == _LANES.index("train")
         steps: list[StepContent] = []
-        for relation in relations:
-            call = ToolCall("search", f"{entity} {relation}")
-            steps.append(StepContent(calls=(call,), observations=(Observation(text=world.fact(entity, relation)),)))
+        met = [entity]
+        for hop, relation in enumerate(relations):
+            key = ("expert", world.seed, task.id, seed, hop)
+            searches = [(entity, relation)]
+            if is_fallible and keyed_unit(*key, "detour") < self._settings.detour_prob:
+                searches.insert(0, _useless_search(world, entity, relation, key))
+            for search in searches:
+                steps.append(_search_step(world, *search, is_last=hop == len(relations) - 1))
+                met += [search[0], world.look_up(*search)]
             entity = world.look_up(entity, relation)
-        return (*steps, StepContent(answer=entity))
+        key = ("expert", world.seed, task.id, seed, len(relations))
+        if is_fallible and keyed_unit(*key, "error") < self._settings.error_prob:
+            entity = _wrong_answer(world, met, entity, key)
+        return (*steps, StepContent(thought=world.wording.last_thought, answer=entity))
 
     def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
         """Returns the last entity that a search found; None before the first."""
         for step in reversed(steps):
             for observation in reversed(step.observations):
-                words = observation.text.split()
-                if not observation.is_error and len(words) == 5 and words[3] == "is":
-                    return words[4]
+                found = None if observation.is_error else self._train_world.wording.read_fact(observation.text)
+                if found is not None:
+                    return found
         return None
 
     def warmup_tasks(self, num: int, seed: int, hops: Sequence[int] | None = None) -> Sequence[Task]:
@@ -151,8 +181,8 @@ class SearchWorld:
         )
 
     def vocabulary(self) -> Sequence[str]:
-        """Returns every word of questions, results, errors and answers."""
-        return (*self._train_world.relations, *self._train_world.entities, "of", "?", "is", UNKNOWN)
+        """Returns every word of questions, results, errors and answers; none where the world speaks English."""
+        return self._train_world.wording.vocabulary()
 
     def report(self) -> Sequence[str]:
         """Returns a sentence where the training world has too few different questions."""
@@ -184,14 +214,14 @@ class SearchWorld:
         # Under 2^53, so that the number survives any JSON reader.
         high = keyed_int("world", self._seed, seed, purpose, number) >> 14
         lane = _LANES.index(purpose)
-        return World(high * 4 + lane, self._settings.num_entities, self._settings.num_relations)
+        return _world(self._settings, high * 4 + lane)
 
     def _task(self, purpose: str, number: int, world: World, hops: int, seen: set[str]) -> Task:
         """Returns a question with distinct entities on its way, and not one of `seen` while there are others."""
         for draw in range(_MAX_DRAWS):
             key = ("question", world.seed, purpose, number, draw)
             path, relations = _draw_path(world, hops, key)
-            question = " of ".join([*reversed(relations), path[0]]) + " ?"
+            question = world.wording.question(relations, path[0])
             if len(set(path)) == len(path) and (question not in seen or draw >= _MAX_REPEATS):
                 seen.add(question)
                 return Task(
@@ -207,12 +237,50 @@ class SearchWorld:
         )
 
     def _read(self, task: Task) -> tuple[list[str], str, World]:
-        *relations, entity = task.question.removesuffix("?").strip().split(" of ")
-        seed = task.columns.get("world", self._train_world.seed)
-        world = World(seed, self._settings.num_entities, self._settings.num_relations)
-        if not relations or entity not in world.entities or not set(relations) <= set(world.relations):
-            raise SettingError(f"task '{task.id}': '{task.question:.80}' is not a question such as 'r5 of r2 of e9 ?'")
-        return relations[::-1], entity, world
+        world = _world(self._settings, task.columns.get("world", self._train_world.seed))
+        found = world.wording.read_question(task.question)
+        if found is None:
+            raise SettingError(
+                f"task '{task.id}': '{task.question:.80}' is not a question of this search world, such as "
+                f"'{world.wording.example}'; name the source that made it, or leave it out"
+            )
+        return *found, world
+
+
+def _world(settings: SearchWorldSettings, seed: int) -> World:
+    return World(seed, settings.num_entities, settings.num_relations, settings.words)
+
+
+def _check_words(name: str, num: int, limit: int) -> None:
+    if num > limit:
+        raise SettingError(
+            f"tasks.search_world.{name} is {num}; expected at most {limit} with tasks.search_world.words = true, which has "
+            "no more English words. Lower it, or set words = false"
+        )
+
+
+def _search_step(world: World, entity: str, relation: str, *, is_last: bool) -> StepContent:
+    """Returns the search with its result; `is_last`: none has to follow it."""
+    return StepContent(
+        thought=world.wording.thought(entity, relation, is_last=is_last),
+        calls=(ToolCall("search", world.wording.query(entity, relation)),),
+        observations=(Observation(text=world.fact(entity, relation)),),
+    )
+
+
+def _useless_search(world: World, entity: str, relation: str, key: tuple[int | str, ...]) -> tuple[str, str]:
+    """Returns another entity and any relation, or as often the right entity and another relation."""
+    if keyed_unit(*key, "kind") < 0.5:
+        others = [other for other in world.entities if other != entity]
+        return keyed_choice(others, *key, "entity"), keyed_choice(world.relations, *key, "relation")
+    return entity, keyed_choice([other for other in world.relations if other != relation], *key, "relation")
+
+
+def _wrong_answer(world: World, met: Sequence[str], right: str, key: tuple[int | str, ...]) -> str:
+    """Returns an entity that was met, or as often any; never the right one."""
+    is_met = keyed_unit(*key, "kind") < 0.5
+    others = [entity for entity in (dict.fromkeys(met) if is_met else world.entities) if entity != right]
+    return keyed_choice(others, *key, "entity")
 
 
 def _draw_path(world: World, hops: int, key: tuple[int | str, ...]) -> tuple[list[str], list[str]]:

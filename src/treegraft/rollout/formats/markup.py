@@ -101,8 +101,12 @@ def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], 
     return low
 
 
-def system_prompt_for(tools: Sequence[Tool], require_think: bool, require_boxed: bool) -> str:
-    """Returns a system prompt that explains the tags, from the tools that are on."""
+def system_prompt_for(tools: Sequence[Tool], require_think: bool, require_boxed: bool, *, mentions_retrieval: bool = False) -> str:
+    """Returns a system prompt that explains the tags, from the tools that are on.
+
+    Args:
+        mentions_retrieval: say that context may come in retrieve tags (RAPO, arXiv 2603.03078).
+    """
     answer = "\\boxed{...}" if require_boxed else "..."
     lines = ["Answer the user's question."]
     if require_think:
@@ -117,4 +121,6 @@ def system_prompt_for(tools: Sequence[Tool], require_think: bool, require_boxed:
         lines.append(f"{'Then write' if require_think else 'Write'} the answer and stop: <answer>{answer}</answer>.")
     if require_boxed:
         lines.append("The braces hold the bare answer, nothing else.")
+    if mentions_retrieval:
+        lines.append("Extra context, a step of another agent, may come in <retrieve>...</retrieve>; never write that yourself.")
     return "\n".join(lines)

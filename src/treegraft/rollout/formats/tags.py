@@ -3,6 +3,7 @@
     <think> ... </think> <search> ... </search>      what the agent writes in one step: a thought and one call, or
     <think> ... </think> <answer>\\boxed{...}</answer>  a thought and the answer, ended by an end-of-sequence token
     <result> ... </result>                           what comes back after a call; never written by the agent
+    <retrieve> ... </retrieve>                       steps of another agent, shown in the same tags; never written by the agent
 
 Parsing takes one step at a time, the agent's own tokens only; text from elsewhere is encoded so that it holds no tag of
 ours and no special token.
@@ -11,8 +12,8 @@ ours and no special token.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from treegraft.errors import DataError, SettingError
 from treegraft.interfaces import Span, Tokenizer, Tool
@@ -22,6 +23,9 @@ from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
 THINK, RESULT, RETRIEVE, ANSWER = "think", "result", "retrieve", "answer"
 NOT_THE_AGENTS = (RESULT, RETRIEVE)
 """Tags that the agent must not write."""
+_ANY_OPENING = re.compile(r"<([a-z_]+)>")
+_NEXT_RESULT = re.compile(rf"\s*<{RESULT}>(.*?)</{RESULT}>", re.DOTALL)
+_RESULT_TEXT = re.compile(rf"<{RESULT}>(.*?)</{RESULT}>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class TagsFormat:
         require_boxed: bool = True,
         max_context: int | None = None,
         end_ids: Sequence[int] | None = None,
+        mentions_retrieval: bool = False,
     ) -> None:
         """Args:
         system_prompt: None composes one from the tools; "" sends none.
@@ -75,6 +80,7 @@ class TagsFormat:
         require_boxed: an answer without \\boxed{} is a violation.
         max_context: longest prompt, in tokens; None for no limit.
         end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence token.
+        mentions_retrieval: the composed system prompt says that context may come in retrieve tags; for runs with grafts.
 
         Raises `SettingError` for a tool whose name is no tag or one of the format's own.
         """
@@ -96,7 +102,9 @@ class TagsFormat:
         self._forged = re.compile(rf"<(?=(?:/\s*)?(?:{names})\s*>)", re.IGNORECASE)
         markup = [f"<{slash}{name}>" for name in self._names for slash in ("", "/")]
         self._specials = Specials(tokenizer, markup, self._end_ids)
-        self._system_prompt = system_prompt_for(tools, require_think, require_boxed) if system_prompt is None else system_prompt
+        if system_prompt is None:
+            system_prompt = system_prompt_for(tools, require_think, require_boxed, mentions_retrieval=mentions_retrieval)
+        self._system_prompt = system_prompt
         self.stop: tuple[str, ...] = tuple(f"</{name}>" for name in self._tool_names)
         self.final: tuple[str, ...] = (f"</{ANSWER}>",)
 
@@ -153,14 +161,43 @@ class TagsFormat:
                 raise _Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
         if any(token in self._specials.ids for token in ids):
             raise _Violation("a special token inside the step")
+        if reading.name is None and has_ended:
+            raise _Violation("ended without a tool call or an answer")
+        return self._said(reading)
+
+    def _said(self, reading: _Reading) -> StepContent:
         thought = reading.thought or ""
         if reading.name is None:
-            if has_ended:
-                raise _Violation("ended without a tool call or an answer")
             return StepContent(thought=thought)
         if reading.name == ANSWER:
             return StepContent(thought=thought, answer=self._answer(reading.body))
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
+
+    def parse_text(self, text: str) -> ParsedStep:
+        """Returns what one step says that comes as text, from a server or a file; by the rules of `parse_step`.
+
+        A call may be followed by its results in their tags, which no sampled step may.
+        """
+        for token in self._end_ids:
+            text = text.rstrip().removesuffix(self._decode([token]))
+        reading = _Reading()
+        try:
+            self._read(text, reading)
+            if self._specials.broken(text) != text:
+                raise _Violation("a special token inside the step")
+            content = self._said(reading)
+            rest = text[reading.end :].strip() if reading.name is not None else ""
+            if _RESULT_TEXT.sub("", rest).strip() if content.calls else rest:
+                raise _Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
+        except _Violation as violation:
+            return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
+        shown = tuple(Observation(text=found.strip()) for found in _RESULT_TEXT.findall(rest))
+        return ParsedStep(replace(content, observations=shown), None)
+
+    def read_text(self, text: str) -> StepContent | None:
+        """Returns what one whole step written in our tags says, results included; None where it is not one."""
+        parsed = self.parse_text(text)
+        return parsed.content if parsed.is_complete else None
 
     def _read(self, text: str, reading: _Reading) -> None:
         """Fills in `reading` up to the end of the step's action; leaves its name None where the text ends before."""
@@ -219,10 +256,44 @@ class TagsFormat:
         """Returns the results as tokens, each between result tags. Never raises: what cannot be encoded is replaced."""
         ids: list[int] = []
         for observation in observations:
-            ids += self._tokenizer.encode(f"\n<{RESULT}>\n", add_special_tokens=False)
+            ids += self._markup_ids(f"\n<{RESULT}>\n")
             ids += self._foreign_ids(observation.text)
-            ids += self._tokenizer.encode(f"\n</{RESULT}>\n", add_special_tokens=False)
+            ids += self._markup_ids(f"\n</{RESULT}>\n")
         return tuple(ids)
+
+    def render_graft(self, values: Sequence[str | StepContent]) -> tuple[int, ...]:
+        """Returns another agent's steps as tokens, between retrieve tags. Never raises, as `observation_ids` does not.
+
+        Their thoughts, calls, results and answers stand in our tags; all texts are foreign, and none can forge a tag, the end
+        of the retrieved or an end token. A value of plain text stands there as it is.
+        """
+        ids = self._markup_ids(f"\n<{RETRIEVE}>\n")
+        for number, value in enumerate(values):
+            ids += self._markup_ids("\n") if number else []
+            ids += self._foreign_ids(value) if isinstance(value, str) else self._graft_ids(value)
+        return (*ids, *self._markup_ids(f"\n</{RETRIEVE}>\n"))
+
+    def _graft_ids(self, content: StepContent) -> list[int]:
+        ids: list[int] = []
+        if content.thought.strip():
+            ids += [*self._tagged_ids(THINK, content.thought), *self._markup_ids("\n")]
+        for call in content.calls:
+            if call.name in self._tool_names:
+                ids += self._tagged_ids(call.name, call.body)
+            else:
+                # A tool that this agent has not: shown, but in no tag that it could take up.
+                ids += self._foreign_ids(f"{call.name}: {call.body.strip()}")
+        ids += self.observation_ids(content.observations)
+        if content.answer is not None:
+            ids += self._markup_ids(f"<{ANSWER}>\\boxed{{")
+            ids += [*self._foreign_ids(normal_answer(content.answer)), *self._markup_ids(f"}}</{ANSWER}>")]
+        return ids
+
+    def _tagged_ids(self, name: str, text: str) -> list[int]:
+        return [*self._markup_ids(f"<{name}>\n"), *self._foreign_ids(text.strip()), *self._markup_ids(f"\n</{name}>")]
+
+    def _markup_ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def sanitized(self, text: str) -> str:
         """Returns foreign text with control characters replaced and our tags and special tokens broken by a space."""
@@ -298,3 +369,54 @@ class TagsFormat:
         if not self._require_boxed and boxed(plain) is None:
             return plain
         raise ValueError(f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance.")
+
+
+def read_trajectory(text: str) -> tuple[StepContent, ...]:
+    """Returns the steps of a trajectory that another agent wrote in tags like ours, up to its answer or its last result.
+
+    More lenient than the format itself, since nothing is scored here: any paired tag that results follow is a tool call, text
+    outside tags belongs to the thought, an answer needs no box, and what stands in retrieve tags was not that agent's.
+
+    Raises:
+        ValueError: neither a call with its result nor an answer.
+    """
+    steps: list[StepContent] = []
+    thought: list[str] = []
+    unpaired: set[str] = set()
+    position = 0
+    # Looked up once: hostile text holds many openings of results that are never closed.
+    last = text.rfind(f"</{RESULT}>")
+    for opening in _ANY_OPENING.finditer(text):
+        name = opening[1]
+        if opening.start() < position or name in unpaired:
+            continue
+        end = text.find(f"</{name}>", opening.end())
+        if end < 0:
+            unpaired.add(name)
+            continue
+        before, body = text[position : opening.start()], text[opening.end() : end].strip()
+        after = end + len(name) + 3
+        shown = [] if name in (THINK, ANSWER, *NOT_THE_AGENTS) else list(_results_at(text, after, last))
+        if name not in (THINK, ANSWER, *NOT_THE_AGENTS) and not shown:
+            continue
+        position = shown[-1].end() if shown else after
+        thought += [before, body] if name == THINK else [before]
+        if name in (THINK, *NOT_THE_AGENTS):
+            continue
+        said = "\n".join(filter(None, map(str.strip, thought)))
+        thought = []
+        if name == ANSWER:
+            found = boxed(body)
+            return (*steps, StepContent(thought=said, answer=normal_answer(body if found is None else found)))
+        results = tuple(Observation(text=result[1].strip()) for result in shown)
+        steps.append(StepContent(thought=said, calls=(ToolCall(name, body),), observations=results))
+    if not steps:
+        raise ValueError("neither a tool call with its result nor an answer in tags")
+    return tuple(steps)
+
+
+def _results_at(text: str, position: int, last: int) -> Iterator[re.Match[str]]:
+    """The result blocks that follow each other from `position` on, white space between them; none begins after `last`."""
+    while position < last and (found := _NEXT_RESULT.match(text, position)):
+        yield found
+        position = found.end()

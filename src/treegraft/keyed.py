@@ -1,4 +1,4 @@
-"""Keyed randomness for task sources: numbers that are functions of a key, equal on every machine and Python version."""
+"""Keyed randomness: numbers that are functions of a key, equal on every machine and Python version."""
 
 from __future__ import annotations
 
@@ -18,3 +18,8 @@ def keyed_int(*key: int | str) -> int:
 def keyed_choice(items: Sequence[Item], *key: int | str) -> Item:
     """Returns the item that the key selects. Raises ZeroDivisionError where there is none."""
     return items[keyed_int(*key) % len(items)]
+
+
+def keyed_unit(*key: int | str) -> float:
+    """Returns a number from 0 up to, not including, 1 that depends on the key alone."""
+    return (keyed_int(*key) >> 11) / 2**53

@@ -1,0 +1,151 @@
+"""RAPO's mathematics: how much a graft helped, and what that does to advantages and ratios."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from treegraft.types import Origin, Step, Trajectory
+
+Floats = npt.NDArray[np.float64]
+
+RetrievalVariant = Literal["paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"]
+"""The paper's retrieval reward, its ablations, and no retrieval reward at all."""
+VARIANTS: tuple[RetrievalVariant, ...] = get_args(RetrievalVariant)
+
+
+def retrieval_reward(entropy_before: float, entropy_after: float, *, variant: RetrievalVariant = "paper") -> float:
+    """Returns how much a graft helped: it lowers the entropy of the steps around it, where that was high.
+
+    ΔH = -(H₊ - H₋) / H₋        (RAPO, arXiv 2603.03078, eq. 5)
+    g  = tanh(2 ΔH)              (eq. 6, quality)
+    Z  = g · H₋                  (eq. 7, quality times timing)
+
+    The paper's ablations by name, the formulas as we read its words: "inverted_entropy" turns the sign of ΔH; "inverted_timing" is
+    g / H₋, which grows without bound as H₋ falls to 0; "no_quality" is H₋; "no_timing" is g; "none" is 0.
+
+    Args:
+        entropy_before: H₋, mean entropy of the policy's tokens in its last step before the graft, in nats. At 0 (or below, by
+            rounding) eq. 5 has no value, and Z, bounded by H₋ in the paper's form, is 0 in all variants.
+        entropy_after: H₊, the same of its first step after the graft.
+
+    Raises:
+        ValueError: an unknown variant, or an entropy that is not a finite number.
+    """
+    if not (math.isfinite(entropy_before) and math.isfinite(entropy_after)):
+        raise ValueError(f"retrieval_reward: got entropies {entropy_before} and {entropy_after}; expected finite numbers, in nats")
+    if variant not in VARIANTS:
+        raise ValueError(f"retrieval_reward: variant is '{variant}'; expected one of {', '.join(VARIANTS)}")
+    before, after = float(entropy_before), float(entropy_after)
+    if before <= 0.0 or variant == "none":
+        return 0.0
+    change = -(after - before) / before
+    quality = math.tanh(2.0 * (-change if variant == "inverted_entropy" else change))
+    if variant == "no_quality":
+        return before
+    if variant == "no_timing":
+        return quality
+    return quality / before if variant == "inverted_timing" else quality * before
+
+
+def combined_advantages(
+    outcome_advantages: Sequence[float] | Floats,
+    retrieval_rewards: Sequence[float] | Floats,
+    weight: float = 0.2,
+    eps: float = 1e-6,
+) -> Floats:
+    """Returns [leaves] the outcome's advantages, strengthened where retrieval went better than in the rest of the group.
+
+    A_ret,i = (Z_i - mean Z) / (std Z + eps)      (RAPO, arXiv 2603.03078, eq. 9)
+    A_i     = (1 + a A_ret,i) · A_acc,i           (eq. 10)
+
+    std is the sample standard deviation (divisor n - 1), as in `group_advantages`; eps is ours (the paper prints none). Where all Z
+    are equal, as without any graft, the outcome's advantages come back unchanged. The factor acts on failures too: a good
+    retrieval in a failed rollout makes its penalty larger. 1 + a A_ret turns negative, and the advantage its sign, below
+    A_ret = -1/a; a group of n has |A_ret| <= (n - 1) / sqrt(n), so at a = 0.2 that takes a group of 27 or more.
+
+    Args:
+        outcome_advantages: [leaves] A_acc.
+        retrieval_rewards: [leaves] Z of the same group, 0 for a rollout without a graft.
+        weight: a.
+
+    Raises:
+        ValueError: columns of different lengths, or a value that is not a finite number.
+    """
+    outcomes = np.asarray(outcome_advantages, dtype=np.float64)
+    rewards = np.asarray(retrieval_rewards, dtype=np.float64)
+    if outcomes.ndim != 1 or outcomes.shape != rewards.shape:
+        raise ValueError(
+            f"combined_advantages: got {outcomes.size} outcome advantages and {rewards.size} retrieval rewards; "
+            "expected two flat lists with one entry for each leaf of the group"
+        )
+    if not (np.isfinite(outcomes).all() and np.isfinite(rewards).all()):
+        raise ValueError(f"combined_advantages: got {outcome_advantages!r} and {retrieval_rewards!r}; expected finite numbers")
+    if rewards.size < 2 or (rewards == rewards[0]).all():
+        return outcomes.copy()
+    relative = (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)
+    combined: Floats = (1.0 + weight * relative) * outcomes
+    return combined
+
+
+def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float:
+    """Returns 1 + m F, by which the ratios of a trajectory with grafts are multiplied before clipping.
+
+    r̂ = (1 + m F) · ρ        (RAPO, arXiv 2603.03078, eq. 8)
+
+    Args:
+        retrieved_frac: F, retrieved tokens over all tokens of the trajectory after its prompt, 0..1 (the paper says "all tokens";
+            that the prompt is left out is our reading).
+        weight: m.
+
+    Raises:
+        ValueError: a share outside 0..1.
+    """
+    if not 0.0 <= retrieved_frac <= 1.0:
+        raise ValueError(f"shaping_factor: retrieved_frac is {retrieved_frac}; expected a share, 0..1")
+    return 1.0 + weight * retrieved_frac
+
+
+def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
+    """Returns, for each graft of a path, the policy's last step before it and its first after it.
+
+    These are the steps whose entropies are H₋ and H₊ of RAPO (arXiv 2603.03078, eq. 5). A graft without one of them (the
+    trajectory ended there) is left out.
+    """
+    found = []
+    for index, step in enumerate(steps):
+        if step.origin is not Origin.RETRIEVED:
+            continue
+        before = next((s for s in reversed(steps[:index]) if any(s.sampled_mask)), None)
+        after = next((s for s in steps[index + 1 :] if any(s.sampled_mask)), None)
+        if before is not None and after is not None:
+            found.append((before, after))
+    return found
+
+
+def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper") -> float:
+    """Returns Z_i, the mean retrieval reward over the trajectory's grafts; 0 without one (RAPO, arXiv 2603.03078, eq. 5 to 7).
+
+    A branch inherits the grafts above it. The entropies are means over the tokens the policy sampled in a step; tool results,
+    which the paper's unit also holds, were not drawn from a distribution.
+    """
+    rewards = [retrieval_reward(_entropy(b), _entropy(a), variant=variant) for b, a in graft_neighbours(path.steps)]
+    return fmean(rewards) if rewards else 0.0
+
+
+def path_retrieved_frac(path: Trajectory) -> float:
+    """Returns F_i, retrieved tokens (markup and observation included) over all tokens after the prompt, 0..1.
+
+    Source: RAPO, arXiv 2603.03078, eq. 8.
+    """
+    origins = [origin for step in path.steps[1:] for origin in step.origins]
+    return origins.count(Origin.RETRIEVED) / len(origins) if origins else 0.0
+
+
+def _entropy(step: Step) -> float:
+    return fmean(value for value, is_sampled in zip(step.entropies, step.sampled_mask, strict=True) if is_sampled)

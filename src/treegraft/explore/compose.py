@@ -1,0 +1,44 @@
+"""Several explorers on one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
+from treegraft.interfaces import Explorer
+from treegraft.types import Tree
+
+
+class Composed:
+    """Asks explorers in order: the first one starts and fills, the first that wants a graft gets it, branches add up."""
+
+    def __init__(self, explorers: Sequence[Explorer]) -> None:
+        """Takes at least one explorer; where several probe, each sees as many tokens as it asked for."""
+        self._explorers = tuple(explorers)
+        probes = [explorer.probe_tokens for explorer in explorers if explorer.probe_tokens is not None]
+        self.probe_tokens: int | None = max(probes) if probes else None
+
+    def starts(self, max_leaves: int) -> Start:
+        """Returns the first explorer's starts."""
+        return self._explorers[0].starts(max_leaves)
+
+    def before_step(self, path: PathView) -> Generate | Graft:
+        """Returns the first answer that is not Generate."""
+        for explorer in self._explorers:
+            decision = explorer.before_step(path)
+            if isinstance(decision, Graft):
+                return decision
+        return Generate()
+
+    def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
+        """Returns all explorers' branches as one, with the cause of the first."""
+        wanted = []
+        for explorer in self._explorers:
+            if explorer.probe_tokens is not None:
+                branch = explorer.after_probe(path, probe[: explorer.probe_tokens])
+                wanted += [branch] if branch is not None else []
+        return Branch(sum(branch.num for branch in wanted), wanted[0].cause) if wanted else None
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start:
+        """Returns what the first explorer fills."""
+        return self._explorers[0].fill(tree, max_leaves)

@@ -1,0 +1,64 @@
+"""RAPO: rollouts that now and then take a step of another agent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
+from treegraft.keyed import keyed_unit
+from treegraft.types import Tree
+
+
+class HybridRollout:
+    """Opens all leaves at the root; the later ones may retrieve.
+
+    Source: Algorithm 1 of RAPO (arXiv 2603.03078, sec. 4.1). The first step is the agent's own, and so is the one after a graft;
+    before every other step of a hybrid rollout a coin is tossed. A hybrid rollout that never retrieves is an ordinary one. The
+    paper's eq. 4 taken alone would let two grafts touch; Algorithm 1 does not.
+
+    Together with other explorers the starts may be fewer than the leaves: then the same share of each `num_starts` of them is
+    hybrid, the last ones, and a branch is what its start is.
+    """
+
+    probe_tokens: int | None = None
+
+    def __init__(
+        self,
+        *,
+        num_hybrid: int = 8,
+        num_leaves: int = 16,
+        num_starts: int | None = None,
+        probability: float = 0.5,
+        whole: bool = False,
+    ) -> None:
+        """Args:
+        num_hybrid: RAPO's N_hybrid, of `num_leaves`.
+        num_starts: first-level rollouts that are opened at once; None means all leaves.
+        whole: graft once, the rest of the other agent's trajectory (the ablation TO).
+        """
+        self._num_starts = num_starts or num_leaves
+        self._num_on_policy = self._num_starts - round(self._num_starts * num_hybrid / num_leaves)
+        self._probability, self._whole = probability, whole
+
+    def starts(self, max_leaves: int) -> Start:
+        """Returns `max_leaves` starts."""
+        return Start(max_leaves)
+
+    def is_hybrid(self, start: int) -> bool:
+        """Returns whether the rollouts of this first-level ordinal may retrieve."""
+        return start % self._num_starts >= self._num_on_policy
+
+    def before_step(self, path: PathView) -> Generate | Graft:
+        """Returns Graft for a hybrid path whose coin says so."""
+        if not self.is_hybrid(path.start) or (self._whole and path.num_grafts):
+            return Generate()
+        heads = keyed_unit(*path.noise_key, "graft") < self._probability
+        return Graft(whole=self._whole) if heads else Generate()
+
+    def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
+        """Returns None, always."""
+        return None
+
+    def fill(self, tree: Tree, max_leaves: int) -> Start:
+        """Returns the leaves that are still missing."""
+        return Start(max_leaves - len(tree.leaves))

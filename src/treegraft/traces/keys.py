@@ -1,0 +1,78 @@
+"""The retrieval key of a history, and a trajectory split into traces under their keys.
+
+    r5 of r2 of e9 ?           the question
+    search e9 r2               the first step's call
+    r2 of e9 is e41            and its result
+
+A key knows no markup, so that what one agent wrote in its own format is found by another in its.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from treegraft.types import StepContent, Trace
+
+
+def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
+    """Returns a history as text, the latest step last: the same for a trace that is stored and for a search.
+
+    Lines are the question, then for each step its thought, and each call as "NAME BODY" followed by its result; empty ones are
+    left out and white space within one is a single space, so that formats that strip or wrap differently give one key.
+    """
+    lines = [_flat(question), *(line for content in contents for line in step_lines(content))]
+    return "\n".join(filter(None, lines))
+
+
+def step_lines(content: StepContent) -> list[str]:
+    """Returns what a key says of one step, a line each."""
+    lines = [content.thought]
+    for call, observation in zip_longest(content.calls, content.observations):
+        lines += [f"{call.name} {call.body}"] if call is not None else []
+        lines += [observation.text] if observation is not None else []
+    return [flat for line in lines if (flat := _flat(line))]
+
+
+def says_something(content: StepContent) -> bool:
+    """Returns whether there is any text in a step; one without is of no use as a trace."""
+    return bool(step_lines(content)) or bool((content.answer or "").strip())
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def split_steps(
+    task_id: str,
+    question: str,
+    contents: Sequence[StepContent],
+    *,
+    reward: float,
+    source: str,
+    trajectory: str,
+    policy_version: int | None = None,
+) -> list[Trace]:
+    """Returns one trace per step: its history before as key (the question alone for the first), the step itself as value.
+
+    Args:
+        contents: the steps in order, results included.
+        reward: what the trajectory earned.
+        source: which agent wrote it.
+        trajectory: its name, unique within that source and task.
+        policy_version: of the policy being trained, where that wrote it; None for other agents.
+    """
+    return [
+        Trace(
+            key=retrieval_key(question, contents[:position]),
+            value=content,
+            reward=reward,
+            source=source,
+            task_id=task_id,
+            position=position,
+            terminal=content.answer is not None,
+            trajectory=trajectory,
+            policy_version=policy_version,
+        )
+        for position, content in enumerate(contents)
+    ]

@@ -1,0 +1,134 @@
+"""Retrieval during a rollout: the questions of all waiting trajectories are answered together, away from the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from treegraft.config import BufferSettings
+from treegraft.interfaces import NoiseKey, Retrieved
+from treegraft.keyed import keyed_int, keyed_unit
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import retrieval_key
+from treegraft.types import StepContent, Task, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class _Question:
+    key: str
+    task_id: str
+    whole: bool
+    draw: int | None
+    """Seed of a random draw; None for the nearest trace."""
+    answer: asyncio.Future[Retrieved | None]
+
+
+class BufferRetriever:
+    """Finds traces in a Step-Trace Buffer, top 1, under the filters of a recipe.
+
+    Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar to the history; sec. 5.5.2 for
+    the noise rate. The paper does not say whether steps with an answer may be retrieved; by default none is, and
+    where one is the nearest the agent is left to itself: the next best trace would belong to another situation.
+    """
+
+    def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
+        """Takes over neither; whoever opened the buffer closes it, after this."""
+        self._buffer, self._settings = buffer, settings
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retrieval")
+        self._waiting: list[_Question] = []
+        self._worker: asyncio.Task[None] | None = None
+        self._counts: Counter[str] = Counter()
+        self._busy_s = 0.0
+
+    async def retrieve(self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey) -> Retrieved | None:
+        """Returns the nearest eligible trace, or a random one as often as the recipe says; None where none is eligible."""
+        is_random = keyed_unit(*noise_key, "noise rate") < self._settings.random_prob
+        draw = keyed_int(*noise_key, "random trace") if is_random else None
+        answer: asyncio.Future[Retrieved | None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Question(retrieval_key(task.question, contents), task.id, whole, draw, answer))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        return await answer
+
+    async def _work(self) -> None:
+        """Answers batch after batch until nobody waits; while one is under way the next one gathers."""
+        try:
+            while self._waiting:
+                batch, self._waiting = self._waiting, []
+                try:
+                    found = await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, batch)
+                except Exception as error:  # each trajectory that asked fails by it, as data on its leaf
+                    for question in batch:
+                        if not question.answer.done():
+                            question.answer.set_exception(error)
+                    continue
+                for question, answer in zip(batch, found, strict=True):
+                    self._counts["asked"] += 1
+                    self._counts["nothing"] += answer is None
+                    if not question.answer.done():
+                        question.answer.set_result(answer)
+        finally:
+            self._worker = None
+
+    def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
+        began = time.monotonic()
+        settings = self._settings
+        sought = [question for question in batch if question.draw is None]
+        drawn = [question for question in batch if question.draw is not None]
+        found: dict[int, Retrieved] = {}
+
+        def excluded(questions: Sequence[_Question]) -> list[str | None]:
+            return [None if settings.allow_same_task else question.task_id for question in questions]
+
+        if sought:
+            hits = self._buffer.search(
+                [question.key for question in sought],
+                1,
+                allow_terminal=settings.terminal != "exclude",
+                exclude_tasks=excluded(sought),
+                sources=settings.sources,
+                min_similarity=settings.min_similarity,
+            )
+            for question, nearest in zip(sought, hits, strict=True):
+                if nearest and (settings.terminal == "allow" or not nearest[0][0].terminal):
+                    found[id(question)] = self._retrieved(question, *nearest[0])
+        if drawn:
+            traces = self._buffer.draw(
+                [question.draw or 0 for question in drawn],
+                allow_terminal=settings.terminal == "allow",
+                exclude_tasks=excluded(drawn),
+                sources=settings.sources,
+            )
+            for question, trace in zip(drawn, traces, strict=True):
+                if trace is not None:
+                    found[id(question)] = self._retrieved(question, trace, 0.0)
+        self._busy_s += time.monotonic() - began
+        return [found.get(id(question)) for question in batch]
+
+    def _retrieved(self, question: _Question, trace: Trace, similarity: float) -> Retrieved:
+        traces: tuple[Trace, ...] = (trace,)
+        if question.whole:
+            rest = self._buffer.rest(trace)
+            kept = tuple(one for one in rest if self._settings.terminal == "allow" or not one.terminal)
+            traces = kept or traces
+        return Retrieved(traces=traces, similarity=similarity)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call."""
+        asked = self._counts["asked"]
+        metrics = {
+            "retrieve/num_asked": float(asked),
+            "retrieve/nothing_frac": self._counts["nothing"] / max(1, asked),
+            "time/retrieve_s": self._busy_s,
+        }
+        self._counts.clear()
+        self._busy_s = 0.0
+        return metrics
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()

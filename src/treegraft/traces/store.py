@@ -1,0 +1,223 @@
+"""The Step-Trace Buffer's file: SQLite, one transaction per chunk, so that a kill at any moment loses at most the chunk in flight.
+
+meta      format, encoder, dimensions, and one vector by which another model of the same name is found out
+traces    one row per content; those that were evicted stay, marked, so that a resumed run can undo it
+members   which trajectories a trace is a step of: equal steps of several trajectories are one trace
+vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treegraft.errors import DataError
+from treegraft.types import Observation, StepContent, ToolCall, Trace
+
+FORMAT = 1
+"""Of the file; raised when older code could not read it."""
+APPLICATION_ID = 0x54475342
+"""In SQLite's header: "TGSB", a Treegraft Step-Trace Buffer."""
+BUSY_TIMEOUT_S = 30.0
+"""Longest wait for another process that writes."""
+
+SCHEMA = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE traces (
+    id INTEGER PRIMARY KEY, hash TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL, reward REAL NOT NULL, source TEXT NOT NULL,
+    task_id TEXT NOT NULL, trajectory TEXT NOT NULL, position INTEGER NOT NULL, terminal INTEGER NOT NULL, policy_version INTEGER,
+    added_at INTEGER, evicted_at INTEGER
+);
+CREATE UNIQUE INDEX live_hash ON traces (hash) WHERE evicted_at IS NULL;
+CREATE INDEX by_source ON traces (source, evicted_at);
+CREATE TABLE members (
+    source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL, position INTEGER NOT NULL, trace INTEGER NOT NULL,
+    added_at INTEGER, PRIMARY KEY (source, task_id, trajectory, position, trace)
+) WITHOUT ROWID;
+CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB NOT NULL);
+"""
+COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
+"""Of a trace, in the order of its fields."""
+
+
+class TraceFile:
+    """One open buffer file. Every method may be called from any thread."""
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        """Raises DataError: no file and `create` is off, not a file of ours, of a newer format, damaged, or not to be opened."""
+        self.path = path
+        if not create and not path.exists():
+            raise DataError(f"buffer '{path}': there is no such file; build one with: treegraft buffer build RECIPE")
+        if path.is_dir():
+            raise DataError(f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer")
+        self._lock = threading.RLock()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        except (OSError, sqlite3.Error) as error:
+            raise DataError(f"buffer '{path}' cannot be opened ({error}); expected a folder that can be written to") from error
+        try:
+            with self._reading_errors():
+                self._prepare(create)
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def _prepare(self, create: bool) -> None:
+        self._connection.execute("PRAGMA cache_size = -65536")
+        is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
+        if is_new and not create:
+            raise DataError(f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build RECIPE")
+        if not is_new and application_id != APPLICATION_ID:
+            raise DataError(f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name another path")
+        self._connection.execute("PRAGMA journal_mode = WAL")
+        # A commit reaches the disk before it counts, so that not even a power cut loses it.
+        self._connection.execute("PRAGMA synchronous = FULL")
+        if is_new:
+            with self.transaction() as connection:
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                for statement in filter(None, map(str.strip, SCHEMA.split(";"))):
+                    connection.execute(statement)
+                connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
+        found = self.meta().get("format")
+        if found != FORMAT:
+            raise DataError(
+                f"buffer '{self.path}' has format {found}, this version of treegraft reads {FORMAT}; build it again, "
+                "or use the version that wrote it"
+            )
+
+    @contextmanager
+    def _reading_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.ProgrammingError as error:
+            raise DataError(f"buffer '{self.path}' is closed") from error
+        except sqlite3.OperationalError as error:
+            raise DataError(f"buffer '{self.path}': {error}; is the disk full, or does another process hold the file?") from error
+        except sqlite3.DatabaseError as error:
+            raise DataError(
+                f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a copy, or build it again"
+            ) from error
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Gives the connection inside a transaction that is committed at the end, or undone by an exception."""
+        with self._lock, self._reading_errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def query(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Returns all rows of a SELECT."""
+        with self._lock, self._reading_errors():
+            return self._connection.execute(sql, values).fetchall()
+
+    def meta(self) -> dict[str, Any]:
+        """Returns the whole table of that name."""
+        return dict(self.query("SELECT name, value FROM meta"))
+
+    def set_meta(self, values: Mapping[str, Any]) -> None:
+        """Writes entries of the table of that name."""
+        with self.transaction() as connection:
+            connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
+
+    def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
+        """Returns the rows of those content hashes that are there and not evicted."""
+        marks = ",".join("?" * len(hashes))
+        return dict(self.query(f"SELECT hash, id FROM traces WHERE evicted_at IS NULL AND hash IN ({marks})", hashes))
+
+    def traces(self, ids: Sequence[int]) -> dict[int, Trace]:
+        """Returns the traces of these rows."""
+        found: dict[int, Trace] = {}
+        for first in range(0, len(ids), 500):
+            some = list(ids[first : first + 500])
+            marks = ",".join("?" * len(some))
+            for row in self.query(f"SELECT id, {COLUMNS} FROM traces WHERE id IN ({marks})", some):
+                found[row[0]] = self.to_trace(row[1:])
+        return found
+
+    def to_trace(self, row: Sequence[Any]) -> Trace:
+        """Returns the trace of a row of `COLUMNS`. Raises DataError for one that does not parse."""
+        key, value, reward, source, task_id, position, terminal, trajectory, version = row
+        try:
+            content = _content(json.loads(value))
+            text = json.loads(key)
+        except (ValueError, TypeError, KeyError) as error:
+            raise self._damage(f"a stored trace does not parse: {error}") from error
+        return Trace(text, content, reward, source, task_id, position, bool(terminal), trajectory, version)
+
+    def vectors(self, num: int, dim: int) -> npt.NDArray[np.float32]:
+        """Returns [traces, dim] in the order of rows. Raises DataError where there are not `num` of that size."""
+        vectors, filled = np.empty((num, dim), np.float32), 0
+        with self._lock, self._reading_errors():
+            cursor = self._connection.execute("SELECT vector FROM vectors ORDER BY id")
+            while blobs := cursor.fetchmany(4096):
+                joined = b"".join(blob for (blob,) in blobs)
+                if filled + len(blobs) > num or len(joined) != len(blobs) * dim * 4:
+                    raise self._damage(f"vectors that do not fit {num} traces of {dim} numbers")
+                vectors[filled : filled + len(blobs)] = np.frombuffer(joined, "<f4").reshape(-1, dim)
+                filled += len(blobs)
+        if filled != num:
+            raise self._damage(f"{num} traces and {filled} vectors")
+        return vectors
+
+    def _damage(self, what: str) -> DataError:
+        return DataError(f"buffer '{self.path}' is damaged ({what}); restore a copy, or build it again")
+
+    def back_up(self, path: Path) -> None:
+        """Copies the file, also while others read and write it."""
+        with self._lock, self._reading_errors():
+            target = sqlite3.connect(path)
+            try:
+                self._connection.backup(target)
+            finally:
+                target.close()
+
+    def close(self) -> None:
+        """Folds the write-ahead log into the file and closes it. A second call does nothing."""
+        with self._lock:
+            # Closed before, or damaged: then the log stays beside the file and is read at the next opening.
+            with suppress(sqlite3.Error):
+                self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._connection.close()
+
+
+def to_json(value: object) -> str:
+    """Returns readable JSON; escaped only where text holds lone surrogates, which exist in no encoding."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps(value, separators=(",", ":")) if re.search("[\ud800-\udfff]", text) else text
+
+
+def trace_row(trace: Trace) -> tuple[Any, ...]:
+    """Returns the values of `COLUMNS`."""
+    value = trace.value if isinstance(trace.value, str) else asdict(trace.value)
+    return (
+        *(to_json(trace.key), to_json(value), float(trace.reward), trace.source, trace.task_id, trace.position),
+        *(int(trace.terminal), trace.trajectory, trace.policy_version),
+    )
+
+
+def _content(value: Any) -> str | StepContent:
+    if isinstance(value, str):
+        return value
+    return StepContent(
+        thought=value["thought"],
+        calls=tuple(ToolCall(**call) for call in value["calls"]),
+        observations=tuple(Observation(**seen) for seen in value["observations"]),
+        answer=value["answer"],
+    )

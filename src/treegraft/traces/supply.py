@@ -1,0 +1,165 @@
+"""The Step-Trace Buffer of a run: found or built before the first update, grown by the agent's own best trajectories.
+
+A run that only reads opens the buffer where it lies. One that builds or grows it works on a copy in its run folder, which a resumed
+run rolls back to its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from treegraft.config import Config
+from treegraft.errors import DataError
+from treegraft.interfaces import Format, TaskSource, TreeScorer
+from treegraft.record import write_atomically
+from treegraft.traces.agents import ScriptedAgent
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.build import build_traces
+from treegraft.traces.keys import split_steps
+from treegraft.types import Origin, Status, Trace, Trajectory, Tree
+
+EXPERT = "expert"
+OWN = "self"
+"""Source of the agent's own traces."""
+OWN_FILE = Path("buffer") / "traces.sqlite"
+"""Where a run keeps its copy."""
+
+
+def needs_buffer(config: Config) -> bool:
+    """Returns whether the recipe's rollouts retrieve."""
+    explorers = config.explore.explorers
+    return "graft" in explorers or (bool(config.buffer.path) and any(":" in name for name in explorers))
+
+
+def check_buffer(config: Config, source: TaskSource) -> None:
+    """Refuses a buffer that could not be used, before any work.
+
+    Raises:
+        DataError: no such file, an empty buffer, another encoder, no expert, nothing from the sources named.
+    """
+    if config.buffer.path == EXPERT:
+        tasks = source.train_tasks()
+        if not any(source.expert(task, 0) for task in tasks[:1]):
+            raise DataError(
+                'buffer.path is "expert", but these tasks have no scripted expert; make a buffer with `treegraft buffer build` or '
+                "`treegraft buffer import` and name its file"
+            )
+        return
+    path = _expanded(config.buffer.path)
+    if not path.is_file():
+        raise DataError(
+            f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer. Make one with: treegraft buffer build RECIPE "
+            f"--out {path}"
+        )
+    with TraceBuffer(path, config.buffer.encoder) as buffer:
+        _refuse_empty(buffer, config)
+
+
+async def open_buffer(
+    config: Config, source: TaskSource, scorer: TreeScorer, format: Format, run_dir: Path, update: int
+) -> TraceBuffer:
+    """Returns the run's buffer as it was after `update`, built first where there is none yet.
+
+    Args:
+        source, scorer, format: what an expert's traces are made, rewarded and written with.
+        update: the update that the run goes on from; what later ones added or evicted is undone.
+    """
+    own = run_dir / OWN_FILE
+    settings = config.buffer
+    if settings.path != EXPERT and not settings.grow.num_best:
+        buffer = TraceBuffer(_expanded(settings.path), settings.encoder)
+    elif own.exists():
+        buffer = TraceBuffer(own, settings.encoder)
+        buffer.roll_back(update)
+    else:
+        buffer = await _own_copy(config, source, scorer, format, own)
+    _refuse_empty(buffer, config)
+    buffer.settle()
+    note = {"path": os.path.relpath(buffer.path, run_dir), "fingerprint": buffer.fingerprint(), "num_traces": len(buffer)}
+    write_atomically(run_dir / "buffer.json", json.dumps(note, indent=2) + "\n")
+    return buffer
+
+
+async def _own_copy(config: Config, source: TaskSource, scorer: TreeScorer, format: Format, own: Path) -> TraceBuffer:
+    """A buffer in the run folder, complete under its name or not there at all."""
+    partial = own.with_name(f".{own.name}.partial")
+    own.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in own.parent.glob(f"{partial.name}*"):
+        leftover.unlink()
+    if config.buffer.path == EXPERT:
+        agent = ScriptedAgent(source, seed=config.run.seed)
+        with TraceBuffer(partial, config.buffer.encoder) as buffer:
+            await build_traces(source.train_tasks(), agent, scorer, format, buffer, num_samples=1, num_best=1, seed=config.run.seed)
+    else:
+        with TraceBuffer(_expanded(config.buffer.path), config.buffer.encoder) as buffer:
+            buffer.copy_to(partial)
+    partial.replace(own)
+    return TraceBuffer(own, config.buffer.encoder)
+
+
+def own_traces(trees: Sequence[Tree], *, num_best: int, min_reward: float, update: int) -> list[Trace]:
+    """Returns the traces of each tree's best completed trajectories, those steps that the policy itself sampled.
+
+    Ties go to the one that stands first in the tree.
+    """
+    traces: list[Trace] = []
+    for tree in trees:
+        paths = [path for path in tree.trajectories() if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward]
+        for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
+            traces += _traces_of(path, update)
+    return traces
+
+
+def _traces_of(path: Trajectory, update: int) -> list[Trace]:
+    steps = path.steps[1:]
+    split = split_steps(
+        path.task.id,
+        path.task.question,
+        [step.content for step in steps],
+        reward=path.reward or 0.0,
+        source=OWN,
+        trajectory=f"{update}/{path.leaf.step_id}",
+        policy_version=steps[-1].policy_version,
+    )
+    return [trace for trace, step in zip(split, steps, strict=True) if step.origin is Origin.POLICY]
+
+
+def grow_buffer(buffer: TraceBuffer, config: Config, trees: Sequence[Tree], update: int) -> None:
+    """Adds the update's best trajectories and evicts what exceeds the capacity."""
+    settings = config.buffer.grow
+    if not settings.num_best:
+        return
+    buffer.add(own_traces(trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update), update=update)
+    buffer.evict(settings.capacity, source=OWN, update=update)
+    buffer.settle()
+
+
+def buffer_metrics(buffer: TraceBuffer) -> dict[str, float]:
+    """Returns the buffer/* metrics."""
+    stats = buffer.stats()
+    return {
+        "buffer/num_traces": float(stats.num_traces),
+        "buffer/num_own": float(stats.sources[OWN].num_traces if OWN in stats.sources else 0),
+    }
+
+
+def _refuse_empty(buffer: TraceBuffer, config: Config) -> None:
+    sources = config.buffer.sources
+    counts = buffer.stats().sources
+    if not counts:
+        raise DataError(
+            f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill it with `treegraft buffer build` or "
+            "`treegraft buffer import`."
+        )
+    missing = [name for name in sources if name not in counts]
+    if missing:
+        raise DataError(
+            f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of; it has {sorted(counts)}."
+        )
+
+
+def _expanded(path: str) -> Path:
+    return Path(os.path.expandvars(path)).expanduser()

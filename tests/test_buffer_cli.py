@@ -1,0 +1,251 @@
+"""`treegraft buffer`: from a recipe to traces in a file and back to a reader's eyes, with real parts."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.test_agents import expert_text, said, serving
+from tests.tiny import tiny, write_recipe
+
+from treegraft import cli
+from treegraft.config import SearchWorldSettings
+from treegraft.tasks.search_world import SearchWorld
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.train import train
+
+Run = Callable[..., int]
+EASY = {"search_world": {"hops": [1], "num_entities": 8, "num_relations": 5}}
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    return write_recipe(tmp_path / "recipe.json", tiny())
+
+
+@pytest.fixture
+def treegraft(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command line in this process; returns the exit code."""
+
+    def run(*arguments: object, stdin: str = "") -> int:
+        monkeypatch.setattr(sys, "argv", ["treegraft", "buffer", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0
+
+    return run
+
+
+def world() -> SearchWorld:
+    """The tasks of the recipe."""
+    settings = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
+    return SearchWorld(settings, seed=3, num_train=12, num_eval=4)
+
+
+def test_help_is_free_of_torch() -> None:
+    code = "import sys; from treegraft import cli; assert not {'torch', 'numpy', 'httpx', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_build_stats_and_search(treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "b.traces"
+    build = ("build", recipe, "--out", out, "--encoder", "hashing", "--samples", 2, "--keep", 1)
+    assert treegraft(*build, "--num-tasks", 4, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_tasks"], report["num_attempts"], report["num_kept"], report["mean_reward"]) == (4, 8, 4, 1.0)
+    assert report["num_new"] == 2 + 3 + 2 + 3
+    # The same command goes on: four tasks are done, eight are not.
+    assert treegraft(*build) == 0
+    text = capsys.readouterr().out
+    assert "8, and 4 done before" in text
+    assert "20 new, 0 there already" in text
+
+    assert treegraft("stats", out, "--json") == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert (stats["num_traces"], stats["num_trajectories"], stats["num_terminal"], stats["encoder"]) == (30, 12, 12, "hashing")
+    assert stats["sources"] == {"expert": {"num_traces": 30, "num_trajectories": 12, "mean_reward": 1.0}}
+    assert treegraft("stats", out) == 0
+    assert "30, 12 of them with a final answer" in capsys.readouterr().out
+
+    question = world().train_tasks()[1].question
+    assert treegraft("search", out, question, "-k", 1, "--json") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["key"], found["task_id"], found["position"]) == (question, "search_world/train/1", 0)
+    assert found["similarity"] == pytest.approx(1.0, abs=1e-5)
+    assert treegraft("search", out, question, "-k", 2) == 0
+    text = capsys.readouterr().out
+    assert f"history  {question}" in text
+    assert "expert, search_world/train/1, step 0, reward 1" in text
+    assert "step     search e" in text
+
+
+def test_overrides_shape_the_build(treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    build = ("build", recipe, "tasks.search_world.error_prob=1.0", "--encoder", "hashing", "--samples", 2)
+    assert treegraft(*build, "--out", tmp_path / "b", "--num-tasks", 2) == 1
+    ended = capsys.readouterr()
+    assert "none of 4 attempts was good enough to keep" in ended.err
+    assert "4 too low in reward" in ended.out
+    assert treegraft(*build, "--out", tmp_path / "b", "--num-tasks", 2, "--min-reward", -1, "--source", "liar") == 0
+    with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
+        assert list(buffer.stats().sources) == ["liar"]
+
+
+def test_a_server_builds_beside_the_expert(
+    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, tasks = tmp_path / "b", world()
+    shared = ("build", recipe, "--out", out, "--encoder", "hashing", "--samples", 2, "--num-tasks", 3)
+    assert treegraft(*shared) == 0
+    with serving(lambda body, n: said(expert_text(tasks, body)), ["little"]) as (url, seen):
+        assert treegraft(*shared, "--agent", url, "--temperature", 0.5, "--concurrency", 2) == 0
+    text = capsys.readouterr().out
+    assert "6, 0 failed" in text
+    assert {request["temperature"] for request in seen} == {0.5}
+    # The recipe sends its own agent no words; a stranger is told the tags.
+    assert "<search>...</search> Looks up one fact." in seen[0]["messages"][0]["content"]
+    with TraceBuffer.open_as_built(out) as buffer:
+        stats = buffer.stats()
+    assert {name: one.num_traces for name, one in stats.sources.items()} == {"expert": 7, "little": 7}
+
+
+def test_a_server_that_went_down_is_an_error_after_the_counts(
+    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving(lambda *_: (503, {})) as (url, _):
+        options = ("--agent", url, "--model", "m", "--retries", 0, "--encoder", "hashing", "--samples", 16)
+        assert treegraft("build", recipe, "--out", tmp_path / "b", *options) == 1
+    ended = capsys.readouterr()
+    assert "32 x HTTP 503" in ended.out
+    assert "agent 'm' was not reached 32 times in a row; the last: HTTP 503" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_a_checkpoint_answers(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = tiny(
+        tasks={**EASY, "num_train": 3},
+        run={"num_updates": 0, "dir": str(tmp_path), "name": "r"},
+        warmup={"num_steps": 48, "decision_frac": 0.0},
+        eval={"at_start": False, "at_end": False, "every": 0},
+    )
+    recipe = write_recipe(tmp_path / "recipe.json", settings)
+    train(settings)
+    shared = ("build", recipe, "--agent", tmp_path / "r", "--encoder", "hashing", "--samples", 3, "--json", "--min-reward", -2)
+    reports = []
+    for name in ("a", "b"):
+        assert treegraft(*shared, "--out", tmp_path / name) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    first, second = reports
+    assert (first["num_tasks"], first["num_attempts"], first["source"]) == (3, 9, str(tmp_path / "r"))
+    assert first["num_kept"] + sum(first["failures"].values()) == 9
+    # Keyed noise: the same model gives the same traces.
+    assert {**first, "buffer": ""} == {**second, "buffer": ""}
+    with TraceBuffer.open_as_built(tmp_path / "a") as a, TraceBuffer.open_as_built(tmp_path / "b") as b:
+        assert len(a) > 0
+        assert a.fingerprint() == b.fingerprint()
+
+
+def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
+    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe(tmp_path / "recipe.json", tiny(tasks={**EASY, "num_train": 200}))
+    tasks = SearchWorld(SearchWorldSettings(**EASY["search_world"]), seed=3, num_train=200, num_eval=4)
+
+    def interrupting(body: dict[str, Any], number: int) -> tuple[int, Any]:
+        if number == 40:
+            os.kill(os.getpid(), signal.SIGINT)
+        return said(expert_text(tasks, body))
+
+    build = ("build", recipe, "--samples", 2, "--encoder", "hashing", "--out", tmp_path / "b", "--concurrency", 2)
+    with serving(interrupting) as (url, _):
+        assert treegraft(*build, "--agent", url) == 130
+    ended = capsys.readouterr()
+    assert "stopped; what is done is kept" in ended.err
+    with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
+        done, num_traces = buffer.stats().num_tasks, len(buffer)
+    assert 0 < done < 200
+    assert num_traces == 2 * done
+    assert f"{num_traces} new" in ended.out
+    with serving(lambda body, n: said(expert_text(tasks, body))) as (url, _):
+        assert treegraft(*build, "--agent", url, "--num-tasks", done + 2, "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_skipped"], report["num_tasks"], report["source"]) == (done, 2, "only")
+
+
+def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, into = tmp_path / "rows.jsonl", tmp_path / "b"
+    rows.write_text('{"question": "q ?", "text": "<search>a</search><result>b</result><answer>1</answer>"}\nnonsense\n' * 12)
+    assert treegraft("import", rows, "--into", into, "--encoder", "hashing", "--source", "them") == 0
+    ended = capsys.readouterr()
+    assert "2 new, 22 there already" in ended.out
+    assert "left out      12 lines" in ended.out
+    assert f"{rows}, line 2: not JSON: Expecting value at column 1" in ended.err
+    assert "... and 2 more lines" in ended.err
+    assert treegraft("import", rows, "--into", into, "--source", "them", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["num_new"], report["num_trajectories"], len(report["problems"])) == (0, 12, 12)
+
+    assert treegraft("add", into, "--key", "r2 of e9 ?", "--value", "look it up", "--task", "t") == 0
+    assert "1 new, 0 there already, 3 in all" in capsys.readouterr().out
+    lines = '{"key": "k", "value": {"answer": "1"}}\n\n{"key": "k", "value": {"calls": [{"name": "a", "body": "b"}]}}\n'
+    assert treegraft("add", into, "--json", stdin=lines) == 0
+    assert json.loads(capsys.readouterr().out) == {"num_new": 2, "num_duplicates": 0, "num_traces": 5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("stats", "nowhere"), 2, "there is no such file"),
+        (("search", "nowhere", "q"), 2, "there is no such file"),
+        (("import", "nowhere", "--into", "b"), 2, "'nowhere': there is no such file or folder"),
+        (("import", "empty.jsonl", "--into", "b", "--encoder", "hashing"), 2, "nothing was imported into b"),
+        (("add", "b", "--key", "k"), 2, "--key and --value go together"),
+        (("add", "b"), 2, "stdin: got no line"),
+        (("build", "recipe.json", "--out", "b", "--model", "m"), 2, "--model would have no effect with --agent expert"),
+        (("build", "recipe.json", "--out", "b", "--temperature", "1"), 2, "it is for a server or a model"),
+        (("build", "recipe.json", "--out", "b", "--agent", "./no", "--retries", "1"), 2, "--retries would have no effect"),
+        (("build", "recipe.json", "--out", "b", "--agent", "./no"), 2, "there is no such folder"),
+        (("build", "recipe.json", "--out", "b", "--agent", "http://127.0.0.1:9"), 2, "the server did not say what it serves"),
+        (("build", "recipe.json", "--out", "b", "--agent", "http://h", "--api-key-env", "NO_KEY"), 2, "NO_KEY: that environment"),
+        (("build", "recipe.json", "--out", "b", "--encoder", "hashin"), 2, "hashin"),
+        (("build", "recipe.json", "--out", "text", "--encoder", "hashing"), 2, "Step-Trace Buffer"),
+        (("build", "recipe.json", "learn.rl=1", "--out", "b"), 2, "learn.rl"),
+    ],
+)
+def test_bad_input_is_one_paragraph(
+    treegraft: Run,
+    recipe: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    code: int,
+    message: str,
+) -> None:
+    monkeypatch.chdir(recipe.parent)
+    Path("text").write_text("This is a text of some length, which is no database of any kind. " * 20)
+    Path("empty.jsonl").write_text("")
+    assert treegraft(*arguments) == code
+    error = capsys.readouterr().err
+    assert message in " ".join(error.split())
+    assert "Traceback" not in error
+
+
+def test_another_encoder_is_an_error_that_names_both(
+    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TraceBuffer(tmp_path / "b", "hashing"):
+        pass
+    assert treegraft("build", recipe, "--out", tmp_path / "b", "--encoder", "minilm") == 2
+    error = capsys.readouterr().err
+    assert "hashing" in error
+    assert "minilm" in error

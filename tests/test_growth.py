@@ -1,0 +1,373 @@
+"""Trees that branch and graft: a scripted engine and, per rule, where it happens, what is masked, what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tests.families import word_tokenizer
+from tests.test_loop import ANSWER, SEARCH, TASKS, by_step, leave, search
+
+from treegraft.engine.scripted import ScriptedEngine
+from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.compose import Composed
+from treegraft.explore.entropy import EntropyBranching
+from treegraft.explore.graft import HybridRollout
+from treegraft.explore.proposals import Branch, PathView
+from treegraft.interfaces import Explorer, NoiseKey, Retrieved
+from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.measure import rollout_metrics
+from treegraft.tools.function import FunctionTool
+from treegraft.tools.toolbox import Toolbox
+from treegraft.types import (
+    BranchCause,
+    ContinuationCause,
+    GraftCause,
+    Observation,
+    Origin,
+    StartCause,
+    Status,
+    StepContent,
+    Task,
+    ToolCall,
+    Trace,
+    Tree,
+)
+
+OTHERS_STEP = StepContent(calls=(ToolCall("search", "w5"),), observations=(Observation(text="w6"),))
+TRACE = Trace(key="w0", value=OTHERS_STEP, reward=0.7, source="expert", task_id="t/9", position=1, terminal=False)
+
+
+class OneTrace:
+    """Finds the same trace for everybody, or nothing."""
+
+    def __init__(self, trace: Trace | None = TRACE) -> None:
+        self._trace = trace
+        self.asked: list[tuple[tuple[StepContent, ...], bool]] = []
+
+    async def retrieve(
+        self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
+    ) -> Retrieved | None:
+        self.asked.append((tuple(contents), whole))
+        await asyncio.sleep(0)
+        if self._trace is None:
+            return None
+        return Retrieved(traces=(self._trace,) * (2 if whole else 1), similarity=0.9)
+
+
+def make(
+    explorer: Explorer,
+    replies: Any = by_step,
+    *,
+    entropy: float | Callable[[str], float] = 0.5,
+    retriever: OneTrace | None = None,
+    allocate: Callable[[Budget], Allocation] = Rounds,
+    latency_s: Callable[[], float] | None = None,
+    engine: Any = None,
+    **limits: Any,
+) -> Grower:
+    tools = [FunctionTool(search)]
+    fields = {
+        "num_leaves": 4,
+        "temperature": 1.0,
+        "max_completion_tokens": 60,
+        "max_agent_steps": 6,
+        "max_tool_calls": 4,
+        "deadline_s": 5.0,
+    }
+    return Grower(
+        engine or ScriptedEngine(replies, word_tokenizer(), entropy=entropy, latency_s=latency_s),
+        TagsFormat(word_tokenizer(), tools, system_prompt="", require_think=False),
+        Toolbox(tools, deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        explorer,
+        Limits(**{**fields, **limits}),
+        leave,
+        retriever=retriever,
+        allocate=allocate,
+    )
+
+
+def grow(grower: Grower, task: Task = TASKS[0]) -> Tree:
+    trees = asyncio.run(grower.grow_all([task], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=1))
+    return trees[0]
+
+
+def unsure_after_results(path: str) -> float:
+    """Half a nat at first, one nat after any result."""
+    return 1.0 if "<result>" in path else 0.5
+
+
+def ids(tree: Tree) -> list[str]:
+    return [step.id for step in tree.steps]
+
+
+# ---------------------------------------------------------------------- branching
+
+
+def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
+    """Two starts search and grow unsure: each gets one more child below its search; 4 leaves, 2 calls."""
+    tree = grow(make(EntropyBranching(num_starts=2, probe_tokens=2), entropy=unsure_after_results))
+    assert ids(tree) == ["0", "0.0", "0.0.0", "0.0.1", "0.1", "0.1.0", "0.1.1"]
+    causes = {step.id: step.cause for step in tree.steps}
+    assert causes["0.0"] == StartCause() and causes["0.0.0"] == ContinuationCause()
+    branched = causes["0.0.1"]
+    assert isinstance(branched, BranchCause)
+    assert (branched.entropy_change, branched.rule) == (pytest.approx(1.0), "threshold")  # 2 tokens, half a nat each
+    assert branched.probability == pytest.approx(0.7)
+    budget = tree.budget
+    assert (budget.num_leaves, budget.num_tool_calls) == (4, 2)
+    assert budget.num_sampled_tokens == sum(sum(step.sampled_mask) for step in tree.steps)
+    assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
+    metrics = rollout_metrics([tree])
+    assert (metrics["branch/num_branches"], metrics["branch/num_starts"]) == (2.0, 2.0)
+
+
+def test_no_branch_where_entropy_fell_and_fresh_starts_fill_up() -> None:
+    tree = grow(make(EntropyBranching(num_starts=2, probe_tokens=2), entropy=lambda path: 1.5 - unsure_after_results(path)))
+    assert ids(tree) == ["0", "0.0", "0.0.0", "0.1", "0.1.0", "0.2", "0.2.0", "0.3", "0.3.0"]
+    assert tree.budget.num_tool_calls == 4
+
+
+def test_all_leaves_ended_early_and_all_fill_up_at_once() -> None:
+    engine = ScriptedEngine(lambda _: ANSWER, word_tokenizer(), entropy=9.0)
+    tree = grow(make(EntropyBranching(num_starts=1, probe_tokens=2), engine=engine, num_leaves=5))
+    assert ids(tree) == ["0", "0.0", "0.1", "0.2", "0.3", "0.4"]
+    assert len(engine.calls) == 5
+
+
+def test_n_equal_to_m_is_grpo() -> None:
+    tree = grow(make(EntropyBranching(num_starts=4, probe_tokens=2), entropy=unsure_after_results))
+    assert not any(isinstance(step.cause, BranchCause) for step in tree.steps)
+    assert len(tree.leaves) == 4
+
+
+def test_more_children_than_the_budget_are_cut() -> None:
+    """Z = 5 with two leaves left: the first start in the tree gets both."""
+    tree = grow(make(EntropyBranching(num_starts=2, num_branches=5, probe_tokens=2), entropy=unsure_after_results))
+    assert [step.id for step in tree.steps if isinstance(step.cause, BranchCause)] == ["0.0.1", "0.0.2"]
+    assert len(tree.leaves) == 4
+    tree = grow(make(EntropyBranching(num_starts=1, num_branches=2, probe_tokens=2), entropy=unsure_after_results))
+    assert ids(tree) == ["0", "0.0", "0.0.0", "0.0.1", "0.0.2", "0.1", "0.1.0"]  # Z = 2, then one fresh start
+
+
+def three_searches(path: str) -> str:
+    return ANSWER if path.count("<result>") >= 3 else SEARCH
+
+
+def test_branches_go_on_and_may_branch_again() -> None:
+    """One start, eight leaves, three searches, always unsure: 1 -> 2 -> 4 -> 8 leaves; 1 + 2 + 4 calls."""
+    grower = make(EntropyBranching(num_starts=1, probe_tokens=1), three_searches, entropy=unsure_after_results, num_leaves=8)
+    tree = grow(grower)
+    assert len(tree.leaves) == 8 and tree.budget.num_tool_calls == 7
+    assert sorted(step.depth for step in tree.steps if isinstance(step.cause, BranchCause)) == [2, 3, 3, 4, 4, 4, 4]
+
+
+def test_only_the_first_child_after_a_result_probes() -> None:
+    """A branch's own first tokens never open another branch at the same place."""
+    probed: list[str] = []
+
+    class Remembering(EntropyBranching):
+        def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
+            probed.append(str(path.noise_key[-1]))
+            return super().after_probe(path, probe)
+
+    grow(make(Remembering(num_starts=1, probe_tokens=1), three_searches, entropy=unsure_after_results, num_leaves=8))
+    assert all(step_id.endswith(".0") for step_id in probed) and len(probed) == len(set(probed)) == 7
+
+
+def test_a_step_shorter_than_the_probe_is_probed_at_its_end() -> None:
+    grower = make(EntropyBranching(num_starts=2, probe_tokens=50), entropy=unsure_after_results)
+    tree = grow(grower)
+    changes = [step.cause.entropy_change for step in tree.steps if isinstance(step.cause, BranchCause)]
+    first = len(word_tokenizer().encode(SEARCH, add_special_tokens=False))
+    assert changes == [pytest.approx(0.5 * first)] * 2  # the common length is that of the shorter step, the search
+
+
+def test_an_explorer_that_fails_is_data_on_its_leaf() -> None:
+    class Broken(EntropyBranching):
+        def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
+            if path.start == 0:
+                raise LookupError("no such rule")
+            return None
+
+    tree = grow(make(Broken(num_starts=4, probe_tokens=1)))
+    assert [leaf.status for leaf in tree.leaves].count(Status.FAILED) == 1
+    assert tree.leaves[0].error == "LookupError: no such rule"
+
+
+def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
+    def breaks(path: str) -> str:
+        if "<result>" not in path and "w1" in path:
+            return SEARCH
+        return by_step(path)
+
+    class Lame(ScriptedEngine):
+        async def complete(self, prefix_ids: Any, sampling: Any, *, noise_key: Any, **hints: Any) -> Any:
+            if noise_key[-1] == "0.1":
+                await asyncio.sleep(3600)
+            return await super().complete(prefix_ids, sampling, noise_key=noise_key, **hints)
+
+    engine = Lame(breaks, word_tokenizer(), entropy=unsure_after_results)
+    tree = grow(make(EntropyBranching(num_starts=3, probe_tokens=1), engine=engine, deadline_s=0.3))
+    statuses = {leaf.step_id: leaf.status for leaf in tree.leaves}
+    assert statuses.pop("0.1") is Status.FAILED
+    assert set(statuses.values()) == {Status.COMPLETED} and "0.0.1" in statuses
+
+
+# ---------------------------------------------------------------------- grafting
+
+
+def always(**options: Any) -> HybridRollout:
+    return HybridRollout(**{"num_hybrid": 2, "num_leaves": 4, "probability": 1.0, **options})
+
+
+def test_a_graft_follows_an_own_step_and_precedes_one() -> None:
+    """Four starts, the last two hybrid with a coin that always says yes: search, graft, answer."""
+    retriever = OneTrace()
+    tree = grow(make(always(), retriever=retriever))
+    assert ids(tree) == ["0", "0.0", "0.0.0", "0.1", "0.1.0", "0.2", "0.2.0", "0.2.0.0", "0.3", "0.3.0", "0.3.0.0"]
+    graft = next(step for step in tree.steps if step.id == "0.2.0")
+    assert set(graft.origins) == {Origin.RETRIEVED} and not any(graft.loss_mask) and not any(graft.sampled_mask)
+    assert graft.cause == GraftCause(
+        source="expert", task_id="t/9", reward=0.7, similarity=0.9, content_hash=TRACE.content_hash
+    )
+    text = word_tokenizer().decode(list(graft.token_ids)).split()
+    assert text[0] == "<retrieve>" and text[-1] == "</retrieve>" and "w5" in text and "w6" in text
+    assert word_tokenizer().decode(list(graft.lesson_ids)).split() == ["<search>", "w5", "</search>"]
+    assert graft.content == OTHERS_STEP and graft.stop_reason is None
+    assert tree.budget.num_tool_calls == 4  # the graft ran none
+    path = tree.trajectories()[2]
+    assert path.num_tool_calls == 1 and path.status is Status.COMPLETED
+    assert [contents for contents, _ in retriever.asked] == [(tree.steps[5].content,), (tree.steps[8].content,)]
+
+
+def test_grafts_never_touch_and_the_next_step_is_sampled_after_them() -> None:
+    tree = grow(make(always(num_hybrid=4), three_searches, retriever=OneTrace(), max_completion_tokens=200))
+    for path in tree.trajectories():
+        origins = [step.origin for step in path.steps[1:]]
+        assert origins == [Origin.POLICY, Origin.RETRIEVED] * (len(origins) // 2) + [Origin.POLICY]
+    # Each path: a search, a graft with its result, a search (three results), a graft, the answer.
+    assert tree.budget.num_tool_calls == 4 * 2
+
+
+def test_no_retriever_as_in_evaluation_means_no_graft() -> None:
+    tree = grow(make(always(num_hybrid=4)))
+    assert not any(step.origin is Origin.RETRIEVED for step in tree.steps)
+
+
+def test_nothing_eligible_means_that_the_agent_goes_on() -> None:
+    retriever = OneTrace(None)
+    tree = grow(make(always(num_hybrid=4), retriever=retriever))
+    assert len(retriever.asked) == 4 and not any(step.origin is Origin.RETRIEVED for step in tree.steps)
+    assert rollout_metrics([tree])["rollout/retrieved_frac"] == 0.0
+
+
+def test_a_graft_that_leaves_no_room_is_not_attached() -> None:
+    """A search takes 3 + 4 tokens; the graft 9 more; an answer needs room too."""
+    tree = grow(make(always(num_hybrid=4), retriever=OneTrace(), max_completion_tokens=14))
+    assert not any(step.origin is Origin.RETRIEVED for step in tree.steps)
+    assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
+
+
+def test_grafts_do_not_count_as_agent_steps_or_calls() -> None:
+    tree = grow(make(always(num_hybrid=4), retriever=OneTrace(), max_agent_steps=2, max_tool_calls=1))
+    assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
+
+
+def test_a_whole_trajectory_is_one_graft() -> None:
+    retriever = OneTrace()
+    tree = grow(make(always(num_hybrid=4, whole=True), three_searches, retriever=retriever, max_completion_tokens=200))
+    assert all(whole for _, whole in retriever.asked) and len(retriever.asked) == 4
+    grafts = [step for step in tree.steps if step.origin is Origin.RETRIEVED]
+    assert len(grafts) == 4
+    words = word_tokenizer().decode(list(grafts[0].token_ids)).split()
+    assert words.count("<retrieve>") == 1 and words.count("w5") == 2
+    assert grafts[0].lesson_ids == ()
+
+
+def test_metrics_of_grafts_by_hand() -> None:
+    tree = grow(make(always(), retriever=OneTrace()))
+    metrics = rollout_metrics([tree])
+    assert (metrics["graft/num_grafts"], metrics["graft/hybrid_frac"]) == (2.0, 0.5)
+    assert (metrics["graft/same_task_frac"], metrics["graft/similarity_mean"]) == (0.0, pytest.approx(0.9))
+    assert metrics["graft/source_reward_mean"] == pytest.approx(0.7)
+    graft = next(step for step in tree.steps if step.origin is Origin.RETRIEVED)
+    total = sum(len(step.token_ids) for step in tree.steps[1:])
+    assert metrics["rollout/retrieved_frac"] == pytest.approx(2 * len(graft.token_ids) / total)
+
+
+# ---------------------------------------------------------------------- both
+
+
+def both(**options: Any) -> Composed:
+    return Composed([EntropyBranching(num_starts=2, probe_tokens=1, **options), HybridRollout(num_hybrid=8, num_leaves=8)])
+
+
+def test_a_branch_shares_the_grafts_above_it() -> None:
+    """A hybrid path that took a graft searches on and grows unsure: its children share the graft."""
+    composed = Composed(
+        [EntropyBranching(num_starts=2, probe_tokens=1), HybridRollout(num_hybrid=8, num_leaves=8, num_starts=2, probability=0.5)]
+    )
+    shared = 0
+    for number in range(6):
+        grower = make(
+            composed, three_searches, retriever=OneTrace(), entropy=unsure_after_results, max_completion_tokens=200, num_leaves=8
+        )
+        tree = grow(grower, Task(id=f"t/{number}", question="w0", reference=("w9",)))
+        by_id = {step.id: step for step in tree.steps}
+        assert len(tree.leaves) == 8
+        for step in tree.steps:
+            if isinstance(step.cause, BranchCause):
+                assert step.origin is Origin.POLICY and by_id[step.parent or ""].origin is Origin.POLICY
+                shared += any(by_id[step.id[:n]].origin is Origin.RETRIEVED for n in range(1, len(step.id)) if step.id[:n] in by_id)
+    assert shared >= 3
+
+
+def wander(path: str) -> str:
+    """Searches up to three times, a number of times that the path decides."""
+    results = path.count("<result>")
+    return ANSWER if results and (len(path) + results) % 3 == 0 or results >= 4 else SEARCH
+
+
+def mood(path: str) -> float:
+    return 0.3 + (len(path) * 7919 % 13) / 13
+
+
+@pytest.mark.parametrize("allocate", [Rounds, lambda b: Rounds(b, "entropy"), lambda b: Shares(b, 2)])
+@pytest.mark.parametrize("rule", ["threshold", "bernoulli"])
+def test_law_12_shuffled_latencies_give_the_same_trees(allocate: Callable[[Budget], Allocation], rule: str) -> None:
+    found = []
+    for seed in range(4):
+        luck = random.Random(seed)
+        grower = make(
+            both(rule=rule),
+            wander,
+            entropy=mood,
+            retriever=OneTrace(),
+            allocate=allocate,
+            latency_s=lambda luck=luck: luck.random() * 0.01,  # type: ignore[misc]
+            num_leaves=8,
+            max_completion_tokens=200,
+        )
+        found.append([grow(grower, task) for task in TASKS])
+    assert found[0] == found[1] == found[2] == found[3]
+    steps = [step for tree in found[0] for step in tree.steps]
+    assert any(isinstance(step.cause, BranchCause) for step in steps)
+    assert any(isinstance(step.cause, GraftCause) for step in steps)
+    assert all(len(tree.leaves) == 8 for tree in found[0])
+
+
+def test_law_5_paths_with_branches_and_grafts_are_what_the_engine_was_given_and_gave() -> None:
+    engine = ScriptedEngine(wander, word_tokenizer(), entropy=mood)
+    tree = grow(make(both(), engine=engine, retriever=OneTrace(), num_leaves=8, max_completion_tokens=200))
+    given = {str(call.noise_key[-1]): call.prefix_ids for call in engine.calls}
+    for path in tree.trajectories():
+        before: list[int] = []
+        for step in path.steps:
+            if step.origin is Origin.POLICY:
+                assert list(given[step.id]) == before
+            before += step.token_ids
