@@ -6,15 +6,20 @@ STAMP := $(VENV)/.treegraft-installed
 
 .PHONY: demo test check bench install clean
 
+# Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert (RAPO).
 demo: install
-	$(BIN)/treegraft train recipes/demo.toml
-	@run=$$(ls -td runs/*/ | head -n 1); \
+	@stamp=$$(date +%Y%m%d-%H%M%S); own=demo-grpo-$$stamp; shown=demo-rapo-$$stamp; \
+	$(BIN)/treegraft train recipes/demo.toml run.name=$$own || exit; \
+	$(BIN)/treegraft train recipes/demo.toml explorers='["graft"]' run.name=$$shown || exit; \
 	echo; \
-	echo "Where to look in $$run"; \
-	echo "  metrics.jsonl   one line per update: reward, held-out accuracy, cost"; \
-	echo "  trees/          every tree: who wrote each token, rewards, advantages"; \
+	$(BIN)/treegraft compare runs/$$own runs/$$shown; \
+	echo; \
+	echo "One seed, which may differ from others. Where to look in runs/$$shown"; \
+	echo "  metrics.jsonl   one line per update: reward, held-out accuracy, grafts, cost"; \
+	echo "  trees/          every tree: who wrote each token, what was grafted, rewards, advantages"; \
 	echo "  checkpoints/    models that transformers loads"; \
-	echo "Ask the agent something:  $(BIN)/treegraft eval $$run --num 20"
+	echo "  buffer/         the expert's steps; look with: $(BIN)/treegraft buffer stats runs/$$shown/buffer/traces.sqlite"; \
+	echo "Ask the agent something:  $(BIN)/treegraft run runs/$$shown 'r2 of r5 of r1 of e9 ?'"
 
 test: install
 	$(BIN)/python -m pytest
@@ -25,7 +30,7 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	@for file in $(filter-out benchmarks/alternate.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+	@for file in $(filter-out benchmarks/alternate.py benchmarks/methods.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 install: $(STAMP)
 

@@ -4,6 +4,9 @@
     python benchmarks/methods.py --table                  prints the tables of what is there
     python benchmarks/methods.py --ablations              the ablations of RAPO instead (three seeds, boundary world)
 
+What a finished run found goes to `benchmarks/methods.jsonl`, one line a run, so that the command goes on where it stopped, on
+another machine too; delete a line to run it again.
+
 All runs are `recipes/demo.toml` with the overrides below: 40 updates of 12 trees with 16 leaves, held-out questions without
 retrieval or branching every 5 updates. Seeds are paired: a seed fixes training world, questions, held-out questions and noise for
 every method; its warm-up is one of three. Runs are started seed by seed, so a budget that ends early leaves complete pairs.
@@ -26,8 +29,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
+
+from treegraft.types import Origin
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
+RESULTS = Path(__file__).with_suffix(".jsonl")
 NUM_UPDATES, EVERY, NUM_EVAL = 40, 5, 300
 COMMON = (
     f"run.num_updates={NUM_UPDATES}",
@@ -217,11 +224,12 @@ def run_all(jobs: Sequence[Job], out: Path, *, budget_s: float, workers: int) ->
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
-        needed = dict.fromkeys((warmup_name(job.world, job.seed % NUM_WARMUPS), job.world, job.seed % NUM_WARMUPS) for job in jobs)
-        warmups = {name: (world, number) for name, world, number in needed}
+        known = results()
+        waiting = [job for job in jobs if job not in known]
+        numbers = [(job.world, job.seed % NUM_WARMUPS) for job in waiting]
+        warmups = {warmup_name(world, number): (world, number) for world, number in numbers}
         for future in [pool.submit(run_warmup, *arguments, out) for arguments in warmups.values()]:
             future.result()
-        waiting = [job for job in jobs if not is_done(job, out)]
         running: dict[Future[None], Job] = {}
         while waiting or running:
             while waiting and len(running) < workers and time.monotonic() - began < budget_s:
@@ -232,32 +240,85 @@ def run_all(jobs: Sequence[Job], out: Path, *, budget_s: float, workers: int) ->
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 job = running.pop(future)
                 future.result()
+                keep(job, out)
                 print(f"{time.monotonic() - began:6.0f} s  {job.name}", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------- reading
+# ---------------------------------------------------------------------- what a run found
 
 
-def read(job: Job, out: Path) -> list[dict[str, float]]:
-    """Returns the run's lines, one per update; empty where it has none."""
+CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
+Line = dict[str, Any]
+
+
+def is_done(job: Job, out: Path) -> bool:
+    """Returns whether the run has come to its end in `out`."""
+    lines = metrics_of(job, out)
+    return bool(lines) and lines[-1]["update"] == NUM_UPDATES
+
+
+def metrics_of(job: Job, out: Path) -> list[dict[str, float]]:
     path = out / job.name / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def is_done(job: Job, out: Path) -> bool:
-    lines = read(job, out)
-    return bool(lines) and lines[-1]["update"] == NUM_UPDATES
-
-
-def curve(lines: Sequence[Mapping[str, float]], cost: str) -> tuple[list[float], list[float]]:
-    """Returns the cost so far and the accuracy at each evaluation."""
-    costs, accuracies, total = [], [], 0.0
+def found_by(job: Job, out: Path) -> Line:
+    """Returns a finished run in short: at each evaluation the accuracy and what was spent so far; how its trees branched."""
+    lines = metrics_of(job, out)
+    found: Line = {"world": job.world, "method": job.method, "seed": job.seed, "date": time.strftime("%Y-%m-%d")}
+    spent = dict.fromkeys((CALLS, TOKENS, SECONDS), 0.0)
+    found["curve"] = []
     for line in lines:
-        total += line.get(cost, 0.0)
+        spent = {cost: total + line.get(cost, 0.0) for cost, total in spent.items()}
         if "eval/accuracy_sampled" in line:
-            costs.append(total)
-            accuracies.append(line["eval/accuracy_sampled"])
-    return costs, accuracies
+            found["curve"].append({"update": line["update"], "accuracy": line["eval/accuracy_sampled"]} | spent)
+    if "entropy" in "".join({**METHODS, **ABLATIONS}[job.method]):
+        found["branching"] = branching(out / job.name)
+    return found
+
+
+def branching(run_dir: Path) -> dict[str, float]:
+    """Returns how a run's trees branched: branches, their calls before, leaves, calls of all leaves and calls that were run."""
+    from treegraft.record import read_trees
+    from treegraft.types import BranchCause
+
+    counts = dict.fromkeys(("branches", "calls_before", "leaves", "calls_of_leaves", "calls_run"), 0.0)
+    for tree in read_trees(run_dir):
+        counts["calls_run"] += tree.budget.num_tool_calls
+        for path in tree.trajectories():
+            counts["leaves"] += 1
+            counts["calls_of_leaves"] += path.num_tool_calls
+        for step in tree.steps:
+            if isinstance(step.cause, BranchCause):
+                counts["branches"] += 1
+                above = tree.path(step.id)[:-1]
+                counts["calls_before"] += sum(len(s.content.observations) for s in above if s.origin is Origin.POLICY)
+    return counts
+
+
+def keep(job: Job, out: Path) -> None:
+    """Adds a finished run to the results."""
+    with RESULTS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(found_by(job, out)) + "\n")
+
+
+def collect(jobs: Sequence[Job], out: Path) -> None:
+    """Adds runs that came to their end while nobody noted it."""
+    known = results()
+    for job in jobs:
+        if job not in known and is_done(job, out):
+            keep(job, out)
+
+
+def results() -> dict[Job, Line]:
+    """Returns what is known so far."""
+    lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
+    return {Job(line["world"], line["method"], line["seed"]): line for line in map(json.loads, lines)}
+
+
+def curve(found: Line, cost: str) -> tuple[list[float], list[float]]:
+    """Returns the cost so far and the accuracy at each evaluation."""
+    return [point[cost] for point in found["curve"]], [point["accuracy"] for point in found["curve"]]
 
 
 def interpolated(costs: Sequence[float], accuracies: Sequence[float], at: float) -> float:
@@ -279,15 +340,13 @@ def mean_ci(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.2f} ± {half:.2f}"
 
 
-CALLS, TOKENS, SECONDS = "rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s"
-
-
-def table(world: str, methods: Sequence[str], num_seeds: int, out: Path, baseline: str) -> list[str]:
+def table(world: str, methods: Sequence[str], num_seeds: int, baseline: str) -> list[str]:
     """Returns one world's table in Markdown, over the seeds that all methods have finished."""
-    seeds = [s for s in range(num_seeds) if all(is_done(Job(world, m, s), out) for m in methods)]
+    known = results()
+    seeds = [s for s in range(num_seeds) if all(Job(world, m, s) in known for m in methods)]
     if not seeds:
         return [f"**{world}**: no seed is complete for all methods yet.", ""]
-    runs = {(m, s): read(Job(world, m, s), out) for m in methods for s in seeds}
+    runs = {(m, s): known[Job(world, m, s)] for m in methods for s in seeds}
     grown = [m for m in methods if m != SFT]
     floor = {(cost, s): min(curve(runs[m, s], cost)[0][-1] for m in grown) for cost in (CALLS, SECONDS) for s in seeds}
     rows = [
@@ -312,35 +371,21 @@ def table(world: str, methods: Sequence[str], num_seeds: int, out: Path, baselin
     return [*rows, ""]
 
 
-def branching_costs(num_seeds: int, out: Path) -> list[str]:
-    """Returns ARPO's tool calls against what its budget predicts, from the recorded trees of the boundary world."""
-    from treegraft.record import read_trees
-    from treegraft.types import BranchCause
-
-    lines = []
+def branching_costs(num_seeds: int) -> list[str]:
+    """Returns ARPO's tool calls against what its budget predicts, on the boundary world."""
+    known, lines = results(), []
     for method in ("ARPO", "ARPO (Bernoulli)"):
-        depths, lengths, calls, unshared, starts = [], [], 0, 0, 0
-        for seed in range(num_seeds):
-            if not is_done(Job("boundary", method, seed), out):
-                continue
-            for tree in read_trees(out / Job("boundary", method, seed).name):
-                starts += sum(step.depth == 1 for step in tree.steps)
-                calls += tree.budget.num_tool_calls
-                for step in tree.steps:
-                    if isinstance(step.cause, BranchCause):
-                        depths.append(sum(len(above.content.observations) for above in tree.path(step.id)[:-1]))
-                for path in tree.trajectories():
-                    lengths.append(path.num_tool_calls)
-                    unshared += path.num_tool_calls
-        if not lengths:
+        found = [known[job]["branching"] for s in range(num_seeds) if (job := Job("boundary", method, s)) in known]
+        if not found:
             continue
-        d, t = statistics.fmean(depths), statistics.fmean(lengths)
-        share = 1 - starts / len(lengths)
-        lines += [
+        total = {name: sum(counts[name] for counts in found) for name in found[0]}
+        d, t = total["calls_before"] / max(1.0, total["branches"]), total["calls_of_leaves"] / total["leaves"]
+        share = total["branches"] / total["leaves"]
+        lines.append(
             f"{method}: d = {d:.2f} calls before a branch, T = {t:.2f} a trajectory; calls run per call of its trajectories "
-            f"{calls / unshared:.3f}; 1 - (M - N) d / (M T) = {1 - 0.5 * d / t:.3f} for the full budget, and "
-            f"{1 - share * d / t:.3f} for the {share:.2f} of its leaves that were branches."
-        ]
+            f"{total['calls_run'] / total['calls_of_leaves']:.3f}; 1 - (M - N) d / (M T) = {1 - 0.5 * d / t:.3f} for the whole "
+            f"budget, {1 - share * d / t:.3f} for the {share:.2f} of its leaves that were branches."
+        )
     return [*lines, ""]
 
 
@@ -359,15 +404,16 @@ def main() -> None:
         jobs = [Job("boundary", m, s) for s in range(NUM_ABLATION_SEEDS) for m in ("GRPO", "RAPO", *ABLATIONS)]
     else:
         jobs = [Job(w, m, s) for s in range(options.seeds) for w in options.worlds for m in METHODS]
+    collect(jobs, out)
     if not options.table:
         run_all(jobs, out, budget_s=options.budget_minutes * 60, workers=options.jobs)
     print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread a run\n")
     if options.ablations:
-        print("\n".join(table("boundary", ["GRPO", "RAPO", *ABLATIONS], NUM_ABLATION_SEEDS, out, "RAPO")))
+        print("\n".join(table("boundary", ["GRPO", "RAPO", *ABLATIONS], NUM_ABLATION_SEEDS, "RAPO")))
         return
     for world in options.worlds:
-        print("\n".join(table(world, list(METHODS), options.seeds, out, "GRPO")))
-    print("\n".join(branching_costs(options.seeds, out)))
+        print("\n".join(table(world, list(METHODS), options.seeds, "GRPO")))
+    print("\n".join(branching_costs(options.seeds)))
 
 
 if __name__ == "__main__":

@@ -286,3 +286,20 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
 
 def test_sizes_for_people() -> None:
     assert doctor.gigabytes(2.14e9) == "2.1 GB" and doctor.gigabytes(512e6) == "512 MB"
+
+
+def test_compare_shows_runs_side_by_side(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, accuracies in (("first", [0.25, 0.5]), ("second", [0.25, 0.75])):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        lines = [{"update": n, "eval/accuracy_sampled": a, "rollout/num_tool_calls": 10 * n} for n, a in enumerate(accuracies)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert treegraft("compare", tmp_path / "first", tmp_path / "second") == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["first", "second"] in shown and ["update", "1", "50.0%", "75.0%"] in shown
+    assert ["rollout/num_tool_calls", "10", "10"] in shown
+    assert treegraft("compare", tmp_path / "first", tmp_path / "second", "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["accuracy"] == "eval/accuracy_sampled" and data["rows"]["update 1"] == [0.5, 0.75]
+    assert treegraft("compare", tmp_path / "none") == 3

@@ -103,12 +103,18 @@ def test_resolved_form_is_exact(lr: float, betas: tuple[float, float], prompt: s
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_last_part_that_one_setting_has_stands_for_it() -> None:
+    config = load_config({"buffer": {"path": "expert"}}, ['explorers=["graft"]', "num_leaves=8"])
+    assert (config.explore.explorers, config.explore.num_leaves) == (["graft"], 8)
+    assert "learn.lr" in refused({}, "lr=1")  # warmup.lr is another
+    assert "is given twice" in refused({}, "num_leaves=1", "explore.num_leaves=2")
+
+
 @pytest.mark.parametrize(
     ("key", "near"),
     [
         ("learn.lrr", "learn.lr"),
         ("lr", "learn.lr"),
-        ("num_leaves", "explore.num_leaves"),
         ("rollout.max_steps", "rollout.max_agent_steps"),
         ("learn.learning_rate", "learn.lr"),
         ("num_generations", "explore.num_leaves"),

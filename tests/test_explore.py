@@ -49,7 +49,7 @@ def branch(num: int = 1, change: float = 0.0) -> Branch:
 
 
 def test_threshold_branches_where_entropy_rose() -> None:
-    """Baseline 1.0 and 0.5 nats, afterwards 1.5 and 0.6: the change is 0.6, over a normaliser of 2 it is 0.3, P = 0.5 + 0.2 · 0.3."""
+    """Baseline 1.0 and 0.5 nats, then 1.5 and 0.6: the change is 0.6, over a normaliser of 2 it is 0.3, P = 0.5 + 0.2 · 0.3."""
     explorer = EntropyBranching(num_branches=3, probe_tokens=2, normaliser=2.0)
     found = explorer.after_probe(path(step("0.0", [1.0, 0.5, 9.0])), [1.5, 0.6])
     assert found is not None and found.num == 3

@@ -18,7 +18,10 @@ import treegraft
 SOURCE = Path(treegraft.__file__).parent
 
 NAMES = {
-    "treegraft.types": ("Task", "Step", "Tree", "Trajectory", "Origin", "Status"),
+    "treegraft.types": ("Task", "Step", "Tree", "Trajectory", "Origin", "Status", "Trace", "StepContent"),
+    "treegraft.algo.rapo": ("retrieval_reward", "combined_advantages", "shaping_factor"),
+    "treegraft.algo.arpo": ("entropy_change", "branch_probability", "shared_advantages"),
+    "treegraft.traces.buffer": ("TraceBuffer",),
     "treegraft.learn.pack": ("pack_trees", "TreeBatch"),
     "treegraft.learn.learner": ("token_scores",),
     "treegraft.algo.advantages": ("group_advantages",),
@@ -32,6 +35,16 @@ SIGNATURES = {
     "treegraft.learn.pack:pack_trees": ["trees", "*device"],
     "treegraft.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
     "treegraft.algo.advantages:group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
+    "treegraft.algo.rapo:retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
+    "treegraft.algo.rapo:combined_advantages": ["outcome_advantages", "retrieval_rewards", "weight=0.2", "eps=1e-06"],
+    "treegraft.algo.rapo:shaping_factor": ["retrieved_frac", "weight=0.05"],
+    "treegraft.algo.arpo:entropy_change": ["current", "initial", "normaliser"],
+    "treegraft.algo.arpo:branch_probability": ["change", "base=0.5", "weight=0.2"],
+    "treegraft.algo.arpo:shared_advantages": ["advantages", "descendants"],
+    "treegraft.types:Trace": [
+        *("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory=''", "policy_version=None"),
+    ],
+    "treegraft.traces.buffer:TraceBuffer": ["path", "encoder='minilm'"],
     "treegraft.tasks.scoring:exact_match": ["prediction", "reference"],
     "treegraft.tasks.scoring:f1": ["prediction", "reference"],
     "treegraft.tasks.scoring:math_equal": ["prediction", "reference", "*deadline_s"],

@@ -49,9 +49,7 @@ class OneTrace:
         self._trace = trace
         self.asked: list[tuple[tuple[StepContent, ...], bool]] = []
 
-    async def retrieve(
-        self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
-    ) -> Retrieved | None:
+    async def retrieve(self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey) -> Retrieved | None:
         self.asked.append((tuple(contents), whole))
         await asyncio.sleep(0)
         if self._trace is None:
@@ -232,9 +230,7 @@ def test_a_graft_follows_an_own_step_and_precedes_one() -> None:
     assert ids(tree) == ["0", "0.0", "0.0.0", "0.1", "0.1.0", "0.2", "0.2.0", "0.2.0.0", "0.3", "0.3.0", "0.3.0.0"]
     graft = next(step for step in tree.steps if step.id == "0.2.0")
     assert set(graft.origins) == {Origin.RETRIEVED} and not any(graft.loss_mask) and not any(graft.sampled_mask)
-    assert graft.cause == GraftCause(
-        source="expert", task_id="t/9", reward=0.7, similarity=0.9, content_hash=TRACE.content_hash
-    )
+    assert graft.cause == GraftCause(source="expert", task_id="t/9", reward=0.7, similarity=0.9, content_hash=TRACE.content_hash)
     text = word_tokenizer().decode(list(graft.token_ids)).split()
     assert text[0] == "<retrieve>" and text[-1] == "</retrieve>" and "w5" in text and "w6" in text
     assert word_tokenizer().decode(list(graft.lesson_ids)).split() == ["<search>", "w5", "</search>"]
@@ -270,6 +266,22 @@ def test_a_graft_that_leaves_no_room_is_not_attached() -> None:
     """A search takes 3 + 4 tokens; the graft 9 more; an answer needs room too."""
     tree = grow(make(always(num_hybrid=4), retriever=OneTrace(), max_completion_tokens=14))
     assert not any(step.origin is Origin.RETRIEVED for step in tree.steps)
+    assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
+
+
+def test_a_long_graft_is_cut_from_the_left_and_counted() -> None:
+    """After the search 7 of 60 tokens are used; a graft of over 53 is cut to 26: the end of its result survives."""
+    long = StepContent(
+        calls=(ToolCall("search", "w5"),), observations=(Observation(text=" ".join(f"w{n % 9}" for n in range(70)) + " w8"),)
+    )
+    trace = Trace("w0", long, 1.0, "expert", "t/9", 1, False)
+    tree = grow(make(always(num_hybrid=4), retriever=OneTrace(trace)))
+    grafts = [step for step in tree.steps if step.origin is Origin.RETRIEVED]
+    assert len(grafts) == 4 and all(len(step.token_ids) == 26 for step in grafts)
+    words = word_tokenizer().decode(list(grafts[0].token_ids)).split()
+    assert words[0] == "<retrieve>" and words[-3:] == ["w8", "</result>", "</retrieve>"]
+    assert isinstance(grafts[0].cause, GraftCause) and grafts[0].cause.num_cut > 0
+    assert rollout_metrics([tree])["graft/cut_frac"] == 1.0
     assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
 
 
@@ -330,7 +342,7 @@ def test_a_branch_shares_the_grafts_above_it() -> None:
 def wander(path: str) -> str:
     """Searches up to three times, a number of times that the path decides."""
     results = path.count("<result>")
-    return ANSWER if results and (len(path) + results) % 3 == 0 or results >= 4 else SEARCH
+    return ANSWER if (results and (len(path) + results) % 3 == 0) or results >= 4 else SEARCH
 
 
 def mood(path: str) -> float:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from treegraft.traces.buffer import TraceBuffer
+
 TINY: Mapping[str, Any] = {
     "run": {"num_updates": 2, "tasks_per_update": 3, "seed": 3, "num_threads": 1},
     "model": {
@@ -75,7 +77,11 @@ def contents(run_dir: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for file in sorted(run_dir.rglob("*")):
         name = file.relative_to(run_dir).as_posix()
-        if not file.is_file() or name == ".lock" or "tensorboard" in name:
+        if not file.is_file() or name == ".lock" or "tensorboard" in name or name.endswith(("-wal", "-shm", ".index")):
+            continue
+        if name.endswith(".sqlite"):
+            with TraceBuffer(file, None) as buffer:
+                found[name] = [*buffer]
             continue
         if name == "metrics.jsonl":
             lines = [json.loads(line) for line in file.read_text().splitlines()]

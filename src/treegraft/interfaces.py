@@ -166,8 +166,12 @@ class Format(Protocol):
         """
         ...
 
-    def render_graft(self, values: Sequence[str | StepContent]) -> tuple[int, ...]:
-        """Returns steps of another agent as tokens that the policy is shown and must not write itself."""
+    def render_graft(self, values: Sequence[str | StepContent], max_tokens: int | None = None) -> tuple[int, ...]:
+        """Returns steps of another agent as tokens that the policy is shown and must not write itself.
+
+        Args:
+            max_tokens: cut the oldest text away down to this length; None cuts nothing.
+        """
         ...
 
     def read_text(self, text: str) -> StepContent | None:

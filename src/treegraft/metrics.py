@@ -39,6 +39,7 @@ METRICS: Mapping[str, str] = {
     "graft/hybrid_frac": "share of trajectories that hold at least one graft",
     "graft/same_task_frac": "share of grafts that come from the very same task",
     "graft/similarity_mean": "mean cosine between the history and the graft's key, -1..1",
+    "graft/cut_frac": "share of grafts that were cut from the left for want of room",
     "graft/source_reward_mean": "mean reward of the trajectories that the grafts come from",
     "graft/reward_hybrid": "mean reward of trajectories that hold a graft",
     "graft/reward_on_policy": "mean reward of trajectories without one",

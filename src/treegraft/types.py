@@ -226,6 +226,8 @@ class GraftCause:
     """Cosine between the retrieval key and the trace's key, -1..1; 0 where the trace was drawn at random."""
     content_hash: str = ""
     """Which trace of the buffer."""
+    num_cut: int = 0
+    """Tokens cut from its left for want of room."""
 
 
 Cause = StartCause | ContinuationCause | BranchCause | GraftCause

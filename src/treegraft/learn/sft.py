@@ -20,17 +20,16 @@ from treegraft.interfaces import Format, Span, TaskSource
 from treegraft.keyed import keyed_int, keyed_unit
 from treegraft.learn.learner import Learner
 from treegraft.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
+from treegraft.traces.shape import read_steps, text_of
 from treegraft.types import (
     ROOT_ID,
     Leaf,
-    Observation,
     Origin,
     StartCause,
     Status,
     Step,
     StepContent,
     Task,
-    ToolCall,
     Tree,
 )
 
@@ -112,7 +111,7 @@ class Demonstrations:
             goes_on = probabilities[min(count, len(probabilities)) - 1]
             early = self._source.early_answer(task, steps[:count])
             if early is not None and keyed_unit(self._seed, "decision", *key, count) >= goes_on:
-                return (*steps[:count], StepContent(answer=early))
+                return (*steps[:count], StepContent(thought=steps[-1].thought, answer=early))
         return steps
 
 
@@ -172,10 +171,10 @@ def _decision_token(format: Format, steps: Sequence[StepContent], index: int) ->
     """Index in the step's tokens of the first one that differs between going on and answering."""
     content = steps[index]
     if content.answer is None:
-        other = StepContent(thought=content.thought, answer="1")
+        other = StepContent(thought=steps[-1].thought, answer="1")
     else:
-        calls = next((step.calls for step in steps[:index] if step.calls), ())
-        other = StepContent(thought=content.thought, calls=calls)
+        before = next((step for step in steps[:index] if step.calls), content)
+        other = StepContent(thought=before.thought, calls=before.calls)
     ours, theirs = (format.render_step(step)[0][0] for step in (content, other))
     return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
 
@@ -194,21 +193,9 @@ def read_traces(path: str) -> list[Demonstration]:
     for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
-            steps = tuple(
-                StepContent(
-                    thought=step.get("thought", ""),
-                    calls=tuple(ToolCall(call["name"], call["body"]) for call in step.get("calls", ())),
-                    observations=tuple(Observation(text=text) for text in step.get("observations", ())),
-                    answer=step.get("answer"),
-                )
-                for step in row["steps"]
-            )
-            if not steps:
-                raise ValueError("no steps")
-            texts = [row["question"], *(text for step in steps for text in _texts(step))]
-            if not all(isinstance(text, str) for text in texts):
-                raise ValueError("a text that is no text")
-            found.append((Task(id=f"line {number}", question=row["question"], reference=()), steps))
+            question = text_of(row["question"], "question")
+            steps = read_steps(row["steps"])
+            found.append((Task(id=f"line {number}", question=question, reference=()), steps))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a list of steps, each with "
@@ -217,11 +204,6 @@ def read_traces(path: str) -> list[Demonstration]:
     if not found:
         raise DataError(f"warmup.traces '{path}': the file has no rows")
     return found
-
-
-def _texts(step: StepContent) -> list[str]:
-    calls = [text for call in step.calls for text in (call.name, call.body)]
-    return [step.thought, step.answer or "", *calls, *(observation.text for observation in step.observations)]
 
 
 def learning_rate(settings: WarmupSettings, step: int) -> float:

@@ -32,6 +32,9 @@ from treegraft.types import (
     Tree,
 )
 
+MIN_CUT_GRAFT = 16
+"""Tokens under which what is left of a graft that has to be cut says nothing, so it is not attached."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
@@ -218,10 +221,14 @@ class _Growth:
         return found is not None and self._attach(path, step_id, found)
 
     def _attach(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
-        """Appends what was retrieved, unless it leaves the agent no room to go on."""
-        token_ids = self._g.format.render_graft([trace.value for trace in found.traces])
-        if not token_ids or path.num_used + len(token_ids) >= self._g.limits.max_completion_tokens:
-            return False
+        """Appends what was retrieved, cut from the left where it would leave the agent no room; not at all where that is little."""
+        values = [trace.value for trace in found.traces]
+        token_ids = self._g.format.render_graft(values)
+        room, num_whole = self._g.limits.max_completion_tokens - path.num_used, len(token_ids)
+        if num_whole >= room:
+            if room // 2 < MIN_CUT_GRAFT:
+                return False
+            token_ids = self._g.format.render_graft(values, max_tokens=room // 2)
         first = found.traces[0]
         cause = GraftCause(
             source=first.source,
@@ -229,17 +236,16 @@ class _Growth:
             reward=first.reward,
             similarity=found.similarity,
             content_hash=first.content_hash,
+            num_cut=num_whole - len(token_ids),
         )
-        whole = [trace.value for trace in found.traces]
-        content = first.value if isinstance(first.value, StepContent) and len(whole) == 1 else StepContent(thought=_as_text(whole))
-        lesson = self._lesson(content if len(whole) == 1 else None)
+        is_step = isinstance(first.value, StepContent) and len(values) == 1
+        content = first.value if isinstance(first.value, StepContent) and is_step else StepContent(thought=_as_text(values))
+        lesson = self._lesson(content) if is_step else ()
         self._tree.add_graft(step_id, path, token_ids, content, cause, lesson, self._g.limits.temperature)
         return True
 
-    def _lesson(self, content: StepContent | None) -> tuple[int, ...]:
+    def _lesson(self, content: StepContent) -> tuple[int, ...]:
         """The step as the policy would have written it; empty where it could not have."""
-        if content is None or not (content.calls or content.answer is not None):
-            return ()
         try:
             spans = self._g.format.render_step(content)
         except ValueError:

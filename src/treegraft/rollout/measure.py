@@ -60,6 +60,7 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
         "graft/hybrid_frac": _share(hybrid),
         "graft/same_task_frac": _share(cause.task_id == tree.task.id for tree, cause in causes),
         "graft/similarity_mean": statistics.fmean(cause.similarity for _, cause in causes),
+        "graft/cut_frac": _share(cause.num_cut > 0 for _, cause in causes),
         "graft/source_reward_mean": statistics.fmean(cause.reward for _, cause in causes),
     }
     for name, wanted in (("graft/reward_hybrid", True), ("graft/reward_on_policy", False)):

@@ -23,6 +23,7 @@ from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
+from treegraft.traces.shape import read_steps, text_of
 from treegraft.types import Observation, Origin, Status, StepContent, ToolCall, Trace, Trajectory
 
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -161,7 +162,7 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Found]:
     elif "steps" in row:
         question, contents = row["question"], read_steps(row["steps"])
     elif "text" in row or "output" in row:
-        question, contents = row["question"], read_trajectory(_text(row["text"] if "text" in row else row["output"], "text"))
+        question, contents = row["question"], read_trajectory(text_of(row["text"] if "text" in row else row["output"], "text"))
     else:
         raise ValueError("neither messages, steps, text nor output")
     reward = row.get(columns.reward)
@@ -169,7 +170,7 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Found]:
     if not math.isfinite(reward):
         raise ValueError(f"the reward is {reward}")
     task_id = row.get(columns.task_id)
-    if not _text(question, "question").strip():
+    if not text_of(question, "question").strip():
         raise ValueError("an empty question")
     for number, content in enumerate(contents, start=1):
         if not says_something(content):
@@ -229,32 +230,6 @@ def _traces(found: _Found, source: str) -> list[Trace]:
 # ---------------------------------------------------------------------- shapes of rows
 
 
-def _text(value: Any, what: str) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{what} is {value!r:.40}, expected text")
-    return value
-
-
-def read_steps(rows: Any) -> tuple[StepContent, ...]:
-    """Returns steps from [{"thought", "calls": [{"name", "body"}], "observations": [text], "answer"}], each part optional.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: another shape.
-    """
-    steps = tuple(
-        StepContent(
-            thought=_text(row.get("thought") or "", "thought"),
-            calls=tuple(ToolCall(_text(call["name"], "name"), _text(call["body"], "body")) for call in row.get("calls") or ()),
-            observations=tuple(Observation(text=_text(text, "observation")) for text in row.get("observations") or ()),
-            answer=None if row.get("answer") is None else _text(row["answer"], "answer"),
-        )
-        for row in rows
-    )
-    if not steps:
-        raise ValueError("no steps")
-    return steps
-
-
 def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     """Returns (question, steps) of a conversation in the shape of OpenAI's chat completions.
 
@@ -305,14 +280,14 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
 def _message_text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(_text(part["text"], "content") for part in content if part.get("type", "text") == "text")
-    return "" if content is None else _text(content, "content")
+        content = "".join(text_of(part["text"], "content") for part in content if part.get("type", "text") == "text")
+    return "" if content is None else text_of(content, "content")
 
 
 def _thought(message: Mapping[str, Any], text: str) -> str:
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     plain = text.replace("<think>", "").replace("</think>", "")
-    return "\n".join(filter(None, (_text(reasoning, "reasoning").strip(), plain.strip())))
+    return "\n".join(filter(None, (text_of(reasoning, "reasoning").strip(), plain.strip())))
 
 
 def _final_step(message: Mapping[str, Any], text: str) -> StepContent | None:
@@ -328,7 +303,7 @@ def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
-        calls.append(ToolCall(_text(function["name"], "name"), _body(function.get("arguments") or "")))
+        calls.append(ToolCall(text_of(function["name"], "name"), _body(function.get("arguments") or "")))
     return StepContent(thought=_thought(message, text), calls=tuple(calls))
 
 
@@ -358,14 +333,14 @@ def read_trace(line: str, number: int, defaults: Trace) -> Trace:
         row = json.loads(line)
         value = row["value"]
         return Trace(
-            key=_text(row["key"], "key"),
+            key=text_of(row["key"], "key"),
             value=value if isinstance(value, str) else read_steps([value])[0],
             reward=float(row.get("reward", defaults.reward)),
-            source=_text(row.get("source", defaults.source), "source"),
-            task_id=_text(row.get("task_id", defaults.task_id), "task_id"),
+            source=text_of(row.get("source", defaults.source), "source"),
+            task_id=text_of(row.get("task_id", defaults.task_id), "task_id"),
             position=int(row.get("position", defaults.position)),
             terminal=bool(row.get("terminal", defaults.terminal or (isinstance(value, dict) and value.get("answer") is not None))),
-            trajectory=_text(row.get("trajectory", defaults.trajectory), "trajectory"),
+            trajectory=text_of(row.get("trajectory", defaults.trajectory), "trajectory"),
         )
     except _BAD_ROW as error:
         raise DataError(

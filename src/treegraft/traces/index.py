@@ -38,19 +38,20 @@ NUM_PROBES = 32
 NUM_CANDIDATES = 32
 """Rows that are scored again, besides four for each one wanted."""
 
-Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 """Rows, best first, and their similarities."""
 
-NOTHING: Found = (np.zeros(0, np.int64), np.zeros(0, np.float32))
+NOTHING: Found = (np.zeros(0, np.int64), np.zeros(0, np.float64))
 
 
 def score(vectors: npt.NDArray[np.float32], rows: npt.NDArray[np.int64], query: npt.NDArray[np.float32], k: int) -> Found:
-    """Returns the k best of these rows: cosine, best first, the earlier row where two are equal.
+    """Returns the k best of these rows: cosine to six decimals, best first, the earlier row where two are equal.
 
-    The sums run row by row in float64, so that a similarity has the same bits in whatever company it is computed.
+    The sums run row by row in float64, so that a similarity is the same in whatever company it is computed; rounding takes off
+    what float32 vectors are not exactly of length 1, so that equal texts have 1.
     """
     products = vectors[rows].astype(np.float64) * query.astype(np.float64)
-    similarities = products.sum(axis=1).astype(np.float32)
+    similarities = np.clip(products.sum(axis=1).round(6), -1.0, 1.0)
     order = np.lexsort((rows, -similarities))[:k]
     return rows[order], similarities[order]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treegraft.config import Config
-from treegraft.errors import DataError
+from treegraft.errors import CheckpointError, DataError
 from treegraft.interfaces import Format, TaskSource, TreeScorer
 from treegraft.record import write_atomically
 from treegraft.traces.agents import ScriptedAgent
@@ -78,9 +78,23 @@ async def open_buffer(
         buffer = await _own_copy(config, source, scorer, format, own)
     _refuse_empty(buffer, config)
     buffer.settle()
-    note = {"path": os.path.relpath(buffer.path, run_dir), "fingerprint": buffer.fingerprint(), "num_traces": len(buffer)}
-    write_atomically(run_dir / "buffer.json", json.dumps(note, indent=2) + "\n")
+    _note(buffer, run_dir, is_own=buffer.path == own)
     return buffer
+
+
+def _note(buffer: TraceBuffer, run_dir: Path, *, is_own: bool) -> None:
+    """Writes buffer.json when the run begins; later a buffer that others can change has to be the one that it names."""
+    place = run_dir / "buffer.json"
+    fingerprint = buffer.fingerprint()
+    if not place.exists():
+        note = {"path": os.path.relpath(buffer.path, run_dir), "fingerprint": fingerprint, "num_traces": len(buffer)}
+        write_atomically(place, json.dumps(note, indent=2) + "\n")
+    elif not is_own and json.loads(place.read_text())["fingerprint"] != fingerprint:
+        buffer.close()
+        raise CheckpointError(
+            f"buffer.path: the buffer '{buffer.path}' has changed since the run began (fingerprint {fingerprint}, expected "
+            f"{json.loads(place.read_text())['fingerprint']}); put the old file back, or start a new run."
+        )
 
 
 async def _own_copy(config: Config, source: TaskSource, scorer: TreeScorer, format: Format, own: Path) -> TraceBuffer:

@@ -12,6 +12,7 @@ ours and no special token.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,8 @@ from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
 THINK, RESULT, RETRIEVE, ANSWER = "think", "result", "retrieve", "answer"
 NOT_THE_AGENTS = (RESULT, RETRIEVE)
 """Tags that the agent must not write."""
-_ANY_OPENING = re.compile(r"<([a-z_]+)>")
+_ANY_OPENING, _ANY_CLOSING = re.compile(r"<([a-z_]+)>"), re.compile(r"</([a-z_]+)>")
 _NEXT_RESULT = re.compile(rf"\s*<{RESULT}>(.*?)</{RESULT}>", re.DOTALL)
-_RESULT_TEXT = re.compile(rf"<{RESULT}>(.*?)</{RESULT}>", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,13 +186,12 @@ class TagsFormat:
             if self._specials.broken(text) != text:
                 raise _Violation("a special token inside the step")
             content = self._said(reading)
-            rest = text[reading.end :].strip() if reading.name is not None else ""
-            if _RESULT_TEXT.sub("", rest).strip() if content.calls else rest:
+            shown = list(_results_at(text, reading.end, text.rfind(f"</{RESULT}>"))) if content.calls else []
+            if reading.name is not None and text[shown[-1].end() if shown else reading.end :].strip():
                 raise _Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
         except _Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
-        shown = tuple(Observation(text=found.strip()) for found in _RESULT_TEXT.findall(rest))
-        return ParsedStep(replace(content, observations=shown), None)
+        return ParsedStep(replace(content, observations=tuple(Observation(text=found[1].strip()) for found in shown)), None)
 
     def read_text(self, text: str) -> StepContent | None:
         """Returns what one whole step written in our tags says, results included; None where it is not one."""
@@ -261,17 +260,23 @@ class TagsFormat:
             ids += self._markup_ids(f"\n</{RESULT}>\n")
         return tuple(ids)
 
-    def render_graft(self, values: Sequence[str | StepContent]) -> tuple[int, ...]:
+    def render_graft(self, values: Sequence[str | StepContent], max_tokens: int | None = None) -> tuple[int, ...]:
         """Returns another agent's steps as tokens, between retrieve tags. Never raises, as `observation_ids` does not.
 
         Their thoughts, calls, results and answers stand in our tags; all texts are foreign, and none can forge a tag, the end
         of the retrieved or an end token. A value of plain text stands there as it is.
+
+        Args:
+            max_tokens: what is between the tags is cut from the left to this length in all; None cuts nothing.
         """
-        ids = self._markup_ids(f"\n<{RETRIEVE}>\n")
+        opening, closing = self._markup_ids(f"\n<{RETRIEVE}>\n"), self._markup_ids(f"\n</{RETRIEVE}>\n")
+        ids: list[int] = []
         for number, value in enumerate(values):
             ids += self._markup_ids("\n") if number else []
             ids += self._foreign_ids(value) if isinstance(value, str) else self._graft_ids(value)
-        return (*ids, *self._markup_ids(f"\n</{RETRIEVE}>\n"))
+        if max_tokens is not None:
+            ids = ids[max(0, len(ids) + len(opening) + len(closing) - max_tokens) :]
+        return (*opening, *ids, *closing)
 
     def _graft_ids(self, content: StepContent) -> list[int]:
         ids: list[int] = []
@@ -382,23 +387,25 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
     """
     steps: list[StepContent] = []
     thought: list[str] = []
-    unpaired: set[str] = set()
     position = 0
-    # Looked up once: hostile text holds many openings of results that are never closed.
-    last = text.rfind(f"</{RESULT}>")
+    # Both looked up once: hostile text holds many openings that are never closed.
+    closings: dict[str, list[int]] = {}
+    for closing in _ANY_CLOSING.finditer(text):
+        closings.setdefault(closing[1], []).append(closing.start())
+    last = max(closings.get(RESULT, ()), default=-1)
     for opening in _ANY_OPENING.finditer(text):
         name = opening[1]
-        if opening.start() < position or name in unpaired:
+        ends = closings.get(name, [])
+        index = bisect_left(ends, opening.end())
+        if opening.start() < position or index == len(ends):
             continue
-        end = text.find(f"</{name}>", opening.end())
-        if end < 0:
-            unpaired.add(name)
+        end = ends[index]
+        after = end + len(name) + 3
+        is_call = name not in (THINK, ANSWER, *NOT_THE_AGENTS)
+        shown = list(_results_at(text, after, last)) if is_call else []
+        if is_call and not shown:
             continue
         before, body = text[position : opening.start()], text[opening.end() : end].strip()
-        after = end + len(name) + 3
-        shown = [] if name in (THINK, ANSWER, *NOT_THE_AGENTS) else list(_results_at(text, after, last))
-        if name not in (THINK, ANSWER, *NOT_THE_AGENTS) and not shown:
-            continue
         position = shown[-1].end() if shown else after
         thought += [before, body] if name == THINK else [before]
         if name in (THINK, *NOT_THE_AGENTS):

@@ -1,0 +1,182 @@
+"""Whole runs that branch and graft: what is recorded, a growing buffer, laws 6, 11 and 12, and buffers that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.tiny import differing, tiny
+from tests.tiny_parts import SlowSearch
+
+from treegraft.errors import CheckpointError, DataError, SettingError, TreegraftError
+from treegraft.metrics import check_known
+from treegraft.record import read_metrics, read_trees
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.supply import OWN_FILE
+from treegraft.train import RunResult, train
+from treegraft.types import BranchCause, GraftCause, Origin, StepContent, ToolCall, Trace
+
+BOTH: dict[str, Any] = {
+    "run": {"num_updates": 3},
+    "tasks": {"search_world": {"hops": [1, 3]}},
+    "explore": {
+        "explorers": ["entropy", "graft"],
+        "num_leaves": 6,
+        "entropy": {"num_starts": 4, "rule": "bernoulli", "normaliser": "none"},
+        "graft": {"num_hybrid": 4, "probability": 0.8},
+    },
+    "buffer": {"path": "expert", "encoder": "hashing", "grow": {"num_best": 2, "min_reward": 0.5, "capacity": 12}},
+    "credit": {"attribution": "hard"},
+    "loss": {"graft_coef": 1.0},
+    "rollout": {"max_completion_tokens": 70, "max_agent_steps": 6, "max_tool_calls": 5},
+    "warmup": {"graft_prob": 0.3, "continue_prob": [0.6]},
+    "eval": {"num_samples": 1},
+    "engine": {"max_rows": 18},
+    "model": {"tiny": {"max_context": 128}},
+}
+
+
+def start(folder: Path, name: str, **tables: Any) -> RunResult:
+    settings = tiny(**BOTH)
+    for table, values in tables.items():
+        settings[table] = {**settings[table], **values}
+    return train({**settings, "run": {**settings["run"], "name": name, "dir": str(folder)}})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    return start(tmp_path_factory.mktemp("grafted"), "a")
+
+
+def test_it_branches_grafts_learns_and_says_so(run: RunResult) -> None:
+    lines = read_metrics(run.run_dir)
+    for line in lines:
+        check_known(line.keys())
+    steps = [step for tree in read_trees(run.run_dir) for step in tree.steps]
+    grafts = [step for step in steps if isinstance(step.cause, GraftCause)]
+    assert grafts and any(isinstance(step.cause, BranchCause) for step in steps)
+    assert {step.cause.source for step in grafts if isinstance(step.cause, GraftCause)} <= {"expert", "self"}
+    assert all(step.lesson_ids and not any(step.loss_mask) for step in grafts)
+    assert any(step.advantage for step in steps)
+    assert sum(line.get("graft/num_grafts", 0) for line in lines) == len(grafts)
+    paths = [path for tree in read_trees(run.run_dir) for path in tree.trajectories()]
+    assert any(path.leaf.retrieved_frac > 0 for path in paths) and any(path.leaf.retrieval_reward for path in paths)
+    note = json.loads((run.run_dir / "buffer.json").read_text())
+    assert note["path"] == str(OWN_FILE) and note["num_traces"] > 0
+
+
+def test_law_11_evaluation_neither_retrieves_nor_branches(run: RunResult) -> None:
+    files = list((run.run_dir / "trees").glob("eval-*.jsonl"))
+    steps = [step for file in files for tree in read_trees(file) for step in tree.steps]
+    assert files and not any(isinstance(step.cause, BranchCause | GraftCause) for step in steps)
+    assert not any(Origin.RETRIEVED in step.origins for step in steps)
+
+
+def test_the_buffer_grows_from_the_agents_best_up_to_its_capacity(run: RunResult) -> None:
+    with TraceBuffer(run.run_dir / OWN_FILE, None) as buffer:
+        own = [trace for trace in buffer if trace.source == "self"]
+    assert 0 < len(own) <= 12
+    assert all(trace.reward >= 0.5 and trace.policy_version is not None for trace in own)
+    assert read_metrics(run.run_dir)[-1]["buffer/num_own"] == len(own)
+
+
+def test_law_12_the_same_run_again_whatever_the_tools_latencies(run: RunResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = start(run.run_dir.parent, "again")
+    assert differing(run.run_dir, again.run_dir) == []
+    slow: dict[str, Any] = {"tasks": {**tiny(**BOTH)["tasks"], "kind": "tests.tiny_parts:SlowWorld"}}
+    slow["tasks"]["search_world"] = {}
+    first = start(run.run_dir.parent, "slow", **slow)
+    monkeypatch.setattr(SlowSearch, "longest_s", 0.0)
+    second = start(run.run_dir.parent, "quick", **slow)
+    assert differing(first.run_dir, second.run_dir) == []
+
+
+def test_law_6_a_resumed_run_rolls_the_buffer_back(run: RunResult, tmp_path: Path) -> None:
+    """As if the machine had died after the third update and before its checkpoint."""
+    copy = tmp_path / "a"
+    shutil.copytree(run.run_dir, copy)
+    shutil.rmtree(copy / "checkpoints" / "update-000003")
+    with TraceBuffer(copy / OWN_FILE, None) as buffer:
+        buffer.add([Trace("w", "x", 1.0, "self", "t", 0, False)], update=3)
+    train(None, resume=copy)
+    assert differing(run.run_dir, copy) == []
+
+
+# ---------------------------------------------------------------------- buffers that cannot be used
+
+
+def made(path: Path, *traces: Trace, encoder: str = "hashing") -> Path:
+    with TraceBuffer(path, encoder) as buffer:
+        buffer.add(traces)
+    return path
+
+
+TRACE = Trace("e1 r1 ?", StepContent(calls=(ToolCall("search", "e1 r1"),)), 1.0, "expert", "t", 1, False)
+
+
+def refused(tmp_path: Path, buffer: dict[str, Any], kind: type[TreegraftError] = DataError) -> str:
+    with pytest.raises(kind) as caught:
+        start(tmp_path / "runs", "a", buffer=buffer)
+    assert not (tmp_path / "runs" / "a").exists()
+    return str(caught.value)
+
+
+def test_an_empty_buffer_is_refused_before_the_run(tmp_path: Path) -> None:
+    path = made(tmp_path / "empty.sqlite")
+    assert "is empty" in refused(tmp_path, {"path": str(path), "encoder": "hashing"})
+
+
+def test_a_buffer_of_another_encoder_is_refused_by_both_names(tmp_path: Path) -> None:
+    path = made(tmp_path / "b.sqlite", TRACE)
+    text = refused(tmp_path, {"path": str(path), "encoder": "minilm"})
+    assert "hashing" in text and "minilm" in text
+
+
+def test_a_buffer_that_is_not_there_or_without_the_source_is_refused(tmp_path: Path) -> None:
+    assert "treegraft buffer build" in refused(tmp_path, {"path": str(tmp_path / "none.sqlite"), "encoder": "hashing"})
+    path = made(tmp_path / "b.sqlite", TRACE)
+    text = refused(tmp_path, {"path": str(path), "encoder": "hashing", "sources": ["exprt"]})
+    assert "exprt" in text and "expert" in text
+    assert "buffer.path" in refused(tmp_path, {"path": "", "encoder": "hashing"}, SettingError)
+
+
+def test_a_buffer_of_another_task_family_is_used_and_harmless(tmp_path: Path) -> None:
+    """Nothing about sums helps with search; the run goes on, and similarity shows it."""
+    sums = [
+        Trace(f"{n} + {n} ?", StepContent(thought="e1", calls=(ToolCall("search", "e1"),)), 1.0, "sums", f"s/{n}", 1, False)
+        for n in range(5)
+    ]
+    path = made(tmp_path / "sums.sqlite", *sums)
+    result = start(tmp_path, "a", buffer={"path": str(path), "encoder": "hashing"}, run={"num_updates": 1})
+    line = read_metrics(result.run_dir)[-1]
+    assert line["rollout/failed_frac"] == 0.0
+    assert line.get("graft/same_task_frac", 0.0) == 0.0 and line.get("graft/similarity_mean", 0.0) < 0.9
+    shutil.rmtree(tmp_path / "a")
+    high = {"path": str(path), "encoder": "hashing", "min_similarity": 0.95}
+    line = read_metrics(start(tmp_path, "a", buffer=high, run={"num_updates": 1}).run_dir)[-1]
+    assert "graft/num_grafts" not in line and line["retrieve/nothing_frac"] == (1.0 if line["retrieve/num_asked"] else 0.0)
+
+
+def test_a_buffer_that_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:
+    path = made(tmp_path / "b.sqlite", TRACE)
+    reading = {"path": str(path), "encoder": "hashing", "grow": {"num_best": 0}}
+    first = start(tmp_path, "a", buffer=reading, run={"num_updates": 1})
+    made(path, Trace("other", "text", 1.0, "expert", "t", 0, False))
+    settings = json.loads((first.run_dir / "config.json").read_text())
+    settings["run"]["num_updates"] = 2
+    with pytest.raises(CheckpointError, match="has changed since the run began"):
+        train(settings, resume=first.run_dir)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Runs leave torch's thread count as they set it; give it back."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
