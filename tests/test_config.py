@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config
 from treegraft.errors import SettingError
+from treegraft.idle import IDLE_RULES
 from treegraft.metrics import METRICS, check_known, find_meaning, meaning
-from treegraft.recipe import IDLE_RULES, config_json, describe, known_settings, load_config, refuse_ignored
+from treegraft.recipe import config_json, describe, known_settings, load_config, refuse_ignored
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

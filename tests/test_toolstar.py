@@ -27,9 +27,10 @@ from treegraft.types import Origin, Status, StopReason, Trajectory, Tree
 RECIPE = ROOT / "recipes" / "toolstar.toml"
 
 ALMOST = {
-    "Gregg Palmer": 4 / 5,  # "Gregg Palmer zzz": precision 2/3, recall 1
-    "five": 2 / 3,
-    **dict.fromkeys(("2^{mn} - 1", "\\frac{66}{7}"), 0.0),  # mathematics is equal or not
+    "American": 2 / 3,  # "American zzz": precision 1/2, recall 1
+    "September 21, 1890": 6 / 7,
+    'Vilyam "Willie" Genrikhovich Fisher': 8 / 9,
+    "(5, 2, -1)": 0.0,  # mathematics is equal or not
 }
 """What the reference with one word too many earns, by the references of the first two updates of two tasks with seed 6."""
 

@@ -8,6 +8,7 @@ engine's (ragged rows over a shared prompt) or the learner's (packed trees). No 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -17,6 +18,8 @@ from torch import nn
 from torch.nn import functional
 
 from treegraft.errors import ModelError
+
+_log = logging.getLogger(__name__)
 
 ATTENTION = "treegraft"
 MASKED = -1e30
@@ -103,24 +106,51 @@ def _inner(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-@functools.cache
+UNITS = (1, 2, 4, 8, 16, 32)
+
+
 def steady_rows(width: int, dtype: torch.dtype, device: str) -> int:
-    """Returns how many rows a product with keys and values must have, so that a row's rounding no longer depends on their number.
+    """Returns the u for which products of u, 2u, 3u, ... rows with keys and values round a row alike, however many there are.
 
-    Found by trying: float32 products of one to five rows take other paths through the CPU's matrix library than those of more.
+    Found by trying, for the present number of threads: the CPU's matrix library cuts rows into tiles, threads cut them once more,
+    and the rows of an incomplete tile take another path. 1 where bits do not matter: on other devices, in other types.
     """
-    if dtype != torch.float32 or device != "cpu":
-        return 1
+    return _steady_rows(width, torch.get_num_threads()) if dtype == torch.float32 and device == "cpu" else 1
+
+
+@functools.cache
+def _steady_rows(width: int, num_threads: int) -> int:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(1, 64, width, generator=generator)
-    keys, values = (torch.randn(1, SPAN, width, generator=generator) for _ in range(2))
+    queries = torch.randn(5, 2, 2 * UNITS[-1], width, generator=generator)
+    keys, values = (torch.randn(5, 2, SPAN, width, generator=generator) for _ in range(2))
+    weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator)
+    weights[..., 64:] = 0.0
 
-    def products(count: int) -> torch.Tensor:
-        scores = rows[:, :count] @ keys.transpose(-1, -2)
-        return torch.cat([scores, torch.softmax(rows @ keys.transpose(-1, -2), dim=-1)[:, :count] @ values], dim=-1)
+    def products(batch: int, heads: int, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = queries[:batch, :heads, :count] @ keys[:batch, :heads, :length].transpose(-1, -2)
+        weighted = weights[:batch, :heads, :count, :length] @ values[:batch, :heads, :length]
+        return scores[0, 0, :, :64], weighted[0, 0]
 
-    many = products(rows.shape[1])
-    return 1 + max((count for count in range(1, 17) if not torch.equal(products(count), many[:, :count])), default=0)
+    whole = products(5, 2, 2 * UNITS[-1], SPAN)
+
+    def is_steady(unit: int) -> bool:
+        return all(
+            torch.equal(part, full[:count])
+            for count in range(unit, 2 * UNITS[-1] + 1, unit)
+            for batch, heads in ((1, 1), (1, 2), (2, 1), (3, 1), (5, 2))
+            for length in (64, 192, SPAN)
+            for part, full in zip(products(batch, heads, count, length), whole, strict=True)
+        )
+
+    found = next((unit for unit in UNITS if is_steady(unit)), None)
+    if found is None:
+        _log.warning(
+            "attention: on this machine the rounding of a row depends on the rows beside it (width %d, %d threads): "
+            "completions may differ by rounding from run to run",
+            width,
+            num_threads,
+        )
+    return found or UNITS[-1]
 
 
 def partial_attention(
@@ -133,7 +163,7 @@ def partial_attention(
     neither on the other rows nor on invisible positions after its own.
     """
     count = query.shape[-2]
-    missing = steady_rows(query.shape[-1], query.dtype, query.device.type) - count
+    missing = -count % steady_rows(query.shape[-1], query.dtype, query.device.type)
     if missing > 0:
         query = functional.pad(query, (0, 0, 0, missing))
         visible = visible if visible.shape[-2] == 1 else functional.pad(visible, (0, 0, 0, missing))

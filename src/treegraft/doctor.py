@@ -289,6 +289,8 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces != "expert":
         wanted.append(("warmup.traces", config.warmup.traces))
+    if "graft" in config.explore.explorers and config.buffer.path != "expert":
+        wanted.append(("buffer.path", config.buffer.path))
     for setting, name in wanted:
         if name.startswith("hub:"):
             yield Finding(setting, name, note="fetched when training starts")

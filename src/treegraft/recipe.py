@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config, Settings
 from treegraft.errors import SettingError, nearest
+from treegraft.idle import EVALUATION_IGNORES, IDLE_RULES
 
 COMMAND_LINE = "command line"
 
@@ -147,92 +148,6 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         _put(data, name, value)
         names += added
     return names
-
-
-@dataclass(frozen=True, slots=True)
-class IdleRule:
-    """Settings that do nothing unless others are set."""
-
-    prefix: str
-    """A dotted name, or a table with its closing dot."""
-    is_idle: Callable[[Config], bool]
-    reason: str
-    """A format string over `c`, the whole configuration."""
-    besides: str = ""
-    """The one setting under `prefix` that always counts; empty for none."""
-
-
-def _one_optimiser_step(c: Config) -> bool:
-    return c.learn.num_minibatches * c.learn.num_epochs == 1
-
-
-_IDLE_CLIP = (
-    "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the ratio is exactly 1 and "
-    "nothing is clipped; raise one of the two"
-)
-_KIND = "tasks.kind is '{c.tasks.kind}'"
-
-_EXPLORERS = "explore.explorers is {c.explore.explorers}, without "
-
-
-def _without(name: str) -> Callable[[Config], bool]:
-    return lambda c: name not in c.explore.explorers and not any(":" in own for own in c.explore.explorers)
-
-
-IDLE_RULES: tuple[IdleRule, ...] = (
-    IdleRule("tasks.search_world.", lambda c: c.tasks.kind != "search_world", f"{_KIND}; add tasks.kind=search_world"),
-    IdleRule("tasks.arithmetic.", lambda c: c.tasks.kind != "arithmetic", f"{_KIND}; add tasks.kind=arithmetic"),
-    IdleRule("tasks.dataset.", lambda c: c.tasks.kind != "dataset", f"{_KIND}; add tasks.kind=dataset"),
-    IdleRule("tasks.options", lambda c: ":" not in c.tasks.kind, f"{_KIND}, which is no import path"),
-    IdleRule("model.tiny.", lambda c: c.model.path != "tiny", "model.path is '{c.model.path}'; add model.path=tiny"),
-    IdleRule(
-        "model.lora.",
-        lambda c: c.model.lora.rank == 0,
-        "model.lora.rank is 0; add model.lora.rank=16",
-        "model.lora.rank",
-    ),
-    IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
-    IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
-    IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),
-    IdleRule("explore.entropy.", _without("entropy"), _EXPLORERS + "'entropy'"),
-    IdleRule("explore.graft.", _without("graft"), _EXPLORERS + "'graft'"),
-    IdleRule("buffer.", _without("graft"), _EXPLORERS + "'graft'"),
-    IdleRule("buffer.grow.", lambda c: c.buffer.grow.num_best == 0, "buffer.grow.num_best is 0", "buffer.grow.num_best"),
-    IdleRule("credit.attribution", lambda c: c.explore.explorers == ["independent"], _EXPLORERS + "one that branches"),
-    IdleRule("credit.retrieval_reward", _without("graft"), _EXPLORERS + "'graft'"),
-    IdleRule("credit.retrieval_weight", _without("graft"), _EXPLORERS + "'graft'"),
-    IdleRule("loss.shaping_weight", _without("graft"), _EXPLORERS + "'graft'"),
-    IdleRule("loss.graft_coef", _without("graft"), _EXPLORERS + "'graft'"),
-    IdleRule("loss.graft_form", lambda c: c.loss.graft_coef == 0, "loss.graft_coef is 0"),
-    IdleRule(
-        "loss.graft_gamma",
-        lambda c: c.loss.graft_coef == 0 or c.loss.graft_form != "luffy",
-        "loss.graft_coef is {c.loss.graft_coef} and loss.graft_form is '{c.loss.graft_form}'",
-    ),
-    IdleRule("credit.eps", lambda c: c.credit.advantage != "grpo", "credit.advantage is '{c.credit.advantage}'"),
-    IdleRule(
-        "loss.length_constant",
-        lambda c: c.loss.aggregation != "sequence-sum",
-        "loss.aggregation is '{c.loss.aggregation}'; only 'sequence-sum' divides by it",
-    ),
-    IdleRule("loss.clip_low", _one_optimiser_step, _IDLE_CLIP),
-    IdleRule("loss.clip_high", _one_optimiser_step, _IDLE_CLIP),
-    IdleRule("loss.dual_clip", _one_optimiser_step, _IDLE_CLIP),
-    IdleRule(
-        "warmup.",
-        lambda c: c.warmup.num_steps == 0,
-        "warmup.num_steps is 0; add warmup.num_steps=300",
-        "warmup.num_steps",
-    ),
-    IdleRule("warmup.continue_prob", lambda c: c.warmup.decision_frac == 0, "warmup.decision_frac is 0"),
-)
-"""Law 10: naming one of these on the command line while it is idle is an error; in a recipe it is a preset."""
-
-EVALUATION_IGNORES = (
-    *("run.name", "run.num_updates", "run.tasks_per_update", "tasks.num_train", "rollout.temperature"),
-    *("explore.", "buffer.", "credit.", "loss.", "learn.", "warmup.", "checkpoint.", "track.trackers", "eval.every", "eval.at_"),
-)
-"""What `treegraft eval` and `treegraft run` take no notice of."""
 
 
 def _names_under(prefix: str, names: Iterable[str]) -> list[str]:
