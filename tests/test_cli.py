@@ -226,6 +226,7 @@ def test_doctor_finds_what_is_missing(
     path.write_text(
         '[tasks]\nkind = "dataset"\n[tasks.dataset]\ntrain = ["$NOWHERE/a.jsonl", "/nowhere/b.jsonl", "hub:c"]\n'
         '[tools]\nuse = ["search", "no_such_module:lookup"]\n[model]\npath = "/nowhere/model/x"\n'
+        '[explore]\nexplorers = ["graft"]\n[buffer]\npath = "/nowhere/traces.sqlite"\n'
     )
     assert treegraft("doctor", path) == 2
     printed = " ".join(capsys.readouterr().out.split())
@@ -235,6 +236,8 @@ def test_doctor_finds_what_is_missing(
         "name a file",
         "no module",
         "no such folder",
+        "buffer.path",
+        "/nowhere/traces.sqlite",
         "hub:c",
     ):
         assert part in printed

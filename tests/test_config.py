@@ -223,6 +223,16 @@ def test_missing_files(tmp_path: Path) -> None:
         ({"learn": {"num_minibatches": 13}}, "run.tasks_per_update"),
         ({"learn": {"betas": [0.9, 1.0]}}, "learn.betas"),
         ({"run": {"name": "a/b"}}, "run.name"),
+        (
+            {"explore": {"explorers": ["entropy"], "num_leaves": 4, "entropy": {"num_starts": 5}}},
+            "expected at most explore.num_leaves",
+        ),
+        (
+            {"buffer": {"path": "b"}, "explore": {"explorers": ["graft"], "num_leaves": 4, "graft": {"num_hybrid": 5}}},
+            "explore.graft.num_hybrid: got 5",
+        ),
+        ({"explore": {"explorers": ["graft"]}}, "buffer.path: got none"),
+        ({"explore": {"explorers": ["entropy"], "entropy": {"num_starts": 0}}}, "explore.entropy.num_starts"),
     ],
 )
 def test_contradictions(data: dict, part: str) -> None:
@@ -272,6 +282,15 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "model.path is 'x/y'" in refused({"model": {"path": "x/y"}}, "model.tiny.num_layers=3")
     assert "model.tiny" in refused({}, "model.path=x/y", "model.tiny={num_layers=3}")
     assert "hierarchical" in refused({"reward": {"funcs": ["f1"]}}, "reward.accuracy=f1")
+    graft = {"buffer": {"path": "b"}, "explore": {"explorers": ["graft"]}}
+    load_config(graft, ["credit.retrieval_weight=0.1", "loss.shaping_weight=0.1"])
+    assert "retrieval_weight is 0" in refused(graft, "credit.retrieval_weight=0", "credit.retrieval_reward=no_timing")
+    assert "loss.graft_coef is 0" in refused(graft, "loss.graft_form=luffy")
+    branch = {"explore": {"explorers": ["entropy"]}}
+    load_config(branch, ["explore.entropy.rule=bernoulli", "normaliser=log_vocabulary"])
+    load_config(branch, ["explore.entropy.threshold=0.6", "explore.entropy.entropy_weight=0.1"])
+    assert "tosses a coin" in refused(branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6")
+    assert "however little" in refused(branch, "normaliser=log_vocabulary")
     assert "dr_grpo" in refused({"credit": {"advantage": "dr_grpo"}}, "credit.eps=0.1")
 
 
