@@ -223,7 +223,7 @@ def run_all(jobs: Sequence[Job], out: Path, *, budget_s: float, workers: int) ->
     began = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     os.environ["OMP_NUM_THREADS"] = "1"
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), max_tasks_per_child=8) as pool:
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         known = results()
         waiting = [job for job in jobs if job not in known]
         numbers = [(job.world, job.seed % NUM_WARMUPS) for job in waiting]
