@@ -232,6 +232,7 @@ def test_missing_files(tmp_path: Path) -> None:
             "explore.graft.num_hybrid: got 5",
         ),
         ({"explore": {"explorers": ["graft"]}}, "buffer.path: got none"),
+        ({"explore": {"explorers": ["independent", "entropy"]}}, 'expected "entropy" in the first place'),
         ({"explore": {"explorers": ["entropy"], "entropy": {"num_starts": 0}}}, "explore.entropy.num_starts"),
     ],
 )

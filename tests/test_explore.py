@@ -111,6 +111,10 @@ def test_shares_of_hybrids_keep_with_fewer_starts_and_with_back_fill() -> None:
     assert [n for n in range(16) if explorer.is_hybrid(n)] == [6, 7, 14, 15]
     assert [n for n in range(4) if HybridRollout(num_hybrid=4, num_leaves=4).is_hybrid(n)] == [0, 1, 2, 3]
     assert not any(HybridRollout(num_hybrid=0, num_leaves=4).is_hybrid(n) for n in range(4))
+    counts = [
+        sum(HybridRollout(num_hybrid=h, num_leaves=16, num_starts=8).is_hybrid(n) for n in range(8)) for h in (0, 1, 3, 5, 16)
+    ]
+    assert counts == [0, 1, 2, 3, 8]  # rounded half up, at least one
 
 
 def test_whole_trajectories_are_grafted_once() -> None:

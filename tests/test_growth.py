@@ -216,6 +216,30 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
     assert set(statuses.values()) == {Status.COMPLETED} and "0.0.1" in statuses
 
 
+class Belated(ScriptedEngine):
+    """Start 0.1 hangs after its first result, and its probe is posted when its deadline has long passed."""
+
+    async def complete(self, prefix_ids: Any, sampling: Any, *, noise_key: Any, on_probe: Any = None, **hints: Any) -> Any:
+        if noise_key[-1] == "0.1.0":
+            assert on_probe is not None
+            asyncio.get_running_loop().call_later(0.45, on_probe, (1.0,))
+            await asyncio.sleep(3600)
+        if len(noise_key[-1].split(".")) == 4:
+            await asyncio.sleep(0.3)  # others are still under way when it comes
+        return await super().complete(prefix_ids, sampling, noise_key=noise_key, on_probe=on_probe, **hints)
+
+
+@pytest.mark.parametrize("allocate", [Rounds, lambda budget: Shares(budget, 2)])
+def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(allocate: Callable[[Budget], Allocation]) -> None:
+    engine = Belated(three_searches, word_tokenizer(), entropy=unsure_after_results)
+    explorer = EntropyBranching(num_starts=2, probe_tokens=1)
+    fields = {"deadline_s": 0.4, "num_leaves": 7, "max_completion_tokens": 200}
+    tree = grow(make(explorer, engine=engine, allocate=allocate, **fields))
+    assert next(leaf.step_id for leaf in tree.leaves if leaf.status is Status.FAILED) == "0.1.0"
+    assert "0.1.1" not in ids(tree) and len(tree.leaves) == 7
+    assert "0.0.1" in ids(tree)
+
+
 # ---------------------------------------------------------------------- grafting
 
 
@@ -264,7 +288,9 @@ def test_nothing_eligible_means_that_the_agent_goes_on() -> None:
 
 def test_a_graft_that_leaves_no_room_is_not_attached() -> None:
     """A search takes 3 + 4 tokens; the graft 9 more; an answer needs room too."""
-    tree = grow(make(always(num_hybrid=4), retriever=OneTrace(), max_completion_tokens=14))
+    grower = make(always(num_hybrid=4), retriever=OneTrace(), max_completion_tokens=14)
+    tree = grow(grower)
+    assert grower.num_grafts_without_room == 4
     assert not any(step.origin is Origin.RETRIEVED for step in tree.steps)
     assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
 
@@ -281,8 +307,18 @@ def test_a_long_graft_is_cut_from_the_left_and_counted() -> None:
     words = word_tokenizer().decode(list(grafts[0].token_ids)).split()
     assert words[0] == "<retrieve>" and words[-3:] == ["w8", "</result>", "</retrieve>"]
     assert isinstance(grafts[0].cause, GraftCause) and grafts[0].cause.num_cut > 0
+    assert grafts[0].lesson_ids == ()  # a lesson would teach what nobody was shown
     assert rollout_metrics([tree])["graft/cut_frac"] == 1.0
     assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
+
+
+@pytest.mark.parametrize("num_words", range(0, 60, 4))
+def test_a_graft_of_any_length_leaves_the_agent_room_to_answer(num_words: int) -> None:
+    seen = Observation(text=" ".join(["w8"] * num_words))
+    trace = Trace("w0", StepContent(calls=(ToolCall("search", "w5"),), observations=(seen,)), 1.0, "expert", "t/9", 1, False)
+    tree = grow(make(always(num_hybrid=4), retriever=OneTrace(trace)))
+    assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
+    assert sum(step.origin is Origin.RETRIEVED for step in tree.steps) == 4
 
 
 def test_grafts_do_not_count_as_agent_steps_or_calls() -> None:

@@ -102,6 +102,7 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
     """The objectives over uncredited trees; `old` gives the old log-probabilities, None takes the present ones."""
     loss, total = rules.loss, torch.zeros((), dtype=torch.float64)
     live = [[path for path in tree.trajectories() if path.status is not Status.FAILED] for tree in trees]
+    num_groups = sum(bool(paths) for paths in live)
     num_weighted_tokens = sum(
         sum(step.loss_mask.count(True) for step in path.steps) / len(paths) for paths in live for path in paths
     )
@@ -117,8 +118,8 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
                 continue
             divisor = {
                 "token-mean": num_weighted_tokens,
-                "sequence-mean": length * len(trees),
-                "sequence-sum": CONSTANT * len(trees),
+                "sequence-mean": length * num_groups,
+                "sequence-sum": CONSTANT * num_groups,
             }[loss.aggregation]
             factor = 1 / len(paths) / divisor
             after_prompt = [origin for step in path.steps[1:] for origin in step.origins]
@@ -390,7 +391,7 @@ def test_hard_differs_where_clipping_acts() -> None:
     tree = build_tree(Part.of("p", Part.of("s", Part("s", reward=1.0), Part("s", reward=-1.0))))
     values = {}
     for attribution in ("soft", "hard"):
-        rules = Rules(LossSettings(aggregation="token-mean"), attribution)
+        rules = Rules(LossSettings(aggregation="token-mean", clip_low=0.2, clip_high=0.2), attribution)
         learner, _ = make_learner(build_model("llama"), rules.loss)
         trees = [assign_credit(tree, advantage="dr_grpo", attribution=attribution)]  # type: ignore[arg-type]
         pack = learner._packs(trees, (0,))[0]

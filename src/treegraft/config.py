@@ -379,9 +379,9 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = "sequence-mean"
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
-    clip_low: float = Field(0.2, ge=0, le=1)
-    """The ratio is clipped from below at 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_low: float = Field(0.28, ge=0, le=1)
+    """The ratio is clipped from below at 1 - clip_low. RAPO's value, as that of clip_high; PPO's, GRPO's and ARPO's is 0.2."""
+    clip_high: float = Field(0.28, ge=0)
     """The ratio is clipped from above at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
@@ -394,7 +394,7 @@ class LossSettings(Settings):
     shaping_weight: float = Field(0.05, ge=0)
     """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share (RAPO's m, eq. 8)."""
     graft_coef: float = Field(0.0, ge=0)
-    """Weight of learning from grafts: imitation of grafted steps where they paid; 0 for none."""
+    """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage where above 0; 0 for none."""
     graft_form: Literal["log", "luffy"] = "log"
     """What is raised there: "log" the log-probability, "luffy" p / (p + graft_gamma)."""
     graft_gamma: float = Field(0.1, gt=0)

@@ -40,6 +40,7 @@ METRICS: Mapping[str, str] = {
     "graft/same_task_frac": "share of grafts that come from the very same task",
     "graft/similarity_mean": "mean cosine between the history and the graft's key, -1..1",
     "graft/cut_frac": "share of grafts that were cut from the left for want of room",
+    "graft/num_without_room": "retrieved steps that were not attached, because the token limit was too near",
     "graft/source_reward_mean": "mean reward of the trajectories that the grafts come from",
     "graft/reward_hybrid": "mean reward of trajectories that hold a graft",
     "graft/reward_on_policy": "mean reward of trajectories without one",

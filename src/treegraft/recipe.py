@@ -263,6 +263,11 @@ def _explore_wrong(config: Config) -> Iterator[str]:
             f"explore.entropy.num_starts: got {explore.entropy.num_starts}, expected at most explore.num_leaves, which is "
             f"{explore.num_leaves}: starts are leaves, and branches take what they leave."
         )
+    if "entropy" in explore.explorers[1:]:
+        yield (
+            f"explore.explorers: got {explore.explorers}, where the first one opens all leaves and leaves nothing to branch; "
+            'expected "entropy" in the first place.'
+        )
     if "graft" not in explore.explorers:
         return
     if explore.graft.num_hybrid > explore.num_leaves:

@@ -245,6 +245,7 @@ class _Run:
         await self.drift.publish(update)
         metrics = rollout_metrics(trees) | learned | self._part_metrics()
         if self.buffer is not None:
+            metrics["graft/num_without_room"] = float(grower.num_grafts_without_room)
             grow_buffer(self.buffer, config, trees, update)
             metrics |= buffer_metrics(self.buffer)
         metrics |= {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -35,15 +36,20 @@ def entropy_change(current: Sequence[float] | Floats, initial: Sequence[float] |
     return change
 
 
-def branch_probability(change: float, base: float = 0.5, weight: float = 0.2) -> float:
-    """Returns the probability of branching, 0..1.
+@overload
+def branch_probability(change: float, base: float = 0.5, weight: float = 0.2) -> float: ...
+@overload
+def branch_probability(change: Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2) -> Floats: ...
+def branch_probability(change: float | Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2) -> float | Floats:
+    """Returns the probability of branching, 0..1, or [changes] of them for a list or array.
 
     P = clip(α + β ΔH, 0, 1)        (ARPO, arXiv 2507.19849, sec. 3.1)
 
     The paper writes P without the clip and compares it with τ; for τ inside 0..1 that decides the same. The released code tosses a
     coin with the clipped P.
     """
-    return min(1.0, max(0.0, base + weight * change))
+    probabilities: Floats = np.clip(base + weight * np.asarray(change, dtype=np.float64), 0.0, 1.0)
+    return probabilities if probabilities.ndim else float(probabilities)
 
 
 def shared_advantages(advantages: Sequence[float] | Floats, descendants: Sequence[Sequence[int]]) -> Floats:

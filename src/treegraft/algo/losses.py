@@ -71,7 +71,8 @@ def lesson_loss(
     l = -c · max(A, 0) · π / (π + γ)       form="luffy"   (LUFFY, arXiv 2504.14945; its gradient peaks at π = γ)
 
     There is no ratio and no clip: nothing was sampled, so there is no old policy to stay near to. LUFFY applies its form to whole
-    traces and with negative advantages too; here it is the agent-written tokens of grafted steps, and only what paid.
+    traces and with negative advantages too; here it is the agent-written tokens of grafted steps, and only what paid. A is the
+    trajectory's advantage as its own tokens carry it, RAPO's retrieval reward included (eq. 10), under soft attribution.
 
     Args:
         logprobs: [D] of the other agent's tokens under the policy, at the place of the graft.

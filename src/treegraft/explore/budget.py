@@ -90,6 +90,8 @@ class Rounds:
 
     def propose(self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None) -> None:
         """Keeps the wish until its round is complete."""
+        if leaf not in self._reached:
+            return
         self._reached[leaf] = round
         if branch is not None:
             self._wishes.setdefault(round, []).append((place, branch))
@@ -112,7 +114,7 @@ class Rounds:
 
 
 class Shares:
-    """Gives each start its own part of the leaves, so that a proposal is answered at once.
+    """Gives each start its own part of the leaves, so that a proposal is answered at once. Ours: no paper has it.
 
     Of M leaves, each of N starts owns M // N, the first M mod N one more. A leaf that branches shares what it has left evenly with
     its children, itself first.

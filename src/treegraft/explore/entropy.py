@@ -23,7 +23,9 @@ class EntropyBranching:
     With α = τ, as published, the threshold rule branches wherever entropy rose, whatever β and the normaliser are.
 
     The statistic "lagging" is the released code's: the entropies are those of the step that made the call, so a decision comes one
-    result late and the first one sees no change. Its baselines that outlive a batch and its truncated entropies are not copied.
+    result late and the first one sees no change. Not copied: its baselines that outlive a batch, its truncated entropies, a branch
+    that takes its own first segment as baseline, and a back-fill of one start a round, which may branch (ours opens all that is
+    missing at once, when nothing is left to branch).
     """
 
     def __init__(

@@ -37,7 +37,9 @@ class HybridRollout:
         whole: graft once, the rest of the other agent's trajectory (the ablation TO).
         """
         self._num_starts = num_starts or num_leaves
-        self._num_on_policy = self._num_starts - round(self._num_starts * num_hybrid / num_leaves)
+        # Rounded half up, and at least one where any is asked for.
+        share = (2 * self._num_starts * num_hybrid + num_leaves) // (2 * num_leaves)
+        self._num_on_policy = self._num_starts - max(share, min(num_hybrid, 1))
         self._probability, self._whole = probability, whole
 
     def starts(self, max_leaves: int) -> Start:

@@ -254,7 +254,7 @@ class Learner:
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
         groups, tokens = 0, 0.0
         for tree in trees:
-            groups += 1
+            groups += any(LEARNING_RULES[leaf.status].in_denominator for leaf in tree.leaves)
             tokens += sum(path.leaf.weight * _num_counted(path) for path in tree.trajectories())
         return Denominators(groups, tokens, self._length_constant)
 

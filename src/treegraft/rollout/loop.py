@@ -1,4 +1,4 @@
-"""Growing trees: the only place that starts asyncio tasks, owns deadlines, and turns failures into data.
+"""Growing trees: one asyncio task per trajectory, their deadlines, and failures that become data.
 
 All leaves of all trees run at once. A slow tool holds up its own trajectory, and at most the branch decisions of its own tree; no
 tree waits for another.
@@ -33,7 +33,8 @@ from treegraft.types import (
 )
 
 MIN_CUT_GRAFT = 16
-"""Tokens under which what is left of a graft that has to be cut says nothing, so it is not attached."""
+"""Tokens under which what is left of a graft that has to be cut says nothing, so it is not attached; and the least that the agent
+needs after a graft to say something itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +94,8 @@ class Grower:
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
         self.limits, self.scorer, self.retriever, self.allocate = limits, scorer, retriever, allocate
         self.watch = Watch()
+        self.num_grafts_without_room = 0
+        """Steps that were retrieved and not attached, because the trajectory's token limit was too near."""
 
     async def grow_all(
         self,
@@ -198,6 +201,7 @@ class _Growth:
             tree.fail_path(path, step_id, reason, version, cause)
         except Exception as error:  # the edge of a rollout: a fault of ours, or of a user's engine, is data on its leaf
             tree.fail_path(path, step_id, f"{type(error).__name__}: {error}", version, cause)
+        path.is_over = True
         self._allocation.end(path)
         self._open_branches()
 
@@ -225,8 +229,9 @@ class _Growth:
         values = [trace.value for trace in found.traces]
         token_ids = self._g.format.render_graft(values)
         room, num_whole = self._g.limits.max_completion_tokens - path.num_used, len(token_ids)
-        if num_whole >= room:
+        if room - num_whole < MIN_CUT_GRAFT:
             if room // 2 < MIN_CUT_GRAFT:
+                self._g.num_grafts_without_room += 1
                 return False
             token_ids = self._g.format.render_graft(values, max_tokens=room // 2)
         first = found.traces[0]
@@ -240,7 +245,7 @@ class _Growth:
         )
         is_step = isinstance(first.value, StepContent) and len(values) == 1
         content = first.value if isinstance(first.value, StepContent) and is_step else StepContent(thought=_as_text(values))
-        lesson = self._lesson(content) if is_step else ()
+        lesson = self._lesson(content) if is_step and not cause.num_cut else ()
         self._tree.add_graft(step_id, path, token_ids, content, cause, lesson, self._g.limits.temperature)
         return True
 
@@ -327,6 +332,8 @@ class _Growth:
 
     def _propose(self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]) -> None:
         """Asks the explorer for branches beside the step under way; a path that stands after a graft has none to offer."""
+        if path.is_over:
+            return
         branch = None
         steps = self._tree.steps_to(fork.parent)
         if fork.after is Origin.POLICY:

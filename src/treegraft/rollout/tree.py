@@ -42,6 +42,8 @@ class OpenPath:
     """Calls that were run for it."""
     after: Origin = Origin.PROMPT
     """Who wrote its last step."""
+    is_over: bool = False
+    """Its leaf has ended; what the engine still reports of it comes too late."""
 
     @property
     def num_used(self) -> int:
