@@ -43,7 +43,7 @@ Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
 
 
 @contextmanager
-def serving(reply: Reply, models: list[str] | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def serving(reply: Reply, models: list[str] | bytes | None = None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Runs a server on the loopback; gives its address and the requests it got, their headers under "headers"."""
     seen: list[dict[str, Any]] = []
     lock = threading.Lock()
@@ -53,7 +53,8 @@ def serving(reply: Reply, models: list[str] | None = None) -> Iterator[tuple[str
             pass
 
         def do_GET(self) -> None:
-            self.answer(200, {"data": [{"id": name} for name in models or ["only"]]})
+            named = models if isinstance(models, bytes) else {"data": [{"id": name} for name in models or ["only"]]}
+            self.answer(200, named)
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -374,6 +375,9 @@ def test_a_server_says_what_it_serves() -> None:
         assert served_model(url, None) == "one"
     with serving(expert, ["one", "two"]) as (url, _), pytest.raises(ModelError, match="serves one, two; name one"):
         served_model(url, None)
+    for nonsense in (b"\xff\xfe\x00", b"<html>", b"[]", b'{"data": null}'):
+        with serving(expert, nonsense) as (url, _), pytest.raises(ModelError, match="did not say what it serves"):
+            served_model(url, None)
     with pytest.raises(ModelError, match="did not say what it serves"):
         served_model(url, None)
 

@@ -395,7 +395,7 @@ def test_an_answer_alone_is_a_value(tmp_path: Path) -> None:
 def test_another_encoder_is_refused_and_both_are_named(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         buffer.add([trace(0)])
-    with pytest.raises(DataError, match=r"'hashing' \(512 dimensions\).*'minilm'.*buffer\.encoder to \"hashing\""):
+    with pytest.raises(DataError, match=r"'hashing' \(512 dimensions\).*'minilm'.*take \"hashing\""):
         TraceBuffer(tmp_path / "b")
     with pytest.raises(DataError, match=r"'hashing' \(512 dimensions\).*'planted' \(4 dimensions\)"):
         TraceBuffer(tmp_path / "b", Planted({}))
@@ -466,7 +466,7 @@ def without_vectors(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.write_text("no database, but long enough for a header " * 9), "damaged or not a Step-Trace Buffer"),
+        (lambda path: path.write_text("no database, but long enough for a header " * 9), "is not a Step-Trace Buffer, which is"),
         (foreign, "SQLite file of another program"),
         (newer, "format 99, this version of treegraft reads 1"),
         (cut_off, "damaged"),
@@ -528,6 +528,73 @@ def test_one_thread_may_add_while_others_search(tmp_path: Path, monkeypatch: pyt
         for thread in threads:
             thread.join()
     assert problems == []
+
+
+def together(num: int, work: Callable[[int], object]) -> None:
+    """Runs work(0), work(1), ... at once, each in a thread; what one raises is raised."""
+    barrier, errors = threading.Barrier(num), list[BaseException]()
+
+    def one(number: int) -> None:
+        barrier.wait()
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+def test_several_may_make_one_file_at_the_same_moment(tmp_path: Path) -> None:
+    for attempt in range(5):
+        together(4, lambda number, attempt=attempt: opened(tmp_path / f"b{attempt}").close())  # type: ignore[misc]
+        with opened(tmp_path / f"b{attempt}") as buffer:
+            assert len(buffer) == 0
+
+
+def test_several_writers_add_each_trace_once_and_see_what_others_added(tmp_path: Path) -> None:
+    """Each with a connection of its own, as in processes of their own."""
+    traces = [trace(number) for number in range(400)]
+    counts = [0, 0, 0]
+    with opened(tmp_path / "b") as first, opened(tmp_path / "b") as second, opened(tmp_path / "b") as third:
+        buffers = [first, second, third]
+
+        def add(number: int) -> None:
+            counts[number] = buffers[number].add(traces)
+
+        together(3, add)
+        assert sum(counts) == 400
+        for buffer in buffers:
+            assert buffer.add(traces) == 0 and len(buffer) == 400
+            assert buffer.search([traces[7].key])[0][0][0] == traces[7]
+    with opened(tmp_path / "b") as buffer:
+        assert len(buffer) == 400 and buffer.stats().num_trajectories == 400
+
+
+def test_evicting_what_another_writer_added(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as first, opened(tmp_path / "b") as second:
+        first.add([trace(0)])
+        second.add([trace(1)])
+        first.add([trace(2)])
+        assert second.evict(1, source="expert", update=1) == 2
+        assert [one.task_id for one in second] == ["task 2"] and len(second) == 1
+
+
+def test_a_step_that_the_policy_writes_again_is_young_again(tmp_path: Path) -> None:
+    with opened(tmp_path / "b") as buffer:
+        for update, number in ((1, 0), (2, 1), (3, 0)):
+            again = trace(number, policy_version=update, reward=update / 10, trajectory=f"{update}", source="self")
+            buffer.add([again], update=update)
+        buffer.evict(1, source="self", update=3)
+        assert [one.task_id for one in buffer] == ["task 0"]
+        buffer.roll_back(2)  # the third update is undone, and with it what made it young
+        buffer.evict(1, source="self", update=3)
+        assert [one.task_id for one in buffer] == ["task 1"]
 
 
 def check_after_a_kill(path: Path, committed: int) -> int:

@@ -211,6 +211,9 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         (("import", "empty.jsonl", "--into", "b", "--encoder", "hashing"), 2, "nothing was imported into b"),
         (("add", "b", "--key", "k"), 2, "--key and --value go together"),
         (("add", "b"), 2, "stdin: got no line"),
+        (("add", "b", "--key", "k", "--value", " ", "--encoder", "hashing"), 2, "its value is empty"),
+        (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
+        (("build", "recipe.json", "--out", "b", "--agent", "ftp://h"), 2, "is not the address of a server"),
         (("build", "recipe.json", "--out", "b", "--model", "m"), 2, "--model would have no effect with --agent expert"),
         (("build", "recipe.json", "--out", "b", "--temperature", "1"), 2, "it is for a server or a model"),
         (("build", "recipe.json", "--out", "b", "--agent", "./no", "--retries", "1"), 2, "--retries would have no effect"),
@@ -234,10 +237,30 @@ def test_bad_input_is_one_paragraph(
     monkeypatch.chdir(recipe.parent)
     Path("text").write_text("This is a text of some length, which is no database of any kind. " * 20)
     Path("empty.jsonl").write_text("")
+    Path("good.jsonl").write_text('{"question": "q ?", "text": "<answer>1</answer>"}')
     assert treegraft(*arguments) == code
     error = capsys.readouterr().err
     assert message in " ".join(error.split())
     assert "Traceback" not in error
+    assert not list(Path().glob("b*"))  # nothing half-made is left behind
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"key": "k", "value": "v", "terminal": "false"}', "'terminal' is 'false', no true or false"),
+        ('{"key": "k", "value": "v", "position": 2.7}', "'position' is 2.7, no whole number"),
+        ('{"key": "k", "value": "v", "terminla": true}', "an unknown field 'terminla'. Did you mean 'terminal'?"),
+        ('{"key": "k"}', "no 'value'"),
+    ],
+)
+def test_a_line_that_is_no_trace_is_refused(
+    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
+) -> None:
+    assert treegraft("add", tmp_path / "b", "--encoder", "hashing", stdin='{"key": "k", "value": "v"}\n' + line) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "stdin, line 2" in error and message in error
+    assert not list(tmp_path.glob("b*"))
 
 
 def test_another_encoder_is_an_error_that_names_both(

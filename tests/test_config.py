@@ -232,6 +232,11 @@ def test_missing_files(tmp_path: Path) -> None:
             "explore.graft.num_hybrid: got 5",
         ),
         ({"explore": {"explorers": ["graft"]}}, "buffer.path: got none"),
+        ({"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", "encoder": "hasing"}}, "Did you mean 'hashing'?"),
+        (
+            {"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", "sources": ["expert"], "grow": {"num_best": 1}}},
+            'add "self"',
+        ),
         ({"explore": {"explorers": ["independent", "entropy"]}}, 'expected "entropy" in the first place'),
         ({"explore": {"explorers": ["entropy"], "entropy": {"num_starts": 0}}}, "explore.entropy.num_starts"),
     ],
@@ -287,6 +292,12 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     load_config(graft, ["credit.retrieval_weight=0.1", "loss.shaping_weight=0.1"])
     assert "retrieval_weight is 0" in refused(graft, "credit.retrieval_weight=0", "credit.retrieval_reward=no_timing")
     assert "loss.graft_coef is 0" in refused(graft, "loss.graft_form=luffy")
+    assert "num_hybrid is 0" in refused(graft, "explore.graft.num_hybrid=0", "buffer.random_prob=1")
+    assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
+    assert "without one that branches" in refused(graft, "credit.attribution=hard")
+    assert "without one that branches" in refused({}, "credit.leaf_weight=inverse_branching")
+    load_config(graft, ["loss.clip_high=0.01"])  # a grafted trajectory's ratio is above 1 from the start
+    assert "ratio is exactly 1" in refused(graft, "loss.shaping_weight=0", "loss.clip_high=0.01")
     branch = {"explore": {"explorers": ["entropy"]}}
     load_config(branch, ["explore.entropy.rule=bernoulli", "normaliser=log_vocabulary"])
     load_config(branch, ["explore.entropy.threshold=0.6", "explore.entropy.entropy_weight=0.1"])

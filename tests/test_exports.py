@@ -154,8 +154,14 @@ def test_scores_of_packed_trees_come_per_trajectory() -> None:
 
 def definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+        is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        if is_named and not is_overload(node):
             yield node
+
+
+def is_overload(node: ast.AST) -> bool:
+    """Whether this is one of a function's signatures; the function itself comes last."""
+    return any(ast.unparse(decorator) == "overload" for decorator in getattr(node, "decorator_list", ()))
 
 
 FILES = sorted(SOURCE.rglob("*.py"))

@@ -12,7 +12,7 @@ import pytest
 from tests.tiny import differing, tiny
 from tests.tiny_parts import SlowSearch
 
-from treegraft.errors import CheckpointError, DataError, SettingError, TreegraftError
+from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
 from treegraft.metrics import check_known
 from treegraft.record import read_metrics, read_trees
 from treegraft.traces.buffer import TraceBuffer
@@ -138,10 +138,27 @@ def test_a_buffer_of_another_encoder_is_refused_by_both_names(tmp_path: Path) ->
     assert "hashing" in text and "minilm" in text
 
 
+def test_an_encoder_that_cannot_be_loaded_is_refused_before_the_run(tmp_path: Path) -> None:
+    path = made(tmp_path / "b.sqlite", TRACE)
+    for buffer in ({"path": "expert"}, {"path": str(path)}):
+        assert "hashing" in refused(tmp_path, {**buffer, "encoder": "hasing"}, SettingError)
+    assert "no such folder" in refused(tmp_path, {"path": "expert", "encoder": "/nowhere/model"}, ModelError)
+
+
+def test_a_growing_run_resumes_without_the_file_that_it_copied(tmp_path: Path) -> None:
+    path = made(tmp_path / "b.sqlite", TRACE)
+    growing = {"path": str(path), "encoder": "hashing", "grow": {"num_best": 1}}
+    first = start(tmp_path, "a", buffer=growing, run={"num_updates": 1})
+    path.unlink()
+    settings = json.loads((first.run_dir / "config.json").read_text())
+    settings["run"]["num_updates"] = 2
+    assert train(settings, resume=first.run_dir).metrics["buffer/num_traces"] >= 1
+
+
 def test_a_buffer_that_is_not_there_or_without_the_source_is_refused(tmp_path: Path) -> None:
     assert "treegraft buffer build" in refused(tmp_path, {"path": str(tmp_path / "none.sqlite"), "encoder": "hashing"})
     path = made(tmp_path / "b.sqlite", TRACE)
-    text = refused(tmp_path, {"path": str(path), "encoder": "hashing", "sources": ["exprt"]})
+    text = refused(tmp_path, {"path": str(path), "encoder": "hashing", "sources": ["exprt"], "grow": {"num_best": 0}})
     assert "exprt" in text and "expert" in text
     assert "buffer.path" in refused(tmp_path, {"path": "", "encoder": "hashing"}, SettingError)
 

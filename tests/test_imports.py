@@ -275,13 +275,26 @@ def test_a_run_folder_gives_the_best_of_each_task_in_all_its_updates(tmp_path: P
     with TraceBuffer(tmp_path / "b", "hashing") as buffer:
         report = import_files([run], buffer, num_best=2)
         traces = list(buffer)
-    assert {(t.task_id, t.reward, t.source, t.trajectory) for t in traces} == {
+    assert {(t.task_id, t.reward, t.source, t.trajectory.rpartition(":")[0]) for t in traces} == {
         ("a", 1.0, "first_run", "update-000002:1:0.0.0.0"),
         ("a", 0.75, "first_run", "update-000002:1:0.2.0.0"),
     }
     assert [t.position for t in traces] == [0, 1, 2] * 2
     assert (report.num_trajectories, report.num_too_low, report.num_surplus) == (6, 2, 2)
     assert [(problem.path.name, problem.line) for problem in report.problems] == [("update-000001.jsonl", 3)]
+
+
+def test_files_of_one_name_keep_their_trajectories_apart(tmp_path: Path) -> None:
+    for folder, question in (("a", "one ?"), ("b", "two ?")):
+        (tmp_path / folder).mkdir()
+        text = f"<search>{question}</search><result>r</result><answer>1</answer>"
+        (tmp_path / folder / "chats.jsonl").write_text(json.dumps({"question": question, "text": text}) + "\n")
+    with TraceBuffer(tmp_path / "buffer", "hashing") as buffer:
+        files = [tmp_path / folder / "chats.jsonl" for folder in ("a", "b")]
+        assert import_files(files, buffer).num_new == 4
+        assert import_files(files, buffer).num_new == 0
+        assert buffer.stats().num_trajectories == 2
+        assert all(len({step.key.partition("\n")[0] for step in steps}) == 1 for steps in buffer.trajectories())
 
 
 def test_grafted_steps_of_a_run_are_history_but_no_traces(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ class AgentChoice:
         """One of "expert", "endpoint" and "checkpoint"."""
         if self.agent == "expert":
             return "expert"
-        return "endpoint" if self.agent.startswith(("http://", "https://")) else "checkpoint"
+        return "endpoint" if "://" in self.agent else "checkpoint"
 
 
 def _refuse_idle(choice: AgentChoice) -> None:

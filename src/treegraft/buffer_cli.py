@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,11 @@ MAX_PROBLEMS = 10
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Encoder = Annotated[
-    str | None, typer.Option(help='"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE".')
+    str | None,
+    typer.Option(
+        help='"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE". By default that of a buffer that '
+        "exists, and for a new one the recipe's buffer.encoder, or minilm where there is no recipe."
+    ),
 ]
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="The file of a Step-Trace Buffer.")]
 
@@ -85,11 +90,12 @@ def build(
     config = load_config(recipe, overrides or [])
     choice = AgentChoice(agent, model, source, temperature, max_tokens, timeout_s, retries, api_key_env, samples, concurrency)
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
-    try:
-        work.run(keep, min_reward, num_tasks, to_stderr=as_json)
-    except EngineError:
-        _print_report(work, out, as_json)
-        raise
+    with _no_empty_file(out):
+        try:
+            work.run(keep, min_reward, num_tasks, to_stderr=as_json)
+        except EngineError:
+            _print_report(work, out, as_json)
+            raise
     _print_report(work, out, as_json)
     report = work.report
     if work.is_stopped:
@@ -129,6 +135,8 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
         "tokens": f"{report.num_tokens} in the kept steps",
     }
+    if report.num_keys_cut:
+        rows["keys cut"] = f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
     if report.num_too_long:
         rows["too long to graft"] = f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
     rows |= {f"failed {number}": reason for number, reason in enumerate(_reasons(report.failures, 5), start=1)}
@@ -169,7 +177,7 @@ def import_traces(
 
     check_paths(files)
     columns = Columns(reward=reward_column, task_id=task_column, default_reward=reward)
-    with TraceBuffer(into, _encoder_for(into, encoder)) as buffer:
+    with _no_empty_file(into), TraceBuffer(into, _encoder_for(into, encoder)) as buffer:
         report = import_files(files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward)
         buffer.settle()
     if as_json:
@@ -178,6 +186,19 @@ def import_traces(
         _print_import(report, str(into))
     if not report.num_new and not report.num_duplicates:
         raise DataError(f"nothing was imported into {into}; expected at least one trajectory with a reward above {min_reward:g}.")
+
+
+@contextmanager
+def _no_empty_file(path: Path) -> Iterator[None]:
+    """Removes the buffer that the block has made where nothing is in it at the end."""
+    from treegraft.traces.buffer import remove_if_empty
+
+    was_there = path.expanduser().exists()
+    try:
+        yield
+    finally:
+        if not was_there:
+            remove_if_empty(path)
 
 
 def _encoder_for(path: Path, encoder: str | None) -> str | None:
@@ -193,6 +214,8 @@ def _print_import(report: ImportReport, title: str) -> None:
         "trajectories": f"{kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not among the best",
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
     }
+    if report.num_keys_cut:
+        rows["keys cut"] = f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
     if report.problems:
         rows["left out"] = f"{len(report.problems)} lines"
     _print_rows(title, rows)
@@ -242,7 +265,7 @@ def add(
         traces = [read_trace(line, number, defaults) for number, line in enumerate(lines, start=1)]
     if not traces:
         raise DataError("stdin: got no line; expected JSON of a trace, or --key and --value.")
-    with TraceBuffer(buffer, _encoder_for(buffer, encoder)) as opened:
+    with _no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, encoder)) as opened:
         num_new = opened.add(traces)
         num_traces = len(opened)
     if as_json:

@@ -21,8 +21,9 @@ class IdleRule:
     """The one setting under `prefix` that always counts; empty for none."""
 
 
-def _one_optimiser_step(c: Config) -> bool:
-    return c.learn.num_minibatches * c.learn.num_epochs == 1
+def _ratio_is_one(c: Config) -> bool:
+    """Shaping moves the ratio of a grafted trajectory away from 1 also where one step uses a batch up (RAPO, eq. 11)."""
+    return c.learn.num_minibatches * c.learn.num_epochs == 1 and (_without("graft")(c) or c.loss.shaping_weight == 0)
 
 
 _IDLE_CLIP = (
@@ -78,8 +79,12 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     ),
     IdleRule("explore.graft.", _without("graft"), _EXPLORERS + "'graft'"),
     IdleRule("buffer.", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("buffer.", lambda c: c.explore.graft.num_hybrid == 0, "explore.graft.num_hybrid is 0"),
+    IdleRule("buffer.", lambda c: c.explore.graft.probability == 0, "explore.graft.probability is 0"),
+    IdleRule("buffer.min_similarity", lambda c: c.buffer.random_prob == 1, "buffer.random_prob is 1, so nothing is sought"),
     IdleRule("buffer.grow.", lambda c: c.buffer.grow.num_best == 0, "buffer.grow.num_best is 0", "buffer.grow.num_best"),
-    IdleRule("credit.attribution", lambda c: c.explore.explorers == ["independent"], _EXPLORERS + "one that branches"),
+    IdleRule("credit.attribution", _without("entropy"), _EXPLORERS + "one that branches"),
+    IdleRule("credit.leaf_weight", _without("entropy"), _EXPLORERS + "one that branches"),
     IdleRule("credit.retrieval_reward", _without("graft"), _EXPLORERS + "'graft'"),
     IdleRule("credit.retrieval_weight", _without("graft"), _EXPLORERS + "'graft'"),
     IdleRule("credit.retrieval_reward", lambda c: c.credit.retrieval_weight == 0, "credit.retrieval_weight is 0"),
@@ -98,9 +103,9 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         lambda c: c.loss.aggregation != "sequence-sum",
         "loss.aggregation is '{c.loss.aggregation}'; only 'sequence-sum' divides by it",
     ),
-    IdleRule("loss.clip_low", _one_optimiser_step, _IDLE_CLIP),
-    IdleRule("loss.clip_high", _one_optimiser_step, _IDLE_CLIP),
-    IdleRule("loss.dual_clip", _one_optimiser_step, _IDLE_CLIP),
+    IdleRule("loss.clip_low", _ratio_is_one, _IDLE_CLIP),
+    IdleRule("loss.clip_high", _ratio_is_one, _IDLE_CLIP),
+    IdleRule("loss.dual_clip", _ratio_is_one, _IDLE_CLIP),
     IdleRule(
         "warmup.",
         lambda c: c.warmup.num_steps == 0,

@@ -45,6 +45,7 @@ METRICS: Mapping[str, str] = {
     "graft/reward_hybrid": "mean reward of trajectories that hold a graft",
     "graft/reward_on_policy": "mean reward of trajectories without one",
     "retrieve/num_asked": "retrievals asked for",
+    "retrieve/num_keys_cut": "histories that were longer than the encoder reads, and lost their beginning",
     "retrieve/nothing_frac": "share of them that found nothing eligible, so that the agent went on by itself",
     "time/retrieve_s": "seconds spent on retrieval, keys' embedding included (beside the engine's work, not on top of it)",
     "buffer/num_traces": "traces in the Step-Trace Buffer",

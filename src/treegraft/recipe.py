@@ -275,7 +275,23 @@ def _explore_wrong(config: Config) -> Iterator[str]:
             f"explore.graft.num_hybrid: got {explore.graft.num_hybrid}, expected at most explore.num_leaves, which is "
             f"{explore.num_leaves}."
         )
-    if not config.buffer.path:
+    yield from _buffer_wrong(config)
+
+
+def _buffer_wrong(config: Config) -> Iterator[str]:
+    settings = config.buffer
+    if settings.encoder not in ("hashing", "minilm") and not any(sign in settings.encoder for sign in "/:~."):
+        known = ("hashing", "minilm")
+        yield (
+            f'buffer.encoder: got \'{settings.encoder}\', expected "minilm", "hashing", a folder, a hub id, or '
+            f'"pypi:PACKAGE".{nearest(settings.encoder, known)}'
+        )
+    if settings.grow.num_best and settings.sources and "self" not in settings.sources:
+        yield (
+            f"buffer.sources: got {settings.sources}, but buffer.grow.num_best is {settings.grow.num_best}: the agent's own traces "
+            'would be added and never found; add "self", or set buffer.grow.num_best to 0.'
+        )
+    if not settings.path:
         yield (
             'buffer.path: got none, but explore.explorers has "graft", which retrieves from a Step-Trace Buffer. Make one with '
             '`treegraft buffer build RECIPE` and name its file, or take "expert" where the tasks have a scripted expert.'

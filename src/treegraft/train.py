@@ -135,7 +135,7 @@ class _Run:
                 self.learner.load_state(load_checkpoint(start.checkpoint)[1])
             self.drift = DriftGuard(self.parts.engine, self.learner, self.config.model.dtype, self.state)
             if needs_buffer(self.config):
-                check_buffer(self.config, source)
+                check_buffer(self.config, source, start.path)
             self.demonstrations = None
             if self.state.warmup_steps < self.config.warmup.num_steps:
                 self.demonstrations = Demonstrations(source, self.parts.format, self.config.warmup, self.config.run.seed)

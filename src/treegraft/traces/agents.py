@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -355,7 +354,7 @@ def served_model(url: str, api_key: str | None, *, timeout_s: float = 10.0) -> s
         response = httpx.get(place, headers=headers, timeout=timeout_s)
         response.raise_for_status()
         names = [str(model["id"]) for model in response.json()["data"]]
-    except (httpx.HTTPError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
             f"--agent {url}: the server did not say what it serves ({type(error).__name__}); expected a list of models at "
             f"{place}. Start it, correct the address, or name the model with --model."

@@ -10,10 +10,10 @@ Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searche
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,9 +28,10 @@ from treegraft.keyed import keyed_int
 from treegraft.traces.embed import Encoder, build_encoder, encoder_name
 from treegraft.traces.index import QUERIES, Found, search_rows
 from treegraft.traces.keeper import IndexKeeper
+from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import Added, Mask, Rows, RowTable
 from treegraft.traces.store import COLUMNS, TraceFile, trace_row
-from treegraft.types import StepContent, Trace
+from treegraft.types import Trace
 
 CHUNK = 256
 """Traces that are embedded and committed together."""
@@ -124,34 +125,45 @@ class TraceBuffer:
                 raise DataError(f"buffer '{self.path}' is empty and names no encoder; build it with: treegraft buffer build RECIPE")
             self._encoder = self._encoder or build_encoder(str(encoder))
             probe = _encode(self._encoder, self._encoder.dim, [_PROBE])[0]
-            meta = {"encoder": self._encoder.name, "dim": self._encoder.dim, "probe": probe.astype("<f4").tobytes()}
-            self._file.set_meta(meta)
-        name, dim, probe = str(meta["encoder"]), int(meta["dim"]), np.frombuffer(meta["probe"], "<f4")
+            self._file.add_meta({"encoder": self._encoder.name, "dim": self._encoder.dim, "probe": probe.astype("<f4").tobytes()})
+            meta = self._file.meta()  # another process may have been first
+        try:
+            name, dim, probe = str(meta["encoder"]), int(meta["dim"]), np.frombuffer(meta["probe"], "<f4")
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._file.damage(f"its encoder is not readable: {error}") from error
         ours = None if encoder is None else encoder_name(encoder) if isinstance(encoder, str) else encoder.name
         our_dim = dim if self._encoder is None else self._encoder.dim
         if ours not in (None, name) or our_dim != dim:
             raise DataError(
                 f"buffer '{self.path}' was built with the encoder '{name}' ({dim} dimensions), but '{ours}'"
                 f"{f' ({our_dim} dimensions)' if our_dim != dim else ''} is asked for; "
-                f'set buffer.encoder to "{name}", or build the buffer again'
+                f'take "{name}" (the setting buffer.encoder, or --encoder), or build the buffer again'
             )
         return name, dim, probe
 
     def _load(self) -> RowTable:
-        columns = self._file.query("SELECT id, evicted_at IS NULL, terminal, task_id, source, hash FROM traces ORDER BY id")
         table = RowTable(self.dim)
+        self._catch_up(table)
+        return table
+
+    def _catch_up(self, table: RowTable) -> None:
+        """Appends what the file holds beyond the table's last row: this process's additions, and those of others."""
+        last = int(table.rows.ids[-1]) if len(table.rows) else -1
+        columns = self._file.query(
+            "SELECT id, evicted_at IS NULL, terminal, task_id, source, hash FROM traces WHERE id > ? ORDER BY id", (last,)
+        )
         if columns:
             ids, live, terminal, tasks, sources, hashes = zip(*columns, strict=True)
-            vectors = self._file.vectors(len(ids), self.dim)
+            vectors = self._file.vectors(last, ids[-1], len(ids), self.dim)
             table.append(Added(ids, vectors, live, terminal, tasks, sources, hashes))
-        return table
 
     # ------------------------------------------------------------------ writing
 
     def add(self, traces: Iterable[Trace], *, update: int | None = None) -> int:
         """Stores traces, and returns how many were new; those whose content is there already are skipped.
 
-        Chunks of `CHUNK` are embedded and committed one by one: what a kill leaves behind is whole.
+        Chunks of `CHUNK` are embedded and committed one by one: what a kill leaves behind is whole. Other processes may add to the
+        same file; what they added is found from the next call on.
 
         Args:
             update: the training update that adds them, so that `roll_back` can undo it; None: before training.
@@ -161,7 +173,7 @@ class TraceBuffer:
         """
         listed = list(traces)
         for number, trace in enumerate(listed):
-            _check(trace, number)
+            check_trace(trace, number)
         num_new = 0
         with self._writing:
             for first in range(0, len(listed), CHUNK):
@@ -173,11 +185,15 @@ class TraceBuffer:
         by_hash: dict[str, Trace] = {}
         for trace in traces:
             by_hash.setdefault(trace.content_hash, trace)
-        ids = self._file.live_ids(list(by_hash))
-        new = {content_hash: trace for content_hash, trace in by_hash.items() if content_hash not in ids}
-        vectors = self._encode([trace.key for trace in new.values()])
+        known = self._file.live_ids(list(by_hash))
+        keys = {content_hash: trace.key for content_hash, trace in by_hash.items() if content_hash not in known}
+        # Embedded before the file is locked; what another process adds or evicts in the meantime is seen inside.
+        vectors = dict(zip(keys, self._encode(list(keys.values())), strict=True))
         with self._file.transaction() as connection:
-            for (content_hash, trace), vector in zip(new.items(), vectors, strict=True):
+            ids = self._file.live_ids(list(by_hash))
+            new = {content_hash: trace for content_hash, trace in by_hash.items() if content_hash not in ids}
+            for content_hash, trace in new.items():
+                vector = vectors[content_hash] if content_hash in vectors else self._encode([trace.key])[0]
                 marks = ",".join("?" * 11)
                 cursor = connection.execute(
                     f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES ({marks})", (content_hash, *trace_row(trace), update)
@@ -185,24 +201,27 @@ class TraceBuffer:
                 ids[content_hash] = int(cursor.lastrowid or 0)
                 connection.execute("INSERT INTO vectors VALUES (?, ?)", (cursor.lastrowid, vector.astype("<f4").tobytes()))
             connection.executemany(
-                "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?)",
-                [(t.source, t.task_id, t.trajectory, t.position, ids[t.content_hash], update) for t in traces],
+                "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                [
+                    (t.source, t.task_id, t.trajectory, t.position, ids[t.content_hash], float(t.reward), t.policy_version, update)
+                    for t in traces
+                ],
             )
-        if new:
-            added = list(new.values())
-            columns = ([t.terminal for t in added], [t.task_id for t in added], [t.source for t in added], list(new))
-            self._table.append(Added([ids[content_hash] for content_hash in new], vectors, [True] * len(new), *columns))
+        self._catch_up(self._table)
         return len(new)
 
     def evict(self, capacity: int, *, source: str, update: int) -> int:
         """Keeps at most `capacity` traces of a source, and returns how many left: the oldest policy's first, of these the least
-        rewarded, of these the ones stored first. They are marked only, so that `roll_back` can bring them back."""
+        rewarded, of these the ones stored first. A step of several trajectories is as young and as good as the youngest and the
+        best of them. They are marked only, so that `roll_back` can bring them back."""
         if capacity < 0:
             raise SettingError(f"capacity is {capacity}; expected how many traces to keep, 0 or more")
         with self._writing:
+            self._catch_up(self._table)
             rows = self._file.query(
-                "SELECT id FROM traces WHERE source = ? AND evicted_at IS NULL "
-                "ORDER BY policy_version IS NOT NULL, policy_version, reward, id",
+                "SELECT t.id, max(m.policy_version) AS version, max(m.reward) AS best "
+                "FROM traces t JOIN members m ON m.trace = t.id "
+                "WHERE t.source = ? AND t.evicted_at IS NULL GROUP BY t.id ORDER BY version IS NOT NULL, version, best, t.id",
                 (source,),
             )
             leaving = [row[0] for row in rows[: max(0, len(rows) - capacity)]]
@@ -324,6 +343,11 @@ class TraceBuffer:
         for _, group in groupby(rows, key=lambda row: row[:3]):
             yield tuple(self._file.to_trace(row[3:]) for row in group)
 
+    @property
+    def num_keys_cut(self) -> int:
+        """Keys given to `add` and `search` so far that were longer than the encoder reads, and lost their beginning."""
+        return int(getattr(self._encoder, "num_cut", 0))
+
     def __len__(self) -> int:
         return int(np.count_nonzero(self._table.rows.live))
 
@@ -427,22 +451,17 @@ class TraceBuffer:
         self._is_checked = True
 
 
-def _check(trace: Trace, number: int) -> None:
-    """Raises DataError for a trace that nobody could find or use."""
-    value = trace.value
-    has_value = any((value.thought, value.calls, value.observations, value.answer)) if isinstance(value, StepContent) else value
-    problems = {
-        "its value is empty": not (has_value.strip() if isinstance(has_value, str) else has_value),
-        "its key is empty": not trace.key.strip(),
-        f"its reward is {trace.reward}": not math.isfinite(trace.reward),
-        f"its position is {trace.position}": trace.position < 0,
-    }
-    for problem, is_so in problems.items():
-        if is_so:
-            raise DataError(
-                f"trace {number} (source '{trace.source}', task '{trace.task_id}', position {trace.position}): {problem}; expected "
-                "a key, a value, a finite reward and a position of 0 or more. Leave such steps out"
-            )
+def remove_if_empty(path: str | Path) -> None:
+    """Removes a buffer without a trace, and what lies beside it; a file that is something else stays."""
+    place = Path(path).expanduser()
+    if not place.exists():
+        return
+    with suppress(DataError):
+        with TraceBuffer.open_as_built(place) as buffer:
+            num_rows = len(buffer._table.rows)
+        if not num_rows:
+            for name in ("", "-wal", "-shm", ".index"):
+                place.with_name(f"{place.name}{name}").unlink(missing_ok=True)
 
 
 def _encode(encoder: Encoder, dim: int, texts: Sequence[str]) -> npt.NDArray[np.float32]:

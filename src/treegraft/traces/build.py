@@ -44,6 +44,8 @@ class BuildReport:
     """Traces that the buffer did not have."""
     num_duplicates: int = 0
     """Traces that it had already."""
+    num_keys_cut: int = 0
+    """Keys that were longer than the encoder reads, and lost their beginning."""
     num_tokens: int = 0
     """Of the kept steps, each as a graft with its markup, equal ones of a task once."""
     num_too_long: int = 0
@@ -133,7 +135,8 @@ class _Builder:
         return kept
 
     def store(self, buffer: TraceBuffer, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> None:
-        """Adds the steps of the kept trajectories, in one transaction."""
+        """Adds the steps of the kept trajectories; in one transaction as long as they are no more than the buffer's CHUNK."""
+        num_cut_before = buffer.num_keys_cut
         traces = [
             trace
             for sample, attempt, reward in kept
@@ -149,6 +152,7 @@ class _Builder:
         num_new = buffer.add(traces) if traces else 0
         self._report.num_new += num_new
         self._report.num_duplicates += len(traces) - num_new
+        self._report.num_keys_cut += buffer.num_keys_cut - num_cut_before
 
 
 async def build_traces(

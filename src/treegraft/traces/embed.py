@@ -28,6 +28,10 @@ _MIN_TOKENS = 64
 """Least tokens of a forward pass: a matrix product of fewer than about 12 rows takes another path and rounds differently."""
 
 
+_Encoded = tuple[npt.NDArray[np.float32], bool]
+"""A vector, and whether its text was cut."""
+
+
 class Encoder(Protocol):
     """Turns texts into vectors. A text's vector does not depend on which texts are encoded with it."""
 
@@ -149,8 +153,8 @@ class SentenceEncoder:
         )
         self.dim = int(getattr(self._model, of_dim)())
         self.num_cut = 0
-        """Texts so far that lost their beginning; those answered from the cache are not counted again."""
-        self._cache: OrderedDict[str, npt.NDArray[np.float32]] = OrderedDict()
+        """Texts so far that lost their beginning."""
+        self._cache: OrderedDict[str, _Encoded] = OrderedDict()
         self._lock = threading.Lock()
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -164,14 +168,14 @@ class SentenceEncoder:
                 self._cache.move_to_end(text)
             while len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
-        return np.stack([found[text] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)
+            self.num_cut += sum(found[text][1] for text in texts)
+        return np.stack([found[text][0] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)
 
-    def _run(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.float32]]:
+    def _run(self, texts: Sequence[str]) -> Iterator[_Encoded]:
         """Gives one vector per text, in order."""
         # Lone surrogates are no text for a tokenizer.
         clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
         lengths = [len(ids) for ids in self._tokenizer(clean, verbose=False)["input_ids"]] if clean else []
-        self.num_cut += sum(length > self.max_tokens for length in lengths)
         places: dict[tuple[int, bool], list[int]] = {}
         for place, length in enumerate(lengths):
             padded = min(self.max_tokens, (length // _STRIDE + 1) * _STRIDE)
@@ -182,7 +186,7 @@ class SentenceEncoder:
                 some = group[first : first + _GROUP]
                 for place, vector in zip(some, self._forward([clean[place] for place in some], padded), strict=True):
                     vectors[place] = vector
-        return iter(vectors)
+        return zip(vectors, (length > self.max_tokens for length in lengths), strict=True)
 
     def _forward(self, texts: Sequence[str], num_tokens: int) -> npt.NDArray[np.float32]:
         import torch

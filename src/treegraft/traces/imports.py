@@ -9,6 +9,7 @@ A row may have a reward and a task id. Of a run folder its trees are read, and o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treegraft.errors import DataError
+from treegraft.errors import DataError, nearest
 from treegraft.keyed import keyed_int
 from treegraft.record import tree_from_json
 from treegraft.rollout.formats.markup import boxed, normal_answer
@@ -56,6 +57,8 @@ class ImportReport:
     """Traces that the buffer did not have."""
     num_duplicates: int = 0
     """Traces that it had already."""
+    num_keys_cut: int = 0
+    """Keys that were longer than the encoder reads, and lost their beginning."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -105,7 +108,7 @@ def import_files(
         DataError: a path with nothing there to read.
     """
     check_paths(paths)
-    report = ImportReport()
+    report, num_cut_before = ImportReport(), buffer.num_keys_cut
     for path in paths:
         name = source or path.resolve().name.removesuffix(".jsonl")
         kept = _best(_read(path, columns or Columns(), report), num_best, min_reward, seed, report)
@@ -113,6 +116,7 @@ def import_files(
         num_new = buffer.add(traces) if traces else 0
         report.num_new += num_new
         report.num_duplicates += len(traces) - num_new
+    report.num_keys_cut = buffer.num_keys_cut - num_cut_before
     return report
 
 
@@ -223,7 +227,10 @@ def _best(found: Iterator[_Found], num_best: int, min_reward: float, seed: int, 
 
 
 def _traces(found: _Found, source: str) -> list[Trace]:
-    split = split_steps(found.task_id, found.question, found.contents, reward=found.reward, source=source, trajectory=found.name)
+    # Files of one name in two folders have lines of one number; what they say tells their trajectories apart.
+    digest = hashlib.blake2b(repr((found.question, found.contents)).encode("utf-8", "replace"), digest_size=4).hexdigest()
+    name = f"{found.name}:{digest}"
+    split = split_steps(found.task_id, found.question, found.contents, reward=found.reward, source=source, trajectory=name)
     return split if found.own is None else [trace for trace, is_own in zip(split, found.own, strict=True) if is_own]
 
 
@@ -323,6 +330,17 @@ def _with_observation(step: StepContent, text: str) -> StepContent:
     return StepContent(thought=step.thought, calls=step.calls, observations=shown, answer=step.answer)
 
 
+def _check_fields(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field of a trace that is unknown or of another type."""
+    known = ("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory")
+    unknown = [name for name in row if name not in known]
+    if unknown:
+        raise ValueError(f"an unknown field '{unknown[0]}'.{nearest(unknown[0], known)}")
+    for name, kind in (("position", int), ("terminal", bool)):
+        if name in row and type(row[name]) is not kind:
+            raise ValueError(f"'{name}' is {row[name]!r}, no {'whole number' if kind is int else 'true or false'}")
+
+
 def read_trace(line: str, number: int, defaults: Trace) -> Trace:
     """Returns the trace of one line of JSON; what it leaves out is taken from `defaults`.
 
@@ -332,14 +350,15 @@ def read_trace(line: str, number: int, defaults: Trace) -> Trace:
     try:
         row = json.loads(line)
         value = row["value"]
+        _check_fields(row)
         return Trace(
             key=text_of(row["key"], "key"),
             value=value if isinstance(value, str) else read_steps([value])[0],
             reward=float(row.get("reward", defaults.reward)),
             source=text_of(row.get("source", defaults.source), "source"),
             task_id=text_of(row.get("task_id", defaults.task_id), "task_id"),
-            position=int(row.get("position", defaults.position)),
-            terminal=bool(row.get("terminal", defaults.terminal or (isinstance(value, dict) and value.get("answer") is not None))),
+            position=row.get("position", defaults.position),
+            terminal=row.get("terminal", defaults.terminal or (isinstance(value, dict) and value.get("answer") is not None)),
             trajectory=text_of(row.get("trajectory", defaults.trajectory), "trajectory"),
         )
     except _BAD_ROW as error:

@@ -9,9 +9,11 @@ A key knows no markup, so that what one agent wrote in its own format is found b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 
+from treegraft.errors import DataError
 from treegraft.types import StepContent, Trace
 
 
@@ -76,3 +78,21 @@ def split_steps(
         )
         for position, content in enumerate(contents)
     ]
+
+
+def check_trace(trace: Trace, number: int) -> None:
+    """Raises DataError for a trace that nobody could find or use."""
+    value = trace.value
+    has_value = any((value.thought, value.calls, value.observations, value.answer)) if isinstance(value, StepContent) else value
+    problems = {
+        "its value is empty": not (has_value.strip() if isinstance(has_value, str) else has_value),
+        "its key is empty": not trace.key.strip(),
+        f"its reward is {trace.reward}": not math.isfinite(trace.reward),
+        f"its position is {trace.position}": trace.position < 0,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise DataError(
+                f"trace {number} (source '{trace.source}', task '{trace.task_id}', position {trace.position}): {problem}; expected "
+                "a key, a value, a finite reward and a position of 0 or more. Leave such steps out"
+            )

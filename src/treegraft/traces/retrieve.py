@@ -75,7 +75,7 @@ class BufferRetriever:
             self._worker = None
 
     def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
-        began = time.monotonic()
+        began, num_cut_before = time.monotonic(), self._buffer.num_keys_cut
         settings = self._settings
         sought = [question for question in batch if question.draw is None]
         drawn = [question for question in batch if question.draw is not None]
@@ -107,6 +107,7 @@ class BufferRetriever:
                 if trace is not None:
                     found[id(question)] = self._retrieved(question, trace, 0.0)
         self._busy_s += time.monotonic() - began
+        self._counts["cut"] += self._buffer.num_keys_cut - num_cut_before
         return [found.get(id(question)) for question in batch]
 
     def _retrieved(self, question: _Question, trace: Trace, similarity: float) -> Retrieved:
@@ -123,6 +124,7 @@ class BufferRetriever:
         metrics = {
             "retrieve/num_asked": float(asked),
             "retrieve/nothing_frac": self._counts["nothing"] / max(1, asked),
+            "retrieve/num_keys_cut": float(self._counts["cut"]),
             "time/retrieve_s": self._busy_s,
         }
         self._counts.clear()

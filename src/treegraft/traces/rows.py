@@ -74,7 +74,7 @@ class RowTable:
     def evict(self, ids: Iterable[int]) -> None:
         """Marks rows as evicted."""
         live = self.rows.live.copy()
-        live[np.searchsorted(self.rows.ids, list(ids))] = False
+        live[np.isin(self.rows.ids, list(ids))] = False
         self.rows = Rows(**{name: getattr(self.rows, name) for name in Rows.__slots__ if name != "live"}, live=live)
 
     def of_task(self, rows: Rows, task: str) -> Mask:

@@ -2,7 +2,8 @@
 
 meta      format, encoder, dimensions, and one vector by which another model of the same name is found out
 traces    one row per content; those that were evicted stay, marked, so that a resumed run can undo it
-members   which trajectories a trace is a step of: equal steps of several trajectories are one trace
+members   which trajectories a trace is a step of: equal steps of several trajectories are one trace, with the reward and the
+          policy's version of each
 vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
 """
 
@@ -42,8 +43,9 @@ CREATE UNIQUE INDEX live_hash ON traces (hash) WHERE evicted_at IS NULL;
 CREATE INDEX by_source ON traces (source, evicted_at);
 CREATE TABLE members (
     source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL, position INTEGER NOT NULL, trace INTEGER NOT NULL,
-    added_at INTEGER, PRIMARY KEY (source, task_id, trajectory, position, trace)
+    reward REAL NOT NULL, policy_version INTEGER, added_at INTEGER, PRIMARY KEY (source, task_id, trajectory, position, trace)
 ) WITHOUT ROWID;
+CREATE INDEX by_trace ON members (trace);
 CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB NOT NULL);
 """
 COLUMNS = "key, value, reward, source, task_id, position, terminal, trajectory, policy_version"
@@ -85,17 +87,23 @@ class TraceFile:
         # A commit reaches the disk before it counts, so that not even a power cut loses it.
         self._connection.execute("PRAGMA synchronous = FULL")
         if is_new:
-            with self.transaction() as connection:
-                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                for statement in filter(None, map(str.strip, SCHEMA.split(";"))):
-                    connection.execute(statement)
-                connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
+            self._create()
         found = self.meta().get("format")
         if found != FORMAT:
             raise DataError(
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads {FORMAT}; build it again, "
                 "or use the version that wrote it"
             )
+
+    def _create(self) -> None:
+        """Makes the tables, unless another process has made them since we looked."""
+        with self.transaction() as connection:
+            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                return
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            for statement in filter(None, map(str.strip, SCHEMA.split(";"))):
+                connection.execute(statement)
+            connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
 
     @contextmanager
     def _reading_errors(self) -> Iterator[None]:
@@ -106,6 +114,8 @@ class TraceFile:
         except sqlite3.OperationalError as error:
             raise DataError(f"buffer '{self.path}': {error}; is the disk full, or does another process hold the file?") from error
         except sqlite3.DatabaseError as error:
+            if _is_no_database(self.path):
+                raise DataError(f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name another path") from error
             raise DataError(
                 f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a copy, or build it again"
             ) from error
@@ -131,10 +141,11 @@ class TraceFile:
         """Returns the whole table of that name."""
         return dict(self.query("SELECT name, value FROM meta"))
 
-    def set_meta(self, values: Mapping[str, Any]) -> None:
-        """Writes entries of the table of that name."""
+    def add_meta(self, values: Mapping[str, Any]) -> None:
+        """Writes entries of the table of that name, all of them or, where one is there already, none."""
         with self.transaction() as connection:
-            connection.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", list(values.items()))
+            if not self.meta().keys() & values.keys():
+                connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
 
     def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
         """Returns the rows of those content hashes that are there and not evicted."""
@@ -158,25 +169,26 @@ class TraceFile:
             content = _content(json.loads(value))
             text = json.loads(key)
         except (ValueError, TypeError, KeyError) as error:
-            raise self._damage(f"a stored trace does not parse: {error}") from error
+            raise self.damage(f"a stored trace does not parse: {error}") from error
         return Trace(text, content, reward, source, task_id, position, bool(terminal), trajectory, version)
 
-    def vectors(self, num: int, dim: int) -> npt.NDArray[np.float32]:
-        """Returns [traces, dim] in the order of rows. Raises DataError where there are not `num` of that size."""
+    def vectors(self, after: int, last: int, num: int, dim: int) -> npt.NDArray[np.float32]:
+        """Returns [traces, dim] of the rows after one, up to another, in their order. Raises DataError unless there are `num`."""
         vectors, filled = np.empty((num, dim), np.float32), 0
         with self._lock, self._reading_errors():
-            cursor = self._connection.execute("SELECT vector FROM vectors ORDER BY id")
+            cursor = self._connection.execute("SELECT vector FROM vectors WHERE id > ? AND id <= ? ORDER BY id", (after, last))
             while blobs := cursor.fetchmany(4096):
                 joined = b"".join(blob for (blob,) in blobs)
                 if filled + len(blobs) > num or len(joined) != len(blobs) * dim * 4:
-                    raise self._damage(f"vectors that do not fit {num} traces of {dim} numbers")
+                    raise self.damage(f"vectors that do not fit {num} traces of {dim} numbers")
                 vectors[filled : filled + len(blobs)] = np.frombuffer(joined, "<f4").reshape(-1, dim)
                 filled += len(blobs)
         if filled != num:
-            raise self._damage(f"{num} traces and {filled} vectors")
+            raise self.damage(f"{num} traces and {filled} vectors")
         return vectors
 
-    def _damage(self, what: str) -> DataError:
+    def damage(self, what: str) -> DataError:
+        """Returns the error that says so."""
         return DataError(f"buffer '{self.path}' is damaged ({what}); restore a copy, or build it again")
 
     def back_up(self, path: Path) -> None:
@@ -195,6 +207,12 @@ class TraceFile:
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
+
+
+def _is_no_database(path: Path) -> bool:
+    with suppress(OSError), path.open("rb") as file:
+        return not b"SQLite format 3\0".startswith(file.read(16))
+    return False
 
 
 def to_json(value: object) -> str:

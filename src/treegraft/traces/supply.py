@@ -18,6 +18,7 @@ from treegraft.record import write_atomically
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.build import build_traces
+from treegraft.traces.embed import build_encoder
 from treegraft.traces.keys import split_steps
 from treegraft.types import Origin, Status, Trace, Trajectory, Tree
 
@@ -34,13 +35,21 @@ def needs_buffer(config: Config) -> bool:
     return "graft" in explorers or (bool(config.buffer.path) and any(":" in name for name in explorers))
 
 
-def check_buffer(config: Config, source: TaskSource) -> None:
+def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> None:
     """Refuses a buffer that could not be used, before any work.
+
+    Args:
+        run_dir: where the run keeps its copy, if it has one; the original is then no longer needed.
 
     Raises:
         DataError: no such file, an empty buffer, another encoder, no expert, nothing from the sources named.
+        SettingError, ModelError: no such encoder, or one that cannot be loaded.
     """
+    if (run_dir / OWN_FILE).exists():
+        _check_file(run_dir / OWN_FILE, config)
+        return
     if config.buffer.path == EXPERT:
+        build_encoder(config.buffer.encoder)
         tasks = source.train_tasks()
         if not any(source.expert(task, 0) for task in tasks[:1]):
             raise DataError(
@@ -54,8 +63,13 @@ def check_buffer(config: Config, source: TaskSource) -> None:
             f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer. Make one with: treegraft buffer build RECIPE "
             f"--out {path}"
         )
+    _check_file(path, config)
+
+
+def _check_file(path: Path, config: Config) -> None:
     with TraceBuffer(path, config.buffer.encoder) as buffer:
         _refuse_empty(buffer, config)
+        buffer.search(["a first text, which loads the encoder and compares it with the one of the file"])
 
 
 async def open_buffer(
@@ -107,10 +121,10 @@ async def _own_copy(config: Config, source: TaskSource, scorer: TreeScorer, form
         agent = ScriptedAgent(source, seed=config.run.seed)
         with TraceBuffer(partial, config.buffer.encoder) as buffer:
             await build_traces(source.train_tasks(), agent, scorer, format, buffer, num_samples=1, num_best=1, seed=config.run.seed)
+        partial.replace(own)
     else:
         with TraceBuffer(_expanded(config.buffer.path), config.buffer.encoder) as buffer:
-            buffer.copy_to(partial)
-    partial.replace(own)
+            buffer.copy_to(own)
     return TraceBuffer(own, config.buffer.encoder)
 
 
@@ -168,7 +182,7 @@ def _refuse_empty(buffer: TraceBuffer, config: Config) -> None:
             f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill it with `treegraft buffer build` or "
             "`treegraft buffer import`."
         )
-    missing = [name for name in sources if name not in counts]
+    missing = [name for name in sources if name not in counts and not (name == OWN and config.buffer.grow.num_best)]
     if missing:
         raise DataError(
             f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of; it has {sorted(counts)}."
