@@ -148,6 +148,33 @@ def test_sampling_by_hand() -> None:
     torch.testing.assert_close(entropies, -(shares * shares.log()).sum(-1), atol=1e-6, rtol=0)
 
 
+def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies() -> None:
+    """600 tokens are blocks of 256, 256 and 88; p falls with their number. 4,000 draws, chi-square over blocks and tens of tokens."""
+    logits = -torch.arange(600) / 100.0
+    count = 4000
+    tokens, logprobs, entropies = sample_tokens(logits.repeat(count, 1), [1.0] * count, list(range(count)))
+    exact = torch.log_softmax(logits.double(), dim=-1)
+    torch.testing.assert_close(logprobs.double(), exact[tokens], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum().expand(count), atol=1e-4, rtol=0)
+    for cells, index in ((3, tokens // 256), (60, tokens // 10)):
+        expected = count * torch.zeros(cells).double().index_add(0, torch.arange(600) // (256 if cells == 3 else 10), exact.exp())
+        chi = float(((torch.bincount(index, minlength=cells) - expected) ** 2 / expected).sum())
+        assert abs(chi - (cells - 1)) < 4 * (2 * (cells - 1)) ** 0.5
+
+
+def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest() -> None:
+    """Greedy: the largest logit stands in a block of little weight."""
+    logits = torch.randn(40, 700, generator=torch.Generator().manual_seed(1))
+    logits[:, 650] = logits.amax(dim=-1) + 0.1
+    seeds = [None if row % 3 == 0 else row for row in range(40)]
+    temperatures = [0.0 if seed is None else 0.7 for seed in seeds]
+    together = sample_tokens(logits, temperatures, seeds)
+    for row in (0, 1, 17, 39):
+        alone = sample_tokens(logits[row : row + 1].clone(), temperatures[row : row + 1], seeds[row : row + 1])
+        assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, together, strict=True))
+    assert (together[0][::3] == 650).all()
+
+
 def test_noise_depends_on_key_and_position_alone() -> None:
     assert keyed_seed((1, "train", 0), 3) == keyed_seed((1, "train", 0), 3)
     seeds = {keyed_seed(key, position) for key in ((1,), (2,), ("1",), (1, 1), ("1, 1",)) for position in range(5)}
