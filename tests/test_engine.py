@@ -149,7 +149,7 @@ def test_sampling_by_hand() -> None:
 
 
 def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies() -> None:
-    """600 tokens are blocks of 256, 256 and 88; p falls with their number. 4,000 draws, chi-square over blocks and tens of tokens."""
+    """600 tokens are blocks of 256, 256 and 88; p falls with their number. Chi-square of 4,000 draws."""
     logits = -torch.arange(600) / 100.0
     count = 4000
     tokens, logprobs, entropies = sample_tokens(logits.repeat(count, 1), [1.0] * count, list(range(count)))
