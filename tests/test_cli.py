@@ -262,7 +262,11 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
     assert parts["AdamW"] == 8 * shape.num_weights
     # 4 rows of 256 tokens, one layer, key and value of 4 numbers of 4 bytes.
     assert parts["keys and values"] == 4 * 256 * 2 * 4 * 4
-    assert "float32 master weights" not in parts and "reference" not in parts
+    assert not {"float32 master weights", "reference", "engine's packed weights"} & parts.keys()
+    half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+    parts = doctor.memory_estimate(half, shape)
+    assert parts["weights"] == parts["engine's copy"] == parts["engine's packed weights"] == 2 * shape.num_weights
+    assert parts["float32 master weights"] == 4 * shape.num_weights
 
 
 def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.trees import VOCABULARY
 from treegraft.attention import AttentionOptions, merge_partials, partial_attention
 from treegraft.config import EngineSettings
 from treegraft.engine.native import NativeEngine
+from treegraft.engine.packed import pack_linears
 from treegraft.engine.ragged import usable_rows
 from treegraft.engine.sampling import keyed_seed, sample_tokens
 from treegraft.engine.stops import StopFinder
@@ -186,6 +187,35 @@ def test_noise_depends_on_key_and_position_alone() -> None:
     noise = torch.zeros(1, 1000)
     one, two = (sample_tokens(noise, [1.0], [seed])[0].item() for seed in (11, 12))
     assert one == sample_tokens(noise.repeat(3, 1), [1.0] * 3, [None, None, 11])[0][2].item() and one != two
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2"])
+def test_packed_weights_give_the_products_of_plain_ones_also_after_a_publish(family: str) -> None:
+    """bfloat16: log-probabilities of one greedy path with and without, before and after other weights; gpt-neox has biases."""
+    other = {name: tensor.bfloat16() for name, tensor in build_model(family, 5).state_dict().items()}
+
+    async def work(engine: NativeEngine) -> list[Completion]:
+        before = await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))
+        await engine.publish(other, 1)
+        return [before, await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))]
+
+    packed, plain = (run(make_engine(model=build_model(family).bfloat16(), pack_weights=choice), work) for choice in (True, False))
+    for ours, theirs in zip(packed, plain, strict=True):
+        assert ours.sampling_logprobs == pytest.approx(theirs.sampling_logprobs, abs=0.05)
+        assert ours.entropies == pytest.approx(theirs.entropies, abs=0.05)
+    assert abs(packed[0].sampling_logprobs[0] - packed[1].sampling_logprobs[0]) > 1e-3
+
+
+def test_weights_are_packed_where_that_helps_and_only_there() -> None:
+    assert pack_linears(build_model("llama")) is None
+    model = build_model("llama").bfloat16()
+    packed = pack_linears(model)
+    assert packed is not None
+    plain = build_model("llama").bfloat16()
+    for ours, theirs in zip(model.modules(), plain.modules(), strict=True):
+        if type(theirs) is torch.nn.Linear:
+            rows = torch.randn(17, theirs.in_features).bfloat16()
+            torch.testing.assert_close(ours(rows), theirs(rows), atol=0.02, rtol=0.02)
 
 
 # ---------------------------------------------------------------------- the same bits in any company

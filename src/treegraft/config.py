@@ -357,6 +357,8 @@ class EngineSettings(Settings):
     """Paths whose keys and values are kept at once; more wait for a free row."""
     max_prefill_tokens: int = Field(512, ge=16)
     """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut there."""
+    pack_weights: bool = True
+    """bfloat16 on a CPU: a second copy of the linear layers' weights, laid out for the matrix kernels, for faster products."""
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for one completion, in seconds."""
 

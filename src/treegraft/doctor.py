@@ -2,7 +2,7 @@
 
 Memory is estimated from the model's shape alone. With N weights of b bytes:
 
-    Python with its packages 0.4 GB, weights N·b, engine's copy N·b, gradients T·b, AdamW 8·T,
+    Python with its packages 0.4 GB, weights N·b, engine's copy N·b (2 N·b where it packs them), gradients T·b, AdamW 8·T,
     float32 master weights 4·T (bfloat16 only),
     keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
 
@@ -269,6 +269,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "AdamW": 8 * trained,
         "float32 master weights": 4 * trained if width == 2 else 0,
         "engine's copy": shape.num_weights * width,
+        "engine's packed weights": shape.num_weights * width if config.engine.pack_weights and width == 2 else 0,
         "reference": shape.num_weights * width if config.loss.kl_coef > 0 and not rank else 0,
         "keys and values": rows * context * per_token,
         "logits of one chunk": 3 * config.learn.vocab_chunk * shape.vocab_size * 4,

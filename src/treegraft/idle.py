@@ -61,6 +61,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "model.lora.rank is 0; add model.lora.rank=16",
         "model.lora.rank",
     ),
+    IdleRule("engine.pack_weights", lambda c: c.model.dtype != "bfloat16", "model.dtype is '{c.model.dtype}'"),
     IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
     IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
     IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),

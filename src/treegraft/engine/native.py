@@ -19,6 +19,7 @@ import torch
 
 from treegraft.attention import ATTENTION, install_attention
 from treegraft.config import EngineSettings
+from treegraft.engine.packed import pack_linears
 from treegraft.engine.ragged import MIN_ROWS, RaggedPlan, Segment, attention_problem, usable_rows
 from treegraft.engine.sampling import keyed_seed, sample_tokens
 from treegraft.engine.stops import StopFinder
@@ -83,6 +84,7 @@ class NativeEngine:
                 f"engine: the native engine cannot run this model: {problem}; choose another model or another engine.kind"
             )
         install_attention(model)
+        self._linears = pack_linears(model) if settings.pack_weights else None
         self._decoder, self._head = decoder(model), Head(model)
         self._build_store(num_prompts)
         self._buckets = usable_rows(model)
@@ -175,6 +177,8 @@ class NativeEngine:
 
         def act() -> None:
             load_weights(self.model, weights)
+            if self._linears is not None:
+                self._linears.refresh()
             self._cache.clear()
             self._version, self._fingerprint = version, weights_fingerprint(self.model.state_dict())
 
