@@ -186,12 +186,17 @@ class TasksSettings(Settings):
 
 
 class FormatSettings(Settings):
-    kind: Literal["tags"] = "tags"
-    """"tags": think, search, python, result and answer tags, as in the papers."""
+    kind: Literal["tags", "chat"] = "tags"
+    """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool calls and results as the
+    model's own chat template writes them."""
+    chat_template: str | None = None
+    """Jinja file that takes the place of the model's own chat template (variables are expanded); None keeps that."""
+    template_options: dict[str, Any] = {}
+    """Further variables of the chat template, such as enable_thinking or date_string."""
     system_prompt: str | None = None
     """None composes one from the tools that are on; "" sends none; any other text is used as it is."""
     require_think: bool = True
-    """A step without a thought is a format violation."""
+    """A step without a thought, <think>...</think>, is a format violation."""
     require_boxed: bool = True
     """An answer without \\boxed{} is a format violation."""
 

@@ -194,6 +194,8 @@ def _model_wrong(config: Config) -> Iterator[str]:
     tiny = config.model.tiny
     if config.model.path != "tiny":
         return
+    if config.format.kind == "chat":
+        yield "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real model, or take 'tags'."
     if tiny.num_heads % tiny.num_kv_heads:
         yield f"model.tiny.num_kv_heads: got {tiny.num_kv_heads}, expected a divisor of num_heads = {tiny.num_heads}."
     if tiny.hidden_size % (2 * tiny.num_heads):

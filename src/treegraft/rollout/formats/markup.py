@@ -4,12 +4,33 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from treegraft.interfaces import Tokenizer, Tool
+from treegraft.types import StepContent
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _TEXT = re.compile(r"\\text\s*\{(.*)\}", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedStep:
+    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)), violation=None)"""
+
+    content: StepContent
+    """What the step says; after a violation no more than its thought."""
+    violation: str | None
+    """Which rule the step broke; None where it broke none."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or broke a rule."""
+        return bool(self.content.calls) or self.content.answer is not None
+
+
+class Violation(Exception):
+    """The step breaks a rule; the message says which."""
 
 
 class Specials:
