@@ -217,6 +217,30 @@ class SearchToolSettings(Settings):
     """Passages returned by one search."""
 
 
+class McpSettings(Settings):
+    name: str
+    """What messages call the server."""
+    command: list[str] = []
+    """Program and arguments of a server that is started here and spoken to over its standard input and output (variables are
+    expanded)."""
+    url: str = ""
+    """Address of one that runs already and speaks streamable HTTP, such as http://127.0.0.1:8000/mcp; instead of `command`."""
+    tools: list[str] = []
+    """The tools to take, by the server's names; empty for all."""
+    env: list[str] = []
+    """Names of environment variables that the command is given, besides PATH, HOME and the like."""
+    token_env: str | None = None
+    """Name of the environment variable whose value is sent to the url as bearer token; None sends none."""
+    capability: Literal["auto", "stateless", "none"] = "auto"
+    """Whether trees may branch over its tools: "auto" where the server says that a tool only reads."""
+    cacheable: bool = False
+    """The same call always gives the same result."""
+    max_restarts: int = Field(3, ge=0)
+    """How often in a run a connection that ended by itself is opened again."""
+    start_timeout_s: float = Field(30.0, gt=0)
+    """Longest wait for its list of tools, in seconds."""
+
+
 class ToolsSettings(Settings):
     use: list[str] = []
     """"python", "search", or import paths "package.module:function"; the tasks' own tools are always on."""
@@ -230,6 +254,9 @@ class ToolsSettings(Settings):
     """Calls under way at once."""
     python: PythonToolSettings = PythonToolSettings()
     search: SearchToolSettings = SearchToolSettings()
+    mcp: list[McpSettings] = []
+    """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url = ...}; their tools are on besides
+    those of `use`."""
 
 
 class RewardSettings(Settings):

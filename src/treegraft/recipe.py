@@ -216,19 +216,39 @@ def _tasks_wrong(config: Config) -> Iterator[str]:
     hops = config.tasks.search_world.hops
     if not hops or not all(1 <= n <= 5 for n in hops):
         yield f"tasks.search_world.hops: got {hops}, expected one or more lengths from 1 to 5, such as [1, 2, 3]."
-    if config.tasks.kind in ("arithmetic", "dataset") and not config.tools.use and config.rollout.max_tool_calls > 0:
+    if (
+        config.tasks.kind in ("arithmetic", "dataset")
+        and not (config.tools.use or config.tools.mcp)
+        and config.rollout.max_tool_calls > 0
+    ):
         yield (
             f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the agent could call "
             'nothing. Name one, such as tools.use = ["python"], or say that it has none: rollout.max_tool_calls = 0.'
         )
     if not config.reward.funcs:
         yield "reward.funcs: got none, expected at least one, such as exact_match."
+    yield from _mcp_wrong(config)
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
         yield (
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of reward.funcs, which has "
             f"{len(config.reward.funcs)} ({config.reward.funcs})."
         )
+
+
+def _mcp_wrong(config: Config) -> Iterator[str]:
+    servers = config.tools.mcp
+    names = [server.name for server in servers]
+    if len(set(names)) < len(names):
+        yield f"tools.mcp: got servers named {names}, expected each name once."
+    for server in servers:
+        if bool(server.command) == bool(server.url):
+            both = "both" if server.url else "neither"
+            yield f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of them."
+        unused = "token_env" if server.command and server.token_env else "env" if server.url and server.env else ""
+        if unused:
+            kind = "command" if server.command else "url"
+            yield f"tools.mcp: server '{server.name}': {unused} would have no effect beside {kind}."
 
 
 def _run_wrong(config: Config) -> Iterator[str]:
