@@ -1,4 +1,4 @@
-"""A Model Context Protocol server for the tests: `python mcp_server.py` over standard input, `python mcp_server.py PORT` over HTTP."""
+"""A Model Context Protocol server for the tests, over standard input, or with a port as argument over HTTP."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 
 from mcp.server.mcpserver import Image, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
 from mcp_types import ToolAnnotations
 
 server = MCPServer("tests")
@@ -27,7 +28,7 @@ def add(a: int, b: int = 1) -> int:
 @server.tool()
 def fail(reason: str) -> str:
     """Always fails."""
-    raise ValueError(reason)
+    raise ToolError(reason)
 
 
 @server.tool()

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from treegraft.config import Config, McpSettings, ToolsSettings
 from treegraft.errors import SettingError, ToolUnavailable
@@ -198,13 +197,18 @@ def test_without_the_sdk_the_error_says_what_to_install(monkeypatch: pytest.Monk
         ([{"name": "a", "command": ["x"]}, {"name": "a", "command": ["y"]}], "expected each name once"),
         ([{"name": "a", "url": "http://y", "env": ["K"]}], "env would have no effect beside url"),
         ([{"name": "a", "command": ["x"], "token_env": "K"}], "token_env would have no effect beside command"),
-        ([{"name": "a", "comand": ["x"]}], "comand"),
+        ([{"name": "a", "comand": ["x"]}], r"'tools\.mcp\[0\]\.comand'"),
     ],
 )
 def test_settings_that_make_no_server(servers: list[dict[str, Any]], reason: str) -> None:
-    with pytest.raises((SettingError, ValidationError), match=reason):
+    with pytest.raises(SettingError, match=reason):
         load_config({"tools": {"mcp": servers}})
     assert Config().tools.mcp == []
+
+
+def test_faults_within_a_list_of_tables_name_the_setting() -> None:
+    with pytest.raises(SettingError, match=r"'tools\.mcp\[1\]\.max_restarts': got -1"):
+        load_config({"tools": {"mcp": [{"name": "a", "url": "http://x"}, {"name": "b", "url": "http://x", "max_restarts": -1}]}})
 
 
 @pytest.mark.parametrize(

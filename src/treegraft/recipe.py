@@ -332,8 +332,8 @@ def _type_fault(loc: tuple[int | str, ...], message: str, got: Any, where: Calla
     items = ""
     for part in loc:
         if field is not None and _table(field) is None:
-            # Past a leaf, numbers are places in a list; texts are members of a union.
-            items += f"[{part}]" if isinstance(part, int) else ""
+            # Past a leaf, numbers are places in a list; texts are members of a union or, behind a number, settings of a table.
+            items += f"[{part}]" if isinstance(part, int) else f".{part}" if items else ""
             continue
         field = model.model_fields[str(part)]
         name = f"{name}.{part}" if name else str(part)

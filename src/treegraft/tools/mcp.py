@@ -26,6 +26,8 @@ from treegraft.types import Task
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a few."""
+BACKOFF_S = 0.2
+"""Wait before the first restart, in seconds; it doubles each time."""
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _log = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class McpServer:
             import mcp  # noqa: F401
         except ImportError as error:
             raise SettingError(
-                "tools.mcp: the package 'mcp' is not installed, through which servers are spoken to; run: pip install 'treegraft[mcp]'"
+                "tools.mcp: the package 'mcp' is not installed, which speaks to servers; run: pip install 'treegraft[mcp]'"
             ) from error
         self.settings = settings
         self._env = {name: _variable(name, settings) for name in settings.env}
@@ -95,8 +97,8 @@ class McpServer:
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long as this
         self._loop = asyncio.new_event_loop()
         self._listed: concurrent.futures.Future[Sequence[Any]] = concurrent.futures.Future()
-        self._changed: asyncio.Event
-        self._connected: asyncio.Event
+        self._changed, self._connected = asyncio.Event(), asyncio.Event()
+        self._supervisor: asyncio.Task[Any] | None = None
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, daemon=True, name=f"treegraft-mcp-{settings.name}")
         self._thread.start()
@@ -172,15 +174,19 @@ class McpServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._supervise())
-        except Exception as error:  # reported to who waits for the list, else to later calls
+        except (Exception, asyncio.CancelledError) as error:  # reported to who waits for the list, else to later calls
             self._error = f"{type(error).__name__}: {error}"
         finally:
             if not self._listed.done():
                 self._listed.set_exception(ToolUnavailable(self._error or "it ended at once"))
+            calls = asyncio.all_tasks(self._loop)
+            for call in calls:
+                call.cancel()
+            self._loop.run_until_complete(asyncio.gather(*calls, return_exceptions=True))
             self._loop.close()
 
     async def _supervise(self) -> None:
-        self._changed, self._connected = asyncio.Event(), asyncio.Event()
+        self._supervisor = asyncio.current_task()
         while not self._is_closing:
             self._changed.clear()
             try:
@@ -196,6 +202,7 @@ class McpServer:
                 break
             self._num_restarts += 1
             _log.warning("%s ended: %s; restart %d", self._place, self._error + self._last_words(), self._num_restarts)
+            await asyncio.sleep(BACKOFF_S * 2 ** (self._num_restarts - 1))
         # Whoever waits for a connection learns that there is none.
         self._client = None
         self._connected.set()
@@ -253,6 +260,9 @@ class McpServer:
             self._errors.close()
 
     def _wake(self) -> None:
+        if self._client is None and self._supervisor is not None:
+            # It may be waiting for a server that never says a word.
+            self._supervisor.cancel()
         self._changed.set()
         self._connected.set()
 
