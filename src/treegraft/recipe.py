@@ -22,8 +22,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config, Settings
+from treegraft.config import BUILT_IN, Config, Settings
 from treegraft.errors import SettingError, nearest
+from treegraft.foreign import FOREIGN_NAMES
 from treegraft.idle import EVALUATION_IGNORES, IDLE_RULES
 
 COMMAND_LINE = "command line"
