@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config
+from treegraft.config import BUILT_IN, Config
 from treegraft.errors import SettingError
+from treegraft.foreign import FOREIGN_NAMES
 from treegraft.idle import IDLE_RULES
 from treegraft.metrics import METRICS, check_known, find_meaning, meaning
 from treegraft.recipe import config_json, describe, known_settings, load_config, refuse_ignored

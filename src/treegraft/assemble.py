@@ -18,7 +18,7 @@ from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.interfaces import Capability, Engine, Explorer, Format, Retriever, TaskSource, Tool, Tracker, TreeScorer
 from treegraft.plugins import load_object
-from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
@@ -80,12 +80,12 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
     if model_path is not None:
         model = with_saved_adapter(model, Path(model_path))
     max_prompt = _room_for_prompts(config, model)
-    form = TagsFormat(
+    if model_path is None or not (Path(model_path) / "treegraft").is_dir():  # a checkpoint of ours holds the template already
+        use_template(config.format, tokenizer)
+    form = build_format(
+        config.format,
         tokenizer,
         tools,
-        system_prompt=config.format.system_prompt,
-        require_think=config.format.require_think,
-        require_boxed=config.format.require_boxed,
         max_context=max_prompt,
         end_ids=end_token_ids(model, tokenizer),
         mentions_retrieval="graft" in config.explore.explorers,

@@ -15,6 +15,7 @@ from treegraft.evaluate import open_checkpoint
 from treegraft.explore.independent import Independent
 from treegraft.interfaces import Format, TaskSource, Tool, TreeScorer
 from treegraft.interrupt import run_to_end
+from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.tasks.build import build_tasks
@@ -144,13 +145,9 @@ class BufferBuild:
             return self._checkpoint_agent(tasks)
         config = self._config
         tools = build_tools(config.tools, tasks.tools())
-        format = TagsFormat(
-            _tokenizer(config, tasks, tools),
-            tools,
-            system_prompt=config.format.system_prompt,
-            require_think=config.format.require_think,
-            require_boxed=config.format.require_boxed,
-        )
+        tokenizer = _tokenizer(config, tasks, tools)
+        use_template(config.format, tokenizer)
+        format = build_format(config.format, tokenizer, tools)
         toolbox = Toolbox(
             tools,
             deadline_s=config.tools.deadline_s,
@@ -163,7 +160,10 @@ class BufferBuild:
         if self._choice.kind == "expert":
             agent = ScriptedAgent(tasks, seed=config.run.seed, source=self._choice.source or "expert")
         else:
-            agent = self._endpoint_agent(format, toolbox, tools)
+            # Whatever the recipe's own agent writes, a stranger is asked for tags: its server sees to its template.
+            words = config.format
+            tags = TagsFormat(tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed)
+            agent = self._endpoint_agent(tags, toolbox, tools)
         return agent, format, scorer, toolbox.close
 
     def _endpoint_agent(self, format: TagsFormat, toolbox: Toolbox, tools: Sequence[Tool]) -> EndpointAgent:

@@ -12,50 +12,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-FOREIGN_NAMES: Mapping[str, str] = {
-    "adam_beta1": "learn.betas",
-    "adam_beta2": "learn.betas",
-    "beta": "loss.kl_coef",
-    "bf16": "model.dtype",
-    "cliprange": "loss.clip_low and loss.clip_high",
-    "clip_ratio": "loss.clip_low and loss.clip_high",
-    "clip_ratio_high": "loss.clip_high",
-    "clip_ratio_low": "loss.clip_low",
-    "epsilon": "loss.clip_low",
-    "epsilon_high": "loss.clip_high",
-    "eval_steps": "eval.every",
-    "gradient_accumulation_steps": "learn.max_pack_tokens",
-    "group_size": "explore.num_leaves",
-    "kl_loss_coef": "loss.kl_coef",
-    "learning_rate": "learn.lr",
-    "lora_alpha": "model.lora.alpha",
-    "lora_r": "model.lora.rank",
-    "loss_agg_mode": "loss.aggregation",
-    "loss_type": "loss.aggregation",
-    "max_completion_length": "rollout.max_completion_tokens",
-    "max_response_length": "rollout.max_completion_tokens",
-    "max_steps": "run.num_updates or rollout.max_agent_steps",
-    "max_tool_calling_iterations": "rollout.max_tool_calls",
-    "max_turns": "rollout.max_agent_steps",
-    "model_name_or_path": "model.path",
-    "num_generations": "explore.num_leaves",
-    "num_iterations": "learn.num_epochs",
-    "output_dir": "run.dir",
-    "ppo_epochs": "learn.num_epochs",
-    "ppo_mini_batch_size": "learn.num_minibatches",
-    "report_to": "track.trackers",
-    "reward_funcs": "reward.funcs",
-    "reward_weights": "reward.weights",
-    "rollout_n": "explore.num_leaves",
-    "save_steps": "checkpoint.every",
-    "save_total_limit": "checkpoint.keep",
-    "scale_rewards": "credit.advantage",
-    "total_training_steps": "run.num_updates",
-    "train_batch_size": "run.tasks_per_update",
-    "warmup_steps": "learn.lr_warmup_steps",
-}
-"""Names that users of other frameworks type, and ours."""
-
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "tasks.kind": ("search_world", "arithmetic", "dataset"),
     "tools.use": ("python", "search"),
@@ -186,12 +142,17 @@ class TasksSettings(Settings):
 
 
 class FormatSettings(Settings):
-    kind: Literal["tags"] = "tags"
-    """"tags": think, search, python, result and answer tags, as in the papers."""
+    kind: Literal["tags", "chat"] = "tags"
+    """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool calls and results as the
+    model's own chat template writes them."""
+    chat_template: str | None = None
+    """Jinja file that takes the place of the model's own chat template (variables are expanded); None keeps that."""
+    template_options: dict[str, Any] = {}
+    """Further variables of the chat template, such as enable_thinking or date_string."""
     system_prompt: str | None = None
     """None composes one from the tools that are on; "" sends none; any other text is used as it is."""
     require_think: bool = True
-    """A step without a thought is a format violation."""
+    """A step without a thought, <think>...</think>, is a format violation."""
     require_boxed: bool = True
     """An answer without \\boxed{} is a format violation."""
 
@@ -212,6 +173,30 @@ class SearchToolSettings(Settings):
     """Passages returned by one search."""
 
 
+class McpSettings(Settings):
+    name: str
+    """What messages call the server."""
+    command: list[str] = []
+    """Program and arguments of a server that is started here and spoken to over its standard input and output (variables are
+    expanded)."""
+    url: str = ""
+    """Address of one that runs already and speaks streamable HTTP, such as http://127.0.0.1:8000/mcp; instead of `command`."""
+    tools: list[str] = []
+    """The tools to take, by the server's names; empty for all."""
+    env: list[str] = []
+    """Names of environment variables that the command is given, besides PATH, HOME and the like."""
+    token_env: str | None = None
+    """Name of the environment variable whose value is sent to the url as bearer token; None sends none."""
+    capability: Literal["auto", "stateless", "none"] = "auto"
+    """Whether trees may branch over its tools: "auto" where the server says that a tool only reads."""
+    cacheable: bool = False
+    """The same call always gives the same result."""
+    max_restarts: int = Field(3, ge=0)
+    """How often in a run a connection that ended by itself is opened again."""
+    start_timeout_s: float = Field(30.0, gt=0)
+    """Longest wait for its list of tools, in seconds."""
+
+
 class ToolsSettings(Settings):
     use: list[str] = []
     """"python", "search", or import paths "package.module:function"; the tasks' own tools are always on."""
@@ -225,6 +210,9 @@ class ToolsSettings(Settings):
     """Calls under way at once."""
     python: PythonToolSettings = PythonToolSettings()
     search: SearchToolSettings = SearchToolSettings()
+    mcp: list[McpSettings] = []
+    """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url = ...}; their tools are on besides
+    those of `use`."""
 
 
 class RewardSettings(Settings):

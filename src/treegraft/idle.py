@@ -31,6 +31,7 @@ _IDLE_CLIP = (
     "nothing is clipped; raise one of the two"
 )
 _KIND = "tasks.kind is '{c.tasks.kind}'"
+_FORMAT = "format.kind is '{c.format.kind}'; add format.kind=chat"
 
 _EXPLORERS = "explore.explorers is {c.explore.explorers}, without "
 
@@ -64,6 +65,8 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("engine.pack_weights", lambda c: c.model.dtype != "bfloat16", "model.dtype is '{c.model.dtype}'"),
     IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
     IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
+    IdleRule("format.chat_template", lambda c: c.format.kind != "chat", _FORMAT),
+    IdleRule("format.template_options", lambda c: c.format.kind != "chat", _FORMAT),
     IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),
     IdleRule("explore.entropy.", _without("entropy"), _EXPLORERS + "'entropy'"),
     IdleRule(

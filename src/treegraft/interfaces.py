@@ -39,7 +39,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, **kwargs: Any) -> list[int]: ...
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
-    def apply_chat_template(self, conversation: list[dict[str, str]], **kwargs: Any) -> Any: ...
+    def apply_chat_template(self, conversation: list[dict[str, Any]], **kwargs: Any) -> Any: ...
     def __len__(self) -> int: ...
 
 
@@ -109,7 +109,7 @@ class Tool(Protocol):
     """
 
     name: str
-    """What the agent writes as tag; lower-case letters and underscores."""
+    """What the agent calls it by; as a tag of the tags format, lower-case letters and underscores."""
     description: str
     """One or two sentences for the system prompt."""
     capability: Capability
@@ -119,6 +119,31 @@ class Tool(Protocol):
     async def __call__(self, body: str, task: Task) -> str: ...
 
     async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a tool takes, for formats that show arguments by name; a tool may have one as its attribute `signature`.
+
+    Signature({"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}, text_parameter="query")
+    """
+
+    schema: Mapping[str, Any]
+    """JSON schema of an object that holds the arguments."""
+    text_parameter: str | None = None
+    """The one argument that is a call's whole body as it stands; None where the body is the JSON object."""
+
+    @classmethod
+    def of_text(cls, name: str = "input", description: str = "") -> Signature:
+        """Returns the signature of a tool that takes one text."""
+        described = {"type": "string", "description": description} if description else {"type": "string"}
+        return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
+
+
+def signature_of(tool: Tool) -> Signature:
+    """Returns the tool's own signature; for a tool without one, that of a text named "input"."""
+    own: Signature | None = getattr(tool, "signature", None)
+    return Signature.of_text() if own is None else own
 
 
 class Parsed(Protocol):
@@ -295,6 +320,7 @@ __all__ = [
     "Retrieved",
     "Retriever",
     "RewardFunc",
+    "Signature",
     "Span",
     "TaskSource",
     "Tokenizer",
@@ -303,4 +329,5 @@ __all__ = [
     "Tracker",
     "Trajectory",
     "TreeScorer",
+    "signature_of",
 ]

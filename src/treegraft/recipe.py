@@ -22,8 +22,9 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config, Settings
+from treegraft.config import BUILT_IN, Config, Settings
 from treegraft.errors import SettingError, nearest
+from treegraft.foreign import FOREIGN_NAMES
 from treegraft.idle import EVALUATION_IGNORES, IDLE_RULES
 
 COMMAND_LINE = "command line"
@@ -194,6 +195,8 @@ def _model_wrong(config: Config) -> Iterator[str]:
     tiny = config.model.tiny
     if config.model.path != "tiny":
         return
+    if config.format.kind == "chat":
+        yield "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real model, or take 'tags'."
     if tiny.num_heads % tiny.num_kv_heads:
         yield f"model.tiny.num_kv_heads: got {tiny.num_kv_heads}, expected a divisor of num_heads = {tiny.num_heads}."
     if tiny.hidden_size % (2 * tiny.num_heads):
@@ -214,19 +217,39 @@ def _tasks_wrong(config: Config) -> Iterator[str]:
     hops = config.tasks.search_world.hops
     if not hops or not all(1 <= n <= 5 for n in hops):
         yield f"tasks.search_world.hops: got {hops}, expected one or more lengths from 1 to 5, such as [1, 2, 3]."
-    if config.tasks.kind in ("arithmetic", "dataset") and not config.tools.use and config.rollout.max_tool_calls > 0:
+    if (
+        config.tasks.kind in ("arithmetic", "dataset")
+        and not (config.tools.use or config.tools.mcp)
+        and config.rollout.max_tool_calls > 0
+    ):
         yield (
             f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the agent could call "
             'nothing. Name one, such as tools.use = ["python"], or say that it has none: rollout.max_tool_calls = 0.'
         )
     if not config.reward.funcs:
         yield "reward.funcs: got none, expected at least one, such as exact_match."
+    yield from _mcp_wrong(config)
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
         yield (
             f"reward.weights: got {len(weights)} ({weights}), expected one for each of reward.funcs, which has "
             f"{len(config.reward.funcs)} ({config.reward.funcs})."
         )
+
+
+def _mcp_wrong(config: Config) -> Iterator[str]:
+    servers = config.tools.mcp
+    names = [server.name for server in servers]
+    if len(set(names)) < len(names):
+        yield f"tools.mcp: got servers named {names}, expected each name once."
+    for server in servers:
+        if bool(server.command) == bool(server.url):
+            both = "both" if server.url else "neither"
+            yield f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of them."
+        unused = "token_env" if server.command and server.token_env else "env" if server.url and server.env else ""
+        if unused:
+            kind = "command" if server.command else "url"
+            yield f"tools.mcp: server '{server.name}': {unused} would have no effect beside {kind}."
 
 
 def _run_wrong(config: Config) -> Iterator[str]:
@@ -331,8 +354,8 @@ def _type_fault(loc: tuple[int | str, ...], message: str, got: Any, where: Calla
     items = ""
     for part in loc:
         if field is not None and _table(field) is None:
-            # Past a leaf, numbers are places in a list; texts are members of a union.
-            items += f"[{part}]" if isinstance(part, int) else ""
+            # Past a leaf, numbers are places in a list; texts are members of a union or, behind a number, settings of a table.
+            items += f"[{part}]" if isinstance(part, int) else f".{part}" if items else ""
             continue
         field = model.model_fields[str(part)]
         name = f"{name}.{part}" if name else str(part)

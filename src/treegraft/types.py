@@ -122,7 +122,9 @@ class ToolCall:
     name: str
     """The tool's name."""
     body: str
-    """What the agent wrote between the tags."""
+    """What the tool is given: a text, or a JSON object where it takes several arguments."""
+    problem: str | None = field(default=None, repr=False)
+    """What is wrong with its arguments, in words for the agent; such a call is not run. None where the tool is to judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -267,7 +267,7 @@ class _Growth:
         parsed = format.parse_step(completion.token_ids)
         content = parsed.content
         add = partial(tree.add_step, step_id, path, completion, limits.temperature, cause=cause)
-        status, reason = self._end_of(parsed.violation, content.answer, bool(content.calls), completion, path)
+        status, reason = self._end_of(parsed.violation, content.answer, len(content.calls), completion, path)
         if status is not None:
             violation = parsed.violation
             if status is Status.FORMAT_VIOLATION and violation is None:
@@ -313,16 +313,16 @@ class _Growth:
         return completion
 
     def _end_of(
-        self, violation: str | None, answer: str | None, has_call: bool, completion: Completion, path: OpenPath
+        self, violation: str | None, answer: str | None, num_calls: int, completion: Completion, path: OpenPath
     ) -> tuple[Status | None, StopReason | None]:
         """How a step ends its trajectory (status, and the reason where it is a limit); None where it goes on."""
         if violation is not None:
             return Status.FORMAT_VIOLATION, None
         if answer is not None:
             return Status.COMPLETED, None
-        if not has_call:
+        if not num_calls:
             return (Status.TRUNCATED if completion.finish is StopReason.LENGTH else Status.FORMAT_VIOLATION), None
-        if path.num_tool_calls >= self._g.limits.max_tool_calls:
+        if path.num_tool_calls + num_calls > self._g.limits.max_tool_calls:
             return Status.TRUNCATED, StopReason.TOOL_CALLS
         if path.num_sampled + 1 >= self._g.limits.max_agent_steps:
             return Status.TRUNCATED, StopReason.AGENT_STEPS

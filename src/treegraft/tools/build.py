@@ -28,6 +28,18 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
             raise SettingError(f"tools.use: '{entry}' gives a tool named '{tool.name}', but {reason}.")
         seen.add(tool.name)
         tools.append(tool)
+    if settings.mcp:
+        from treegraft.tools.mcp import open_servers
+
+        found = open_servers(settings.mcp)
+        twice = [tool for tool in found if tool.name in seen]
+        if twice:
+            for served in found:
+                served.stop()
+            raise SettingError(
+                f"tools.mcp: '{twice[0].own_name}' is named '{twice[0].name}' here, but there is a tool of that name."
+            )
+        tools += found
     return tools
 
 

@@ -8,15 +8,16 @@ import inspect
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
+from pydantic.json_schema import JsonSchemaMode
 
 from treegraft.errors import SettingError, ToolError
-from treegraft.interfaces import Capability
+from treegraft.interfaces import Capability, Signature
 from treegraft.types import Task
 
 T = TypeVar("T")
@@ -51,6 +52,7 @@ class FunctionTool:
         self._task_params = [name for name, annotation in annotations.items() if annotation is Task]
         self._takes_raw_body = [a for a in annotations.values() if a is not Task] == [str]
         self._params = {n: _adapter(a, n, self.name) for n, a in annotations.items() if a is not Task}
+        self.signature = Signature(self._schema(), next(iter(self._params)) if self._takes_raw_body else None)
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns what the function returned (the toolbox turns other types into text).
@@ -105,6 +107,19 @@ class FunctionTool:
                 raise ToolError(f"{self.name}: '{name}' is missing; it takes {self._usage()}")
         return arguments
 
+    def _schema(self) -> dict[str, Any]:
+        """The JSON schema of the arguments, with what the docstring says of each."""
+        inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [(n, "validation", a) for n, a in self._params.items()]
+        try:
+            found, definitions = TypeAdapter.json_schemas(inputs)
+        except PydanticUserError as error:
+            raise SettingError(f"tool '{self.name}': its parameters have no JSON schema: {error.message}") from error
+        told = _told_of(inspect.getdoc(self._func) or "", self._params)
+        properties = {n: {**found[n, "validation"], **({"description": told[n]} if n in told else {})} for n in self._params}
+        blank = inspect.Parameter.empty
+        required = [n for n in self._params if self._signature.parameters[n].default is blank]
+        return {"type": "object", "properties": properties, "required": required, **definitions}
+
     def _usage(self) -> str:
         return "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
 
@@ -141,6 +156,16 @@ async def run_in_thread(call: Callable[[], T]) -> T:
 
     threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True, name="treegraft-tool").start()
     return await future
+
+
+def _told_of(docstring: str, names: Iterable[str]) -> dict[str, str]:
+    """What the lines "name: text" of a docstring say of the parameters, further lines of a text included."""
+    told: dict[str, str] = {}
+    for name in names:
+        found = re.search(rf"^([ \t]*){re.escape(name)}(?: \([^)\n]*\))?:[ \t]+(.+(?:\n\1[ \t]+\S.*)*)", docstring, re.MULTILINE)
+        if found:
+            told[name] = " ".join(found[2].split())
+    return told
 
 
 def _capability(func: Callable[..., Any], name: str) -> Capability:

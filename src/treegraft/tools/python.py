@@ -17,7 +17,7 @@ from typing import Any
 from pydantic_monty import Monty, MontyCrashedError, MontyRuntimeError, MontySyntaxError, OSPolicy, ResourceLimits
 
 from treegraft.errors import ToolError, ToolUnavailable
-from treegraft.interfaces import Capability
+from treegraft.interfaces import Capability, Signature
 from treegraft.types import Task
 
 FROZEN_TIME = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
@@ -36,6 +36,7 @@ class PythonTool:
         "Runs Python code and shows what it prints and the value of its last expression. Each call starts afresh: "
         "names do not carry over. There are no files, no network and no third-party packages."
     )
+    signature = Signature.of_text("code", "Python code.")
     capability = Capability.STATELESS
     cacheable = True
 

@@ -11,7 +11,7 @@ import bm25s
 import numpy as np
 
 from treegraft.errors import DataError, SettingError, ToolError
-from treegraft.interfaces import Capability
+from treegraft.interfaces import Capability, Signature
 from treegraft.types import Task
 
 NO_MATCH = "No passage matches the query."
@@ -24,6 +24,7 @@ class SearchTool:
 
     name = "search"
     description = "Searches a collection of texts and shows the passages that best match the query."
+    signature = Signature.of_text("query", "What to look for.")
     capability = Capability.STATELESS
     cacheable = True
 

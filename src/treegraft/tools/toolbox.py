@@ -81,6 +81,9 @@ class Toolbox:
             return self._error(f"there is no tool '{call.name}' (there is: {known}){nearest(call.name, self._tools)}")
         usage = self._usage[tool.name]
         usage.num_calls += 1
+        if call.problem is not None:
+            usage.num_failures += 1
+            return self._error(call.problem)
         try:
             if self._is_caching and tool.cacheable:
                 observation = await self._cached(tool, call, task)

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
-from treegraft.interfaces import Tokenizer, Tool
+from treegraft.interfaces import Tokenizer, Tool, signature_of
+from treegraft.types import StepContent
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _TEXT = re.compile(r"\\text\s*\{(.*)\}", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedStep:
+    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)), violation=None)"""
+
+    content: StepContent
+    """What the step says; after a violation no more than its thought."""
+    violation: str | None
+    """Which rule the step broke; None where it broke none."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or broke a rule."""
+        return bool(self.content.calls) or self.content.answer is not None
+
+
+class Violation(Exception):
+    """The step breaks a rule; the message says which."""
 
 
 class Specials:
@@ -101,6 +123,14 @@ def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], 
     return low
 
 
+def _input_of(tool: Tool) -> str:
+    """What stands between the tags of a tool that takes more than a text."""
+    signature = signature_of(tool)
+    if signature.text_parameter is not None or not signature.schema.get("properties"):
+        return ""
+    return f" Its input is a JSON object: {json.dumps(signature.schema['properties'], ensure_ascii=False)}"
+
+
 def system_prompt_for(tools: Sequence[Tool], require_think: bool, require_boxed: bool, *, mentions_retrieval: bool = False) -> str:
     """Returns a system prompt that explains the tags, from the tools that are on.
 
@@ -114,7 +144,7 @@ def system_prompt_for(tools: Sequence[Tool], require_think: bool, require_boxed:
     if tools:
         lines.append(f"{'Then either' if require_think else 'Either'} call one tool or give the answer.")
         lines.append("To call a tool, write its input between its tags and stop:")
-        lines += [f"<{tool.name}>...</{tool.name}> {tool.description}" for tool in tools]
+        lines += [f"<{tool.name}>...</{tool.name}> {tool.description}{_input_of(tool)}" for tool in tools]
         lines.append("You will then be shown what it returned: <result>...</result>. Never write <result> yourself.")
         lines.append(f"Once you know the answer, write it and stop: <answer>{answer}</answer>.")
     else:

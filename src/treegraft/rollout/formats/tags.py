@@ -18,7 +18,16 @@ from dataclasses import dataclass, replace
 
 from treegraft.errors import DataError, SettingError
 from treegraft.interfaces import Span, Tokenizer, Tool
-from treegraft.rollout.formats.markup import Specials, boxed, clean, normal_answer, shortest_prefix, system_prompt_for
+from treegraft.rollout.formats.markup import (
+    ParsedStep,
+    Specials,
+    Violation,
+    boxed,
+    clean,
+    normal_answer,
+    shortest_prefix,
+    system_prompt_for,
+)
 from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
 
 THINK, RESULT, RETRIEVE, ANSWER = "think", "result", "retrieve", "answer"
@@ -26,25 +35,6 @@ NOT_THE_AGENTS = (RESULT, RETRIEVE)
 """Tags that the agent must not write."""
 _ANY_OPENING, _ANY_CLOSING = re.compile(r"<([a-z_]+)>"), re.compile(r"</([a-z_]+)>")
 _NEXT_RESULT = re.compile(rf"\s*<{RESULT}>(.*?)</{RESULT}>", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedStep:
-    """ParsedStep(StepContent(thought="look it up", calls=(ToolCall("search", "r1 of e2"),)), violation=None)"""
-
-    content: StepContent
-    """What the step says; after a violation no more than its thought."""
-    violation: str | None
-    """Which rule the step broke; None where it broke none."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the step holds a whole call or answer; False for one that ran out of tokens, or broke a rule."""
-        return bool(self.content.calls) or self.content.answer is not None
-
-
-class _Violation(Exception):
-    """The step breaks a rule; the message says which."""
 
 
 @dataclass(slots=True)
@@ -148,7 +138,7 @@ class TagsFormat:
         reading = _Reading()
         try:
             content = self._content(ids, reading, has_ended=len(ids) < len(token_ids))
-        except _Violation as violation:
+        except Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
         return ParsedStep(content, None)
 
@@ -158,11 +148,11 @@ class TagsFormat:
         if reading.name is not None:
             kept = shortest_prefix(self._decode, ids, text[: reading.end])
             if kept < len(ids):
-                raise _Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
+                raise Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
         if any(token in self._specials.ids for token in ids):
-            raise _Violation("a special token inside the step")
+            raise Violation("a special token inside the step")
         if reading.name is None and has_ended:
-            raise _Violation("ended without a tool call or an answer")
+            raise Violation("ended without a tool call or an answer")
         return self._said(reading)
 
     def _said(self, reading: _Reading) -> StepContent:
@@ -184,12 +174,12 @@ class TagsFormat:
         try:
             self._read(text, reading)
             if self._specials.broken(text) != text:
-                raise _Violation("a special token inside the step")
+                raise Violation("a special token inside the step")
             content = self._said(reading)
             shown = list(_results_at(text, reading.end, text.rfind(f"</{RESULT}>"))) if content.calls else []
             if reading.name is not None and text[shown[-1].end() if shown else reading.end :].strip():
-                raise _Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
-        except _Violation as violation:
+                raise Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
+        except Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
         return ParsedStep(replace(content, observations=tuple(Observation(text=found[1].strip()) for found in shown)), None)
 
@@ -212,9 +202,9 @@ class TagsFormat:
             if closing is None:
                 return
             if closing[2] in NOT_THE_AGENTS:
-                raise _Violation(f"{closing[0]} is not the agent's to write")
+                raise Violation(f"{closing[0]} is not the agent's to write")
             if closing[0] != f"</{name}>":
-                raise _Violation(f"{closing[0]} inside <{name}>")
+                raise Violation(f"{closing[0]} inside <{name}>")
             body = text[opening.end() : closing.start()]
             position = closing.end()
             if name == THINK:
@@ -228,22 +218,22 @@ class TagsFormat:
             return
         may_become_tag = is_last and any(f"<{name}>".startswith(outside) for name in self._names)
         if not may_become_tag:
-            raise _Violation("text outside tags")
+            raise Violation("text outside tags")
 
     def _check_opening(self, tag: re.Match[str], reading: _Reading) -> None:
         if tag[2] in NOT_THE_AGENTS:
-            raise _Violation(f"{tag[0]} is not the agent's to write")
+            raise Violation(f"{tag[0]} is not the agent's to write")
         if tag[1]:
-            raise _Violation(f"{tag[0]} without <{tag[2]}>")
+            raise Violation(f"{tag[0]} without <{tag[2]}>")
         if tag[2] == THINK and reading.thought is not None:
-            raise _Violation("a second thought")
+            raise Violation("a second thought")
         if tag[2] != THINK and self._require_think and reading.thought is None:
-            raise _Violation(f"no thought before <{tag[2]}>")
+            raise Violation(f"no thought before <{tag[2]}>")
 
     def _answer(self, body: str) -> str:
         found = boxed(body)
         if found is None and self._require_boxed:
-            raise _Violation("an answer without \\boxed{}")
+            raise Violation("an answer without \\boxed{}")
         return normal_answer(body if found is None else found)
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -1,0 +1,63 @@
+"""From [format] to a format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from treegraft.config import FormatSettings
+from treegraft.errors import SettingError
+from treegraft.interfaces import Format, Tool
+from treegraft.rollout.formats.chat import ChatFormat
+from treegraft.rollout.formats.tags import TagsFormat
+
+
+def build_format(
+    settings: FormatSettings,
+    tokenizer: Any,
+    tools: Sequence[Tool],
+    *,
+    max_context: int | None = None,
+    end_ids: Sequence[int] | None = None,
+    mentions_retrieval: bool = False,
+) -> Format:
+    """Returns the format of a recipe.
+
+    Args:
+        max_context: longest prompt, in tokens; None for no limit.
+        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence token.
+        mentions_retrieval: the composed system prompt speaks of grafts.
+
+    Raises:
+        SettingError: a tool that cannot be a tag, or a chat template that the chat format cannot use.
+    """
+    shared: dict[str, Any] = {
+        "system_prompt": settings.system_prompt,
+        "require_think": settings.require_think,
+        "require_boxed": settings.require_boxed,
+        "max_context": max_context,
+        "end_ids": end_ids,
+        "mentions_retrieval": mentions_retrieval,
+    }
+    if settings.kind == "chat":
+        return ChatFormat(tokenizer, tools, template_options=settings.template_options, **shared)
+    return TagsFormat(tokenizer, tools, **shared)
+
+
+def use_template(settings: FormatSettings, tokenizer: Any) -> None:
+    """Gives the tokenizer the template that `format.chat_template` names, if any; a checkpoint then keeps it.
+
+    Raises:
+        SettingError: no such file.
+    """
+    if settings.chat_template is None:
+        return
+    path = Path(os.path.expandvars(settings.chat_template)).expanduser()
+    try:
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(
+            f"format.chat_template: got '{settings.chat_template}', which cannot be read ({error}); expected a Jinja file."
+        ) from error

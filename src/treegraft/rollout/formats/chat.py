@@ -1,0 +1,431 @@
+"""The model's own format: turns, tool calls and results as its chat template writes them.
+
+    <think> ... </think> text              what the agent writes in one turn: a thought, then
+    <tool_call>{"name": ...}</tool_call>   one or more calls, in whatever marks the template has, or
+    ... \\boxed{...}                        the answer: a turn without calls; ended, either way, by its end token
+    <retrieve> ... </retrieve>             steps of another agent, at the beginning of a turn; never written by the agent
+
+Tokens are appended and never rendered again: `ChatTemplate` says what comes between two turns. Text from elsewhere is encoded so
+that it holds no mark and no special token.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from treegraft.errors import DataError, SettingError
+from treegraft.interfaces import Span, Tokenizer, Tool, signature_of
+from treegraft.rollout.formats.markup import ParsedStep, Specials, Violation, boxed, clean, normal_answer
+from treegraft.rollout.formats.template import MARK, THINK_CLOSING, THINK_OPENING, Call, ChatTemplate, arguments_of
+from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
+
+RETRIEVE = ("<retrieve>", "</retrieve>")
+SHOWN_RESULT = ("<result>", "</result>")
+"""What results stand in within a graft; the template's own marks may be whole turns."""
+WITHHELD = "withheld"
+"""What stands for foreign text that a tokenizer turns into special tokens however it is written."""
+_DECODER = json.JSONDecoder()
+_PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
+
+
+class ChatFormat:
+    """Steps as turns of a conversation. A turn ends with an end token; `stop` ends one that goes on to write a result itself."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        tools: Sequence[Tool],
+        *,
+        system_prompt: str | None = None,
+        require_think: bool = True,
+        require_boxed: bool = True,
+        max_context: int | None = None,
+        end_ids: Sequence[int] | None = None,
+        mentions_retrieval: bool = False,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Args:
+        system_prompt: None composes one; "" sends none. The template adds the tools.
+        require_think: a turn without <think>...</think> is a violation; without it a thought may also be plain text before a call.
+        require_boxed: an answer without \\boxed{} is a violation.
+        max_context: longest prompt, in tokens; None for no limit.
+        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence token.
+        mentions_retrieval: the composed system prompt says that context may come in retrieve tags; for runs with grafts.
+        template_options: further variables of the template.
+
+        Raises `SettingError` for a template that cannot be appended to, with the reason.
+        """
+        self._tokenizer = tokenizer
+        self._require_think, self._require_boxed = require_think, require_boxed
+        self._max_context = max_context
+        self._end_ids = {i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None}
+        self._signatures = {tool.name: signature_of(tool) for tool in tools}
+        if system_prompt is None:
+            system_prompt = _system_prompt(bool(tools), require_think, require_boxed, mentions_retrieval)
+        self._template = ChatTemplate(
+            tokenizer,
+            [_schema(tool) for tool in tools],
+            end_ids=self._end_ids,
+            system_prompt=system_prompt,
+            options=template_options,
+            require_think=require_think,
+        )
+        dialect = self._dialect = self._template.dialect
+        self._foreign_marks = (*RETRIEVE, *SHOWN_RESULT, *sorted(dialect.result_marks))
+        """What the agent must not write."""
+        own = {THINK_OPENING, THINK_CLOSING, *MARK.findall(dialect.opening), *MARK.findall(dialect.closing)}
+        marks = {*dialect.marks, *self._foreign_marks, *own}
+        special = {self._decode([token]) for token in self._end_ids} | set(getattr(tokenizer, "all_special_tokens", ()))
+        # What marks the agent's own calls it may write, even where the tokenizer counts it among its special tokens.
+        self._specials = Specials(tokenizer, sorted((marks - special) | own), self._end_ids)
+        self._mark = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
+        self._forged = re.compile("|".join(_loosely(mark) for mark in sorted(marks, key=len, reverse=True)), re.IGNORECASE)
+        self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
+        self.final: tuple[str, ...] = ()
+        self._check_reading(tools)
+
+    def _check_reading(self, tools: Sequence[Tool]) -> None:
+        """What the format writes it must read back."""
+        thought = "a" if self._dialect.keeps_thoughts else ""
+        contents = [StepContent(thought="a", answer="b")]
+        for tool in tools[:1]:
+            call = ToolCall(tool.name, "a" if self._signatures[tool.name].text_parameter else "{}")
+            contents.append(StepContent(thought=thought, calls=(call,) * (2 if self._dialect.writes_several else 1)))
+        for content in contents:
+            try:
+                self.render_step(content)
+            except ValueError as error:
+                raise SettingError(
+                    f"format.kind is 'chat', but the model's chat template writes what cannot be read back: {error} "
+                    "Name another one with format.chat_template, or set format.kind = 'tags'."
+                ) from error
+
+    # Prompts
+
+    def prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """Returns the tokens of the system prompt, the tools, the question and the opening of the agent's turn.
+
+        Raises `DataError` for a question that is too long or that still yields a special token.
+        """
+        ids = self._encode(self._template.prompt(self._specials.broken(clean(task.question))))
+        if self._specials.count(ids) > self._specials.count(self._encode(self._template.prompt("?"))):
+            raise DataError(f"task '{task.id}': its question turns into a special token of the tokenizer; rephrase it.")
+        if self._max_context is not None and len(ids) > self._max_context:
+            raise DataError(
+                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is {self._max_context}; drop the task, "
+                "shorten its question or format.system_prompt, or take a model with a longer context."
+            )
+        return tuple(ids)
+
+    # What the agent wrote
+
+    def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
+        """Returns what one turn says: a thought and calls or an answer, or which rule it broke.
+
+        A turn that ran out of tokens before its end token breaks no rule; `is_complete` is False for it.
+        """
+        ids = list(token_ids)
+        while ids and ids[-1] in self._end_ids:
+            ids.pop()
+        text = (THINK_OPENING if self._dialect.opens_thought else "") + self._decode(ids)
+        has_special = any(token in self._specials.ids for token in ids)
+        return self._parsed(text, has_ended=len(ids) < len(token_ids), has_special=has_special)
+
+    def _parsed(self, text: str, *, has_ended: bool, has_special: bool = False) -> ParsedStep:
+        thought, body, is_closed = _split_thought(text)
+        try:
+            for mark in self._foreign_marks:
+                if mark in text:
+                    raise Violation(f"{mark} is not the agent's to write")
+            if has_special:
+                raise Violation("a special token inside the turn")
+            if not has_ended:
+                return ParsedStep(StepContent(thought=thought or ""), None)
+            if not is_closed:
+                raise Violation(f"a thought without {THINK_CLOSING}")
+            if thought is None and self._require_think:
+                raise Violation(f"no thought: the turn does not begin with {THINK_OPENING}")
+            return ParsedStep(self._content(thought or "", body), None)
+        except Violation as violation:
+            return ParsedStep(StepContent(thought=thought or ""), str(violation))
+
+    def _content(self, thought: str, body: str) -> StepContent:
+        opening = self._dialect.opening
+        if opening and opening in body:
+            before, _, calls = body.partition(opening)
+            if before.strip() and not self._dialect.keeps_thoughts:
+                raise Violation("text before a tool call, which the template would drop")
+            return StepContent(thought=self._joined(thought, before), calls=self._read_calls(calls))
+        if not opening and self._signatures and _is_call(body):
+            return StepContent(thought=thought, calls=self._read_calls(body))
+        if not body.strip():
+            raise Violation("ended without a tool call or an answer")
+        box = boxed(body)
+        if box is None and self._require_boxed:
+            raise Violation("an answer without \\boxed{}")
+        if box is None:
+            self._joined("", body)
+            return StepContent(thought=thought, answer=normal_answer(body))
+        return StepContent(thought=self._joined(thought, body.rpartition("\\boxed")[0]), answer=normal_answer(box))
+
+    def _joined(self, thought: str, text: str) -> str:
+        """The thought with what else was written before a call or an answer."""
+        closing = self._dialect.closing
+        for mark in (THINK_OPENING, THINK_CLOSING, *([closing] if closing and self._dialect.opening else [])):
+            if mark in text:
+                raise Violation("a second thought" if mark == THINK_OPENING else f"{mark} out of place")
+        return "\n".join(filter(None, (thought, text.strip())))
+
+    def _read_calls(self, text: str) -> tuple[ToolCall, ...]:
+        """The calls of a turn; `text` begins behind the first opening mark."""
+        opening, closing = self._dialect.opening, self._dialect.closing
+        calls: list[ToolCall] = []
+        while True:
+            try:
+                found, end = _DECODER.raw_decode(text.lstrip())
+            except (ValueError, RecursionError):
+                raise Violation("a tool call that is not JSON") from None
+            rest = text.lstrip()[end:].lstrip()
+            if not rest.startswith(closing):
+                raise Violation(f"no {closing} behind a tool call's JSON")
+            calls.append(self._read_call(found))
+            rest = rest[len(closing) :].lstrip()
+            if not rest:
+                return tuple(calls)
+            if not opening or not rest.startswith(opening):
+                raise Violation("text after the tool call")
+            if not self._dialect.writes_several:
+                raise Violation("a second tool call in one turn")
+            text = rest[len(opening) :]
+
+    def _read_call(self, found: Any) -> ToolCall:
+        arguments = arguments_of(found) if isinstance(found, dict) else None
+        name = found.get("name") if isinstance(found, dict) else None
+        if arguments is None or not isinstance(name, str):
+            raise Violation("a tool call without a name and arguments")
+        name = clean(name, keep_controls=True)
+        signature = self._signatures.get(name)
+        text_parameter = signature.text_parameter if signature is not None else None
+        if text_parameter is None:
+            return ToolCall(name, _json(arguments))
+        text = arguments.get(text_parameter)
+        if len(arguments) == 1 and isinstance(text, str):
+            return ToolCall(name, clean(text, keep_controls=True))
+        problem = f'{name} takes {{"{text_parameter}": "..."}}, one text and nothing else'
+        return ToolCall(name, _json(arguments), problem)
+
+    def read_text(self, text: str) -> StepContent | None:
+        """Returns what one whole turn written in the template's marks says, results included; None where it is not one."""
+        ends = [(text.find(end), end) for end in (self._decode([token]) for token in self._end_ids) if end in text]
+        place, end = min(ends, default=(len(text), ""))
+        turn, results = text[:place], text[place + len(end) :]
+        if self._dialect.opens_thought and THINK_CLOSING in turn and not turn.lstrip().startswith(THINK_OPENING):
+            turn = THINK_OPENING + turn
+        parsed = self._parsed(turn, has_ended=True)
+        shown = self._read_results(results, len(parsed.content.calls))
+        if not parsed.is_complete or shown is None:
+            return None
+        content = parsed.content
+        return StepContent(thought=content.thought, calls=content.calls, observations=shown, answer=content.answer)
+
+    def _read_results(self, text: str, num: int) -> tuple[Observation, ...] | None:
+        """The results behind a turn, none or one for each call; None for a text that is something else."""
+        if not text.strip():
+            return ()
+        if not num:
+            return None
+        probes = ["zqresult"] * num
+        closed, opened = self._template.results(probes, opens=False), self._template.results(probes)
+        pattern = r"(.*?)".join(re.escape(piece) for piece in closed.strip().split("zqresult"))
+        found = re.fullmatch(pattern, text.strip().removesuffix(opened.removeprefix(closed).strip()).rstrip(), re.DOTALL)
+        return None if found is None else tuple(Observation(text=self._unquoted(group).strip()) for group in found.groups())
+
+    def _unquoted(self, text: str) -> str:
+        """A result as it was before the template made a JSON string of it, where it does so."""
+        if 'zq"' in self._template.results(['zq"']):
+            return text
+        try:
+            return str(json.loads(f'"{text}"'))
+        except ValueError:
+            return text
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    # What others wrote, and what the agent would have written
+
+    def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
+        """Returns what follows the agent's turn: the rest of that, the results as tokens, and the opening of its next turn.
+
+        Never raises: what cannot be encoded is replaced.
+        """
+        return tuple(self._harmless_ids(lambda safe: self._template.results([safe(one.text) for one in observations])))
+
+    def render_graft(self, values: Sequence[str | StepContent], max_tokens: int | None = None) -> tuple[int, ...]:
+        """Returns another agent's steps as tokens, between retrieve tags, at the beginning of the agent's turn. Never raises.
+
+        All texts are foreign, and none can forge a mark, the end of the retrieved or an end token. A value of plain text stands
+        there as it is.
+
+        Args:
+            max_tokens: what is between the tags is cut from the left to this length in all; None cuts nothing.
+        """
+        opening, closing = self._encode(f"{RETRIEVE[0]}\n"), self._encode(f"\n{RETRIEVE[1]}\n")
+        ids = self._harmless_ids(lambda safe: "\n".join(self._shown(value, safe) for value in values))
+        if max_tokens is not None:
+            ids = ids[max(0, len(ids) + len(opening) + len(closing) - max_tokens) :]
+        return (*opening, *ids, *closing)
+
+    def _shown(self, value: str | StepContent, safe: Callable[[str], str]) -> str:
+        if isinstance(value, str):
+            return safe(value)
+        lines = [safe(value.thought.strip())] if value.thought.strip() else []
+        for call in value.calls:
+            try:
+                name, arguments = self._arguments(call)
+            except ValueError:
+                # A tool that this agent has not: shown, but in no mark that it could take up.
+                lines.append(safe(f"{call.name}: {call.body.strip()}"))
+                continue
+            inner = f'{{"name": "{name}", "arguments": {safe(_json(arguments))}}}'
+            lines.append("\n".join(filter(None, (self._dialect.opening, inner, self._dialect.closing))))
+        lines += [f"{SHOWN_RESULT[0]}\n{safe(one.text)}\n{SHOWN_RESULT[1]}" for one in value.observations]
+        if value.answer is not None:
+            lines.append(f"\\boxed{{{safe(normal_answer(value.answer))}}}")
+        return "\n".join(lines)
+
+    def sanitized(self, text: str) -> str:
+        """Returns foreign text with control characters replaced and our marks and special tokens broken by a space."""
+        return self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", self._specials.broken(clean(text)))
+
+    def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
+        """The tokens of a text with foreign parts, each passed through what `render` is given, so that none forges anything."""
+        plain = self._encode(render(lambda _: "x"))
+        for safe in (self.sanitized, _plain_text, lambda _: WITHHELD):
+            ids = self._encode(render(safe))
+            if self._marks(ids) == self._marks(plain):
+                return ids
+        return plain
+
+    def _marks(self, ids: Sequence[int]) -> tuple[list[int], list[str]]:
+        """Every special token and every mark of a text, in order."""
+        return [token for token in ids if token in self._specials.ids_with_markup], self._mark.findall(self._decode(ids))
+
+    def render_step(self, content: StepContent) -> tuple[Span, ...]:
+        """Returns the turn's policy tokens, end token included, then its results as tool tokens.
+
+        Raises `ValueError` for a content that this format cannot say: marks or special tokens in its texts, calls and an answer at
+        once or neither, an unknown tool, several calls where the template knows one a turn, an answer whose braces do not balance.
+        """
+        ids = self._encode(self._turn_text(content))
+        parsed = self.parse_step(ids)
+        said, answer = parsed.content, None if content.answer is None else normal_answer(clean(content.answer, keep_controls=True))
+        is_same = (said.thought, said.answer) == (clean(content.thought, keep_controls=True).strip(), answer)
+        if parsed.violation is not None or not is_same or not self._same_calls(said.calls, content.calls):
+            reason = parsed.violation or "it is read back as something else"
+            raise ValueError(f"the turn {self._decode(ids)[:80]!r} cannot be written in the chat template: {reason}.")
+        spans: list[Span] = [(tuple(ids), Origin.POLICY)]
+        if content.observations:
+            spans.append((self.observation_ids(content.observations), Origin.TOOL))
+        return tuple(spans)
+
+    def _turn_text(self, content: StepContent) -> str:
+        thought = clean(content.thought, keep_controls=True).strip()
+        if bool(content.calls) == (content.answer is not None):
+            answers = "no answer" if content.answer is None else "an answer"
+            raise ValueError(f"a step has calls or an answer; got {len(content.calls)} calls and {answers}.")
+        if len(content.calls) > 1 and not self._dialect.writes_several:
+            raise ValueError(f"the chat template knows one call a turn; got {len(content.calls)}.")
+        answer = "" if content.answer is None else self._answer_text(content.answer)
+        return self._template.turn(thought, [self._arguments(call) for call in content.calls], answer)
+
+    def _arguments(self, call: ToolCall) -> Call:
+        """The name and the arguments of a call. Raises ValueError for an unknown tool or a body that is no object."""
+        signature = self._signatures.get(call.name)
+        if signature is None:
+            known = ", ".join(self._signatures) or "none"
+            raise ValueError(f"there is no tool '{call.name}' in this format; it knows {known}.")
+        if signature.text_parameter is not None and call.problem is None:
+            return call.name, {signature.text_parameter: clean(call.body, keep_controls=True)}
+        try:
+            found = json.loads(call.body)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the call {call.body[:80]!r} of '{call.name}' is not JSON: {error}.") from error
+        names = list(signature.schema.get("properties", {}))
+        if not isinstance(found, dict):
+            if len(names) != 1:
+                raise ValueError(f"the call {call.body[:80]!r} of '{call.name}' is no JSON object.")
+            found = {names[0]: found}
+        return call.name, found
+
+    def _same_calls(self, ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
+        return [self._arguments(call) for call in ours] == [self._arguments(call) for call in theirs]
+
+    def _answer_text(self, answer: str) -> str:
+        plain = normal_answer(clean(answer, keep_controls=True))
+        in_box = f"\\boxed{{{plain}}}"
+        if boxed(in_box) == plain:
+            return in_box
+        if not self._require_boxed and boxed(plain) is None:
+            return plain
+        raise ValueError(f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance.")
+
+
+def _split_thought(text: str) -> tuple[str | None, str, bool]:
+    """What stands in think tags at the beginning (None: nothing), what follows, and whether the thought is closed."""
+    if not text.lstrip().startswith(THINK_OPENING):
+        return None, text, True
+    inner, closing, body = text.lstrip()[len(THINK_OPENING) :].partition(THINK_CLOSING)
+    return inner.strip(), body, bool(closing)
+
+
+def _is_call(body: str) -> bool:
+    """Whether a turn whose calls have no marks begins with one."""
+    try:
+        found, _ = _DECODER.raw_decode(body.lstrip())
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and "name" in found and bool({"arguments", "parameters"} & found.keys())
+
+
+def _json(value: Any) -> str:
+    return clean(json.dumps(value, ensure_ascii=False), keep_controls=True)
+
+
+def _plain_text(text: str) -> str:
+    """A text without anything that marks are made of."""
+    return clean(text).encode("ascii", "replace").decode().translate(_PLAIN)
+
+
+def _loosely(mark: str) -> str:
+    """A pattern of a mark that also finds it with white space inside, as a lenient reader might."""
+    found = re.fullmatch(r"</?([\w.-]+)>", mark)
+    return rf"<(?:/\s*)?{re.escape(found[1])}\s*>" if found else re.escape(mark)
+
+
+def _schema(tool: Tool) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(signature_of(tool).schema)}
+    return {"type": "function", "function": function}
+
+
+def _system_prompt(has_tools: bool, require_think: bool, require_boxed: bool, mentions_retrieval: bool) -> str:
+    """A system prompt; what the tools are the template says."""
+    lines = ["Answer the user's question."]
+    if require_think:
+        lines.append("Begin each turn with your reasoning: <think>...</think>.")
+    answer = "the answer in \\boxed{...}" if require_boxed else "the answer"
+    if has_tools:
+        lines.append(f"Then either call tools and wait for what they return, or, once you know it, give {answer}.")
+    else:
+        lines.append(f"Then give {answer}." if require_think else f"Give {answer}.")
+    if require_boxed:
+        lines.append("The braces hold the bare answer, nothing else.")
+    if mentions_retrieval:
+        lines.append("Extra context, a step of another agent, may come in <retrieve>...</retrieve>; never write that yourself.")
+    return "\n".join(lines)

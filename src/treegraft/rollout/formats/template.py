@@ -1,0 +1,325 @@
+"""A tokenizer's chat template as a text that only grows.
+
+    prompt | the agent's turn, its end token | rest of that turn, results, opening of the next turn | the agent's turn ...
+
+What the agent samples is never rendered again, so between two of its turns stands the difference of two renderings around a fixed
+dummy turn. Whether that difference exists, and what calls and results look like, is found out once, from conversations of
+probe words; a template without it is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treegraft.errors import SettingError
+from treegraft.interfaces import Tokenizer
+
+THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
+MARK = re.compile(r"</?[A-Za-z_][\w.-]*>|<[|\uff5c][^<>\s]+[|\uff5c]>|\[/?[A-Z][A-Z_]+\]")
+"""What templates mark turns, calls and results with."""
+
+_TOOL, _PARAMETER, _VALUE, _THOUGHT, _RESULT, _ANSWER = "zqtool", "zqparameter", "zqvalue", "zqthought", "zqresult", "zqanswer"
+_DECODER = json.JSONDecoder()
+Call = tuple[str, Mapping[str, Any]]
+"""Name and arguments."""
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How a template writes. Dialect(opening="<tool_call>", closing="</tool_call>", writes_several=True)"""
+
+    opening: str = ""
+    """Stands before a call's JSON; empty where that is the whole turn."""
+    closing: str = ""
+    """Stands behind it."""
+    writes_several: bool = False
+    """A turn may hold several calls."""
+    keeps_thoughts: bool = True
+    """What is written before a call stays where it is."""
+    tags_thoughts: bool = True
+    """A thought stands in think tags, elsewhere it is plain text."""
+    opens_thought: bool = False
+    """The opening of a turn opens a thought too."""
+    marks: frozenset[str] = frozenset()
+    """Everything that turns, calls and results are marked with."""
+    result_marks: frozenset[str] = frozenset()
+    """Those of results that no special token says; never the agent's to write."""
+
+
+class ChatTemplate:
+    """Renders prompts, turns and results."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        schemas: Sequence[Mapping[str, Any]],
+        *,
+        end_ids: Collection[int],
+        system_prompt: str = "",
+        options: Mapping[str, Any] | None = None,
+        require_think: bool = True,
+    ) -> None:
+        """Args:
+        schemas: of the tools, in the shape of OpenAI's chat completions.
+        end_ids: tokens that end a completion; one of them has to end the agent's turn.
+        system_prompt: "" sends none.
+        options: further variables of the template, such as enable_thinking.
+        require_think: thoughts stand in tags even where the template itself knows none, and must be kept.
+
+        Raises `SettingError` for a template that cannot be appended to, or that has no place for thoughts, calls or results.
+        """
+        self._tokenizer = tokenizer
+        self._schemas = [dict(schema) for schema in schemas]
+        self._options = dict(options or {})
+        self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._require_think = require_think
+        self._ends = [tokenizer.decode([index], skip_special_tokens=False) for index in end_ids]
+        if not tokenizer.chat_template:
+            raise SettingError(
+                "format.kind is 'chat', but the model's tokenizer has no chat template; name a Jinja file with "
+                "format.chat_template, take an instruction-tuned model, or set format.kind = 'tags'."
+            )
+        self._source = str(tokenizer.chat_template)
+        self.dialect = Dialect(tags_thoughts=require_think or THINK_CLOSING in self._source)
+        self._dummy: Message = {}
+        self._rest = ""
+        try:
+            self._learn()
+        except SettingError:
+            raise
+        except ValueError as error:
+            raise _refusal(f"it refuses a conversation with tool calls: {error}") from error
+
+    # Rendering
+
+    def prompt(self, question: str) -> str:
+        """Returns system prompt, tools, question and the opening of the agent's turn."""
+        return self._render(self._start(question), opens=True)
+
+    def turn(self, thought: str, calls: Sequence[Call] = (), answer: str = "") -> str:
+        """Returns the agent's turn as the template writes it, its end token included.
+
+        Raises:
+            ValueError: the template cannot write it.
+        """
+        start = self._start("?")
+        message = self._agent(thought, calls, answer)
+        prompt, whole = self._asked(start, opens=True), self._asked([*start, message])
+        if not whole.startswith(prompt):
+            raise ValueError("the template does not write this turn behind its prompt")
+        turn = whole[len(prompt) :]
+        end = self._end_of(turn)
+        if end is None:
+            raise ValueError("the template ends this turn with no end token")
+        return turn[:end]
+
+    def results(self, texts: Sequence[str], *, opens: bool = True) -> str:
+        """Returns what stands between the agent's end token and its next turn: the results, and that turn's opening if `opens`."""
+        start = [*self._start("?"), self._dummy]
+        # Rendered anew each time: a template may write the date.
+        before = self._render(start)
+        return self._rest + self._render([*start, *map(_result, texts)], opens=opens)[len(before) :]
+
+    def _start(self, question: str) -> list[Message]:
+        return [*self._system, {"role": "user", "content": question}]
+
+    def _agent(self, thought: str, calls: Sequence[Call], answer: str = "") -> Message:
+        if self.dialect.tags_thoughts:
+            said = f"{THINK_OPENING}\n{thought}\n{THINK_CLOSING}\n\n" if thought or self._require_think else ""
+        else:
+            said = f"{thought}\n\n" if thought and answer else thought
+        message: Message = {"role": "assistant", "content": said + answer}
+        if calls:
+            message["tool_calls"] = [_call(number, *call) for number, call in enumerate(calls)]
+        return message
+
+    def _render(self, messages: list[Message], *, opens: bool = False) -> str:
+        tools = self._schemas or None
+        return str(
+            self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=opens, **self._options)
+        )
+
+    def _asked(self, messages: list[Message], *, opens: bool = False) -> str:
+        """The rendering; raises ValueError with the reason of a template that refuses, whatever it raises."""
+        try:
+            return self._render(messages, opens=opens)
+        except Exception as error:  # a template is a program of the model's makers
+            raise ValueError(str(error).strip() or type(error).__name__) from error
+
+    def _end_of(self, turn: str) -> int | None:
+        """Where the last end token of a turn ends; None where there is none."""
+        ends = [turn.rfind(text) + len(text) for text in self._ends if text in turn]
+        return max(ends, default=None)
+
+    # Finding out
+
+    def _learn(self) -> None:
+        try:
+            prompt = self._asked(self._start("?"), opens=True)
+        except ValueError as error:
+            raise _refusal(f"it cannot write a prompt: {error}") from error
+        self.dialect = replace(self.dialect, opens_thought=prompt.rstrip().endswith(THINK_OPENING))
+        if self.dialect.opens_thought:
+            self.dialect = replace(self.dialect, tags_thoughts=True)
+        path = self._start("?")
+        if self._schemas:
+            self._learn_thoughts(path)
+            self._learn_calls(path, prompt)
+            path = self._learn_results(path)
+        self._check_answer(path)
+
+    def _learn_thoughts(self, start: list[Message]) -> None:
+        """Fixes the dummy turn: with a thought, unless the template has no place for one."""
+        for name in (schema["function"]["name"] for schema in self._schemas):
+            if name not in self._asked(start, opens=True):
+                raise _refusal(f"it does not show the agent its tools ('{name}' is not in the prompt)")
+        self._dummy = self._agent(_THOUGHT, [(_TOOL, {_PARAMETER: _VALUE})])
+        try:
+            last = self._asked([*start, self._dummy])
+            earlier = self._asked([*start, self._dummy, _result(_RESULT)], opens=True)
+        except ValueError as error:
+            raise _refusal(f"it has no place for tool calls and results: {error}") from error
+        if _THOUGHT in last and _THOUGHT not in earlier:
+            raise _refusal("it drops the thoughts of earlier turns, so what the agent wrote would not stay")
+        if _THOUGHT in last:
+            return
+        if self._require_think:
+            raise _refusal(
+                "it drops what stands before a tool call, and format.require_think asks for a thought there; set it to false"
+            )
+        self.dialect = replace(self.dialect, keeps_thoughts=False)
+        self._dummy = self._agent("", [(_TOOL, {_PARAMETER: _VALUE})])
+
+    def _learn_calls(self, start: list[Message], prompt: str) -> None:
+        """Reads off how a call is written."""
+        whole = self._asked([*start, self._dummy])
+        if not whole.startswith(prompt):
+            raise _refusal("the agent's turn does not continue the prompt, so tokens could not be appended")
+        turn = whole[len(prompt) :]
+        if _TOOL not in turn:
+            raise _refusal("it leaves out the agent's tool calls")
+        place = _find_call(turn)
+        if place is None:
+            raise _refusal('it does not write calls as JSON such as {"name": ..., "arguments": {...}}')
+        end = self._end_of(turn)
+        if end is None or end < place[1]:
+            raise _refusal(
+                f"it ends the agent's turn with {turn[place[1] :].strip()!r}, which holds none of the tokens that end a completion "
+                f"({', '.join(map(repr, self._ends))}); set the tokenizer's eos_token"
+            )
+        self._rest = turn[end:]
+        closing = turn[place[1] : end]
+        for text in self._ends:
+            closing = closing.replace(text, "")
+        before = turn[: place[0]].rpartition(THINK_CLOSING)[2].replace(_THOUGHT, "")
+        self.dialect = replace(
+            self.dialect,
+            opening=before.strip(),
+            closing=closing.strip(),
+            writes_several=bool(before.strip()) and self._writes_two(start),
+            marks=frozenset(MARK.findall(turn)),
+        )
+
+    def _writes_two(self, start: list[Message]) -> bool:
+        calls: list[Call] = [(_TOOL, {_PARAMETER: _VALUE}), (f"{_TOOL}2", {})]
+        dummy = {**self._dummy, "tool_calls": [_call(number, *call) for number, call in enumerate(calls)]}
+        try:
+            text = self._asked([*start, dummy])
+        except ValueError:
+            return False
+        return f'"{_TOOL}2"' in text
+
+    def _learn_results(self, start: list[Message]) -> list[Message]:
+        """Checks that results are appended, the same way each time; returns the conversation so far."""
+        path = [*start, self._dummy]
+        texts = [self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)]
+        if _RESULT not in texts[1]:
+            raise _refusal("it has no place for a tool's result (a message of the role 'tool')")
+        if not texts[1].startswith(texts[0]):
+            raise _refusal("it writes earlier turns differently once a tool's result follows, so tokens could not be appended")
+        shown = texts[1][len(texts[0]) :]
+        self._check_neutral(path, shown)
+        marks = frozenset(MARK.findall(self._rest + shown))
+        head, tail = shown.split(_RESULT)[0], shown.split(_RESULT)[-1]
+        if not MARK.search(head) or not MARK.search(tail):
+            raise _refusal("plain text alone marks a tool's result, so a result could pass for the agent or the user")
+        path = [*path, _result(_RESULT), self._dummy]
+        second, again = self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)
+        # White space may differ: some templates close the last result otherwise than earlier ones.
+        if not _squeezed(second).startswith(_squeezed(texts[1])) or not _squeezed(again).startswith(_squeezed(second)):
+            raise _refusal("it writes earlier results or turns differently once further ones follow")
+        if _squeezed(again)[len(_squeezed(second)) :] != _squeezed(shown):
+            raise _refusal("it writes a second result otherwise than the first")
+        self.dialect = replace(self.dialect, marks=self.dialect.marks | marks, result_marks=self._result_marks(marks))
+        return [*path[:-1]]
+
+    def _result_marks(self, marks: frozenset[str]) -> frozenset[str]:
+        special = set(getattr(self._tokenizer, "all_special_tokens", ())) | set(self._ends)
+        return marks - special - {THINK_OPENING, THINK_CLOSING, self.dialect.opening, self.dialect.closing}
+
+    def _check_neutral(self, path: list[Message], shown: str) -> None:
+        """Results must not name the call or the tool that they belong to: the dummy's would stand there."""
+        for key, value in (("name", "zqother"), ("tool_call_id", "call00077")):
+            other = self._asked([*path, {**_result(_RESULT), key: value}], opens=True)[len(self._asked(path)) :]
+            if other != shown:
+                raise _refusal(f"it writes the {key} of each call beside its result, which has to be known before the call is made")
+
+    def _check_answer(self, path: list[Message]) -> None:
+        try:
+            prompt = self._asked(path, opens=True)
+            whole = self._asked([*path, self._agent(_THOUGHT, (), _ANSWER)])
+        except ValueError as error:
+            raise _refusal(f"it cannot write an answer: {error}") from error
+        if not _squeezed(whole).startswith(_squeezed(prompt)):
+            raise _refusal("it writes earlier turns differently once the answer follows")
+        if _ANSWER not in whole or (self._require_think and _THOUGHT not in whole):
+            raise _refusal("it drops the thought before an answer" if _ANSWER in whole else "it drops the agent's answer")
+        if self._end_of(whole[whole.index(_ANSWER) :]) is None:
+            raise _refusal(f"no token that ends a completion ({', '.join(map(repr, self._ends))}) ends an answer; set eos_token")
+
+
+def _call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "id": f"call{number:05}", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def _result(text: str) -> Message:
+    return {"role": "tool", "name": _TOOL, "tool_call_id": "call00000", "content": text}
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _find_call(turn: str) -> tuple[int, int] | None:
+    """Where the probe call's JSON begins and ends; None where there is none."""
+    for found in re.finditer(r"\{", turn):
+        try:
+            value, end = _DECODER.raw_decode(turn, found.start())
+        except ValueError:
+            continue
+        if isinstance(value, dict) and value.get("name") == _TOOL and arguments_of(value) == {_PARAMETER: _VALUE}:
+            return found.start(), end
+    return None
+
+
+def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the arguments of a call's JSON, whichever of the usual names they have; None where they are no object."""
+    value = call.get("arguments", call.get("parameters", {}))
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def _refusal(reason: str) -> SettingError:
+    return SettingError(
+        f"format.kind is 'chat', but the model's chat template cannot be used by it: {reason}. Expected a template whose text only "
+        "grows from turn to turn. Name another one with format.chat_template, or set format.kind = 'tags'."
+    )

@@ -1,0 +1,227 @@
+"""Tools of Model Context Protocol servers: a real server process over both transports, its faults, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from treegraft.config import Config, McpSettings, ToolsSettings
+from treegraft.errors import SettingError, ToolUnavailable
+from treegraft.interfaces import Capability, Tool
+from treegraft.recipe import load_config
+from treegraft.rollout.formats.markup import system_prompt_for
+from treegraft.tools.build import build_tools
+from treegraft.tools.mcp import McpServer, McpTool, signature_from, tag_of
+from treegraft.tools.toolbox import Toolbox
+from treegraft.types import Observation, Task, ToolCall
+
+pytest.importorskip("mcp", reason="the extra 'mcp' is not installed")
+
+SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
+TASK = Task(id="t/1", question="?", reference=())
+STARTED_S = 300.0
+"""A busy machine may take long to import the SDK."""
+
+
+def over_stdio(**options: Any) -> McpSettings:
+    return McpSettings(name="local", command=[sys.executable, SCRIPT], start_timeout_s=STARTED_S, **options)
+
+
+def toolbox_of(tools: list[Tool]) -> Toolbox:
+    return Toolbox(tools, deadline_s=60.0, max_output_chars=200, cache=False, max_concurrent=8)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A child that has ended and was not waited for is as good as gone.
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]
+
+
+@pytest.fixture(scope="module")
+def http_server() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen([sys.executable, SCRIPT, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + STARTED_S
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}/mcp"
+    finally:
+        process.kill()
+        process.wait()
+
+
+async def ask(toolbox: Toolbox, *calls: tuple[str, str]) -> list[Observation]:
+    return [await toolbox.call(ToolCall(name, body), TASK) for name, body in calls]
+
+
+def check_answers(tools: list[Tool]) -> None:
+    """What both transports have in common."""
+
+    async def talk() -> list[Observation]:
+        toolbox = toolbox_of(tools)
+        together = await asyncio.gather(*(toolbox.call(ToolCall("add", f'{{"a": {n}}}'), TASK) for n in range(8)))
+        assert [one.text for one in together] == [str(n + 1) for n in range(8)]
+        return await ask(
+            toolbox,
+            ("get_weather", "Bern"),
+            ("add", '{"a": 40, "b": 2}'),
+            ("add", "40"),
+            ("add", '{"b": 2}'),
+            ("fail", "no luck"),
+            ("picture", ""),
+            ("flood", "{}"),
+        )
+
+    seen = asyncio.run(talk())
+    assert [one.is_error for one in seen] == [False, False, True, True, True, False, False]
+    assert [one.text for one in seen[:2]] == ["sunny in Bern", "42"]
+    assert "needs a JSON object" in seen[2].text
+    assert "a\n" in seen[3].text and "required" in seen[3].text.lower()
+    assert "no luck" in seen[4].text
+    assert seen[5].text == "[image/png, not shown]"
+    assert seen[6].is_truncated and len(seen[6].text) == 200
+
+
+def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MCP_TEST_KEY", "sesame")
+    monkeypatch.setenv("MCP_OTHER_KEY", "secret")
+    tools = build_tools(ToolsSettings(mcp=[over_stdio(env=["MCP_TEST_KEY"])]), ())
+    by_name = {tool.name: tool for tool in tools}
+    assert list(by_name) == ["get_weather", "add", "fail", "crash", "slow", "picture", "flood", "about"]
+    weather, add = by_name["get_weather"], by_name["add"]
+    assert isinstance(weather, McpTool) and isinstance(add, McpTool)
+    assert (weather.description, weather.signature.text_parameter) == ("Tells the weather of a city.", "city")
+    assert add.signature.text_parameter is None and list(add.signature.schema["properties"]) == ["a", "b"]
+    assert [tool.capability for tool in (weather, add)] == [Capability.STATELESS, Capability.NONE]
+    told = system_prompt_for(tools, True, True)
+    assert "<get_weather>...</get_weather> Tells the weather of a city.\n" in told
+    assert '<add>...</add> Adds two numbers. Its input is a JSON object: {"a": {' in told
+    check_answers(tools)
+
+    async def life_and_death() -> None:
+        toolbox = toolbox_of(tools)
+        (first,) = await ask(toolbox, ("about", ""))
+        pid, *given = first.text.split(" ", 1)
+        assert given == ["sesame no other"] and is_alive(int(pid))
+        # A second event loop has called by now; a third may, and a caller that gives up takes nobody with it.
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(toolbox.call(ToolCall("slow", '{"seconds": 0.5}'), TASK), 0.05)
+        await toolbox.close()
+        await toolbox.close()
+        assert not is_alive(int(pid))
+        with pytest.raises(ToolUnavailable, match="'local' has ended: it was closed"):
+            await toolbox.call(ToolCall("about", ""), TASK)
+
+    asyncio.run(life_and_death())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("treegraft-mcp")]
+
+
+def test_a_url(http_server: str) -> None:
+    tools = build_tools(ToolsSettings(mcp=[McpSettings(name="far", url=http_server, start_timeout_s=STARTED_S)]), ())
+    try:
+        check_answers(tools)
+    finally:
+        asyncio.run(toolbox_of(tools).close())
+
+
+def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCaptureFixture) -> None:
+    tools = build_tools(ToolsSettings(mcp=[over_stdio(max_restarts=1, tools=["crash", "about"])]), ())
+    assert [tool.name for tool in tools] == ["crash", "about"]
+
+    async def crash() -> None:
+        toolbox = toolbox_of(tools)
+        with caplog.at_level(logging.WARNING, logger="treegraft.tools.mcp"):
+            first, crashed = await ask(toolbox, ("about", ""), ("crash", ""))
+            assert (crashed.text, crashed.is_error) == ("the server of crash ended during the call", True)
+            again = await toolbox._tools["about"]("", TASK)
+            assert first.text.split()[0] != again.split()[0]
+            await ask(toolbox, ("crash", ""))
+            with pytest.raises(ToolUnavailable, match="'local' has ended: "):
+                await toolbox.call(ToolCall("about", ""), TASK)
+        await toolbox.close()
+
+    asyncio.run(crash())
+    reported = [record.getMessage() for record in caplog.records if record.name == "treegraft.tools.mcp"]
+    assert "restart 1" in reported[0] and "its last words: the end is near" in reported[0]
+    assert "stays so after 1 restarts" in reported[1]
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        ({"command": ["/nowhere/at-all"]}, "could not be started or reached.*No such file"),
+        ({"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]}, "its last words: no licence"),
+        ({"command": [sys.executable, "-c", "import time; time.sleep(600)"], "start_timeout_s": 0.2}, "no list of tools within"),
+        ({"url": "http://127.0.0.1:9/mcp"}, "server 'x' .* could not be started or reached"),
+        ({"command": ["x"], "env": ["MCP_UNSET_KEY"]}, "the environment variable MCP_UNSET_KEY, which is not set"),
+        ({"url": "http://127.0.0.1:9/mcp", "token_env": "MCP_UNSET_KEY"}, "MCP_UNSET_KEY, which is not set"),
+    ],
+)
+def test_a_server_that_is_not_there_is_refused_before_the_run(server: dict[str, Any], reason: str) -> None:
+    with pytest.raises(SettingError, match=reason):
+        McpServer(McpSettings(name="x", **{"start_timeout_s": STARTED_S, **server}))
+    assert not [thread for thread in threading.enumerate() if thread.name == "treegraft-mcp-x"]
+
+
+def test_without_the_sdk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mcp", None)
+    with pytest.raises(SettingError, match=r"pip install 'treegraft\[mcp\]'"):
+        McpServer(over_stdio())
+
+
+@pytest.mark.parametrize(
+    ("servers", "reason"),
+    [
+        ([{"name": "a"}], "has neither of command and url"),
+        ([{"name": "a", "command": ["x"], "url": "http://y"}], "has both of command and url"),
+        ([{"name": "a", "command": ["x"]}, {"name": "a", "command": ["y"]}], "expected each name once"),
+        ([{"name": "a", "url": "http://y", "env": ["K"]}], "env would have no effect beside url"),
+        ([{"name": "a", "command": ["x"], "token_env": "K"}], "token_env would have no effect beside command"),
+        ([{"name": "a", "comand": ["x"]}], r"'tools\.mcp\[0\]\.comand'"),
+    ],
+)
+def test_settings_that_make_no_server(servers: list[dict[str, Any]], reason: str) -> None:
+    with pytest.raises(SettingError, match=reason):
+        load_config({"tools": {"mcp": servers}})
+    assert Config().tools.mcp == []
+
+
+def test_faults_within_a_list_of_tables_name_the_setting() -> None:
+    with pytest.raises(SettingError, match=r"'tools\.mcp\[1\]\.max_restarts': got -1"):
+        load_config({"tools": {"mcp": [{"name": "a", "url": "http://x"}, {"name": "b", "url": "http://x", "max_restarts": -1}]}})
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [("getWeather", "get_weather"), ("read-file", "read_file"), ("add2", "add_two"), ("list_files", "list_files"), ("??", "tool")],
+)
+def test_names_become_tags(name: str, tag: str) -> None:
+    assert tag_of(name) == tag
+
+
+def test_a_single_text_is_the_whole_body() -> None:
+    text, number = {"type": "string"}, {"type": "integer"}
+    assert signature_from({"type": "object", "properties": {"q": text}}).text_parameter == "q"
+    assert signature_from({"type": "object", "properties": {"q": number}}).text_parameter is None
+    assert signature_from({"type": "object", "properties": {"q": text, "n": number}}).text_parameter is None
+    assert signature_from({"type": "object"}).text_parameter is None
