@@ -48,7 +48,7 @@ class EvalFolder:
         """
         folder = cls(path)
         wanted = {one.name: {"digest": one.digest, "num": len(one.tasks), "source": one.source} for one in sets}
-        if not path.exists() or not any(path.iterdir()):
+        if not path.exists() or all(one.name.startswith(".") for one in path.iterdir()):
             path.mkdir(parents=True, exist_ok=True)
             held: dict[str, Any] = {}
         else:

@@ -1,7 +1,7 @@
 """The papers' evaluation sets by name: where each lies, which columns it has, and what it is measured by.
 
-ARPO (arXiv 2507.19849) reports 13 sets. RAPO (arXiv 2603.03078) reports fourteen; `simpleqa`, which ARPO's evaluation data hold too,
-is taken for the one that ARPO's tables lack.
+ARPO (arXiv 2507.19849) reports 13 sets, RAPO (arXiv 2603.03078) fourteen. Of the latter `simpleqa`, which ARPO's evaluation data
+hold too, is taken for the one that ARPO's tables lack.
 """
 
 from __future__ import annotations
@@ -65,9 +65,7 @@ SETS: Mapping[str, SetRule] = {
         hub="hub:DigitalLearningGmbH/MATH-lighteval:test",
     ),
     "hotpotqa": SetRule(measure="f1", level=("level",), hub="hub:hotpotqa/hotpot_qa:distractor/validation"),
-    "2wiki": SetRule(
-        measure="f1", aliases=("answer_aliases",), level=("type",), hub="hub:framolfese/2WikiMultihopQA:validation"
-    ),
+    "2wiki": SetRule(measure="f1", aliases=("answer_aliases",), level=("type",), hub="hub:framolfese/2WikiMultihopQA:validation"),
     "musique": SetRule(measure="f1", aliases=("answer_aliases",), hub="hub:dgslibisey/MuSiQue:validation"),
     "bamboogle": SetRule(measure="f1", hub="hub:chiayewken/bamboogle:test"),
     "simpleqa": SetRule(measure="judge", question=_PROBLEM, hub="hub:basicv8vc/SimpleQA:test"),
@@ -144,7 +142,9 @@ def parse_names(text: str) -> dict[str, str | None]:
                 f"set from another place.{nearest(name, [*SETS, *GROUPS])}"
             )
     if not chosen:
-        raise SettingError(f"--suite is empty; expected names separated by commas, such as gsm8k,hotpotqa or one of {', '.join(GROUPS)}.")
+        raise SettingError(
+            f"--suite is empty; expected names separated by commas, such as gsm8k,hotpotqa or one of {', '.join(GROUPS)}."
+        )
     return chosen
 
 
@@ -170,7 +170,9 @@ def find_source(name: str, data_dir: Path | None) -> str:
     """Returns the file or hub name of a set. Raises as `load_sets` does."""
     if data_dir is None:
         if (hub := SETS[name].hub) is None:
-            raise SettingError(f"set '{name}': no readable copy lies on the hub; give a folder with --data-dir, or --suite {name}=FILE.")
+            raise SettingError(
+                f"set '{name}': no readable copy lies on the hub; give a folder with --data-dir, or --suite {name}=FILE."
+            )
         return hub
     if not data_dir.is_dir():
         raise DataError(f"--data-dir '{data_dir}': there is no such folder; expected one that holds {name}.jsonl and the like.")

@@ -50,7 +50,9 @@ _CHARACTERS = str.maketrans(
 
 
 _IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f]")
-_IDEOGRAPHIC_PUNCTUATION = str.maketrans(dict.fromkeys("\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u201c\u201d\u2018\u2019\u00b7\u2014\u2026", " "))
+_IDEOGRAPHIC_PUNCTUATION = str.maketrans(
+    dict.fromkeys("\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u201c\u201d\u2018\u2019\u00b7\u2014\u2026", " ")
+)
 """Chinese and Japanese marks that have no full-width counterpart in ASCII."""
 
 
