@@ -49,6 +49,8 @@ _CHARACTERS = str.maketrans(
 )
 
 
+_CHOICE = re.compile(r"\(?([A-Za-z])(?:\)|\.|\):|:)?")
+"""The letter of a choice, as in multiple-choice questions: D, (D), D."""
 _IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f]")
 _IDEOGRAPHIC_PUNCTUATION = str.maketrans(
     dict.fromkeys("\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u201c\u201d\u2018\u2019\u00b7\u2014\u2026", " ")
@@ -179,6 +181,9 @@ def _f1_papers_one(prediction: str, reference: str) -> float:
 
 
 def _exact_match_one(prediction: str, reference: str) -> float:
+    choices = [_CHOICE.fullmatch(text.strip()) for text in (prediction, reference)]
+    if choices[0] and choices[1]:
+        return float(choices[0][1].casefold() == choices[1][1].casefold())
     if is_mathematical(reference) or is_mathematical(prediction):
         return float(_same_text(prediction, reference))
     plain = (_TEXT_COMMAND.sub(r"\1", text) for text in (prediction, reference))
@@ -239,6 +244,7 @@ def _normalise_math(text: str) -> str:
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*\{(-?\w+)\}\s*\{(\w+)\}", r"\1/\2", text)
     text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"_\{(\d+|\w)\}", r"_\1", text)
     text = re.sub(r"\\(?:left|right|big|Big|displaystyle)(?![A-Za-z])|\\[!,;: ]", "", text)
     text = re.sub(r"\^\s*\{?\\circ\}?|°", "", text)
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
