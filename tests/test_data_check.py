@@ -56,8 +56,17 @@ def test_each_defect_is_found_at_its_row(tmp_path: Path) -> None:
 
 
 def test_three_ways_of_standing_in_the_training_data(tmp_path: Path) -> None:
-    train = write(tmp_path / "train.jsonl", *({"question": text, "answer": "x"} for text in (LONG, "Who wrote it?", "什么时候开始的呢")))
-    asked = [LONG, LONG.upper().replace("?", " ?!"), LONG.replace("Vienna", "Graz"), "Who wrote them?", "Unrelated", "什么时候开始的呢？"]
+    train = write(
+        tmp_path / "train.jsonl", *({"question": text, "answer": "x"} for text in (LONG, "Who wrote it?", "什么时候开始的呢"))
+    )
+    asked = [
+        LONG,
+        LONG.upper().replace("?", " ?!"),
+        LONG.replace("Vienna", "Graz"),
+        "Who wrote them?",
+        "Unrelated",
+        "什么时候开始的呢\uff1f",
+    ]
     evals = write(tmp_path / "eval.jsonl", *({"question": text, "answer": "x"} for text in asked))
     (found,) = check_data(train, [evals]).contamination
     assert [(one.eval_row, one.train_row, one.how) for one in found.overlaps] == [
@@ -76,12 +85,12 @@ def test_three_ways_of_standing_in_the_training_data(tmp_path: Path) -> None:
 def test_small_texts_have_shingles_too() -> None:
     assert shingles("") == frozenset() and shingles("Two words") == frozenset({"two words"})
     assert shingles("a b c d") == frozenset({"a b c", "b c d"})
-    assert normalised("Ｔｈｅ  End!") == "theend" and words("第3章") == ["第", "3", "章"]
+    assert normalised("\uff34\uff48\uff45  End!") == "theend" and words("第3章") == ["第", "3", "章"]
 
 
 def test_files_that_cannot_be_used_are_refused_first(tmp_path: Path) -> None:
     good = write(tmp_path / "a.jsonl", {"question": "q", "answer": "1"})
-    with pytest.raises(DataError, match="no file 'none.jsonl'"):
+    with pytest.raises(DataError, match=r"no file 'none\.jsonl'"):
         check_data(good, ["none.jsonl"])
     with pytest.raises(DataError, match="no column .*it has title"):
         check_data(write(tmp_path / "b.jsonl", {"title": "q"}), [])
@@ -91,9 +100,7 @@ def test_files_that_cannot_be_used_are_refused_first(tmp_path: Path) -> None:
         view_file(str(tmp_path / "c.jsonl"))
 
 
-def test_show_says_what_a_file_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_says_what_a_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"extra": {"question": "x" * n}, "answer": None if n == 2 else n, "question": f"\x1b[31mq{n}"} for n in range(1, 5)]
     source = write(tmp_path / "rows.jsonl", *rows)
     found = view_file(source, first=1, num=2)
@@ -112,7 +119,7 @@ def test_the_command_says_so_with_its_exit_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = write(tmp_path / "a.jsonl", {"question": "q one", "answer": "1"})
-    bad = write(tmp_path / "b.jsonl", {"question": "Q: one", "answer": "1"})
+    bad = write(tmp_path / "b.jsonl", {"question": "q two", "answer": "1"})
     for arguments, code in ((["check", good], 0), (["check", good, bad], 0), (["check", good, good], 1), (["check", "none"], 2)):
         monkeypatch.setattr(sys, "argv", ["treegraft", "data", *arguments])
         with pytest.raises(SystemExit) as ended:

@@ -55,7 +55,12 @@ def test_the_papers_sets_by_name() -> None:
         ("gsm8k", {"question": "q", "answer": "2 + 2 = 4\n#### 4"}, ("4",), ""),
         ("gsm8k", {"question": "q", "answer": "4"}, ("4",), ""),
         ("aime25", {"problem": "q", "answer": 70}, ("70",), ""),
-        ("math", {"problem": "q", "solution": "so \\boxed{1} or \\boxed{\\frac{1}{2}}.", "level": "Level 5"}, ("\\frac{1}{2}",), "Level 5"),
+        (
+            "math",
+            {"problem": "q", "solution": "so \\boxed{1} or \\boxed{\\frac{1}{2}}.", "level": "Level 5"},
+            ("\\frac{1}{2}",),
+            "Level 5",
+        ),
         ("musique", {"question": "q", "answer": "GDR", "answer_aliases": ["East Germany", "GDR"]}, ("GDR", "East Germany"), ""),
         ("bamboogle", {"Question": "q", "Answer": "x"}, ("x",), ""),
         ("webwalker", {"question": "q", "answer": "x", "info": {"difficulty_level": "hard"}}, ("x",), "hard"),
@@ -209,7 +214,7 @@ def test_an_evaluation_stopped_twice_equals_one_that_was_not(
 
 
 def test_a_killed_evaluation_goes_on(agent: tuple[Path, Path], tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "treegraft", "eval", str(agent[0]), "engine.max_rows=1", "--suite", "bamboogle,webwalker"]
+    command = [sys.executable, "-m", "treegraft", "eval", str(agent[0]), "engine.max_rows=4", "--suite", "bamboogle,webwalker"]
     command += ["--data-dir", str(agent[1]), "--into", str(tmp_path / "cut"), "--samples", "2", "--json"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     trees = tmp_path / "cut" / "trees" / "bamboogle.jsonl"
@@ -220,10 +225,10 @@ def test_a_killed_evaluation_goes_on(agent: tuple[Path, Path], tmp_path: Path) -
     process.wait()
     kept = trees.read_bytes()
     assert kept.count(b"\n") >= 2
-    found = evaluated(agent, tmp_path / "cut", overrides=["engine.max_rows=1"])
+    found = evaluated(agent, tmp_path / "cut", overrides=["engine.max_rows=4"])
     assert found.num_done == 2 * NUM_ITEMS and not found.is_stopped
     assert trees.read_bytes().startswith(kept[: kept.rfind(b"\n") + 1])
-    evaluated(agent, tmp_path / "whole", overrides=["engine.max_rows=1"])
+    evaluated(agent, tmp_path / "whole", overrides=["engine.max_rows=4"])
     assert lines(tmp_path / "cut") == lines(tmp_path / "whole")
 
 
@@ -306,7 +311,7 @@ def test_a_judge_is_asked_once_and_its_disagreement_told(agent: tuple[Path, Path
         found = evaluated(agent, tmp_path / "e", judge=judge).report
         assert found is not None and found.judge_model == "referee"
         num_asked = len(seen)
-        assert num_asked and seen[0]["headers"]["Authorization"] == "Bearer secret" and seen[0]["temperature"] == 0.0
+        assert num_asked and "Bearer secret" in seen[0]["headers"].values() and seen[0]["temperature"] == 0.0
         assert "secret" not in (tmp_path / "e" / "eval.json").read_text() + (tmp_path / "e" / "report.json").read_text()
         assert evaluated(agent, tmp_path / "e", judge=judge).report == found
         assert len(seen) == num_asked, "verdicts are kept"

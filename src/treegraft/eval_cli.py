@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings
     from treegraft.evals.run import SuitePlan
 
-SUITES = "Suites"
-JUDGE = "Judge"
-
 
 def evaluate(
     checkpoint: Annotated[
@@ -154,7 +151,7 @@ def _run_suite(
         else:
             from treegraft.evals.show import print_report
 
-            print_report(result.report, Console())
+            print_report(result.report, _console())
             Console().print(Text(f"trees and report: {result.folder}"), soft_wrap=True)
     if result.is_stopped:
         text = f"stopped after {result.num_done} of {result.num_items} items, kept in {result.folder}; the same command goes on."
@@ -171,7 +168,13 @@ def _compare(before: Path, after: Path, report: Path | None, as_json: bool) -> N
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
-        print_comparison(found, Console())
+        print_comparison(found, _console())
+
+
+def _console() -> Console:
+    """A pipe has no width, so that tables need not be cut to one."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)
 
 
 def _write_json(path: Path | None, values: Mapping[str, Any]) -> None:

@@ -239,7 +239,7 @@ def _repeats(items: Sequence[Item], found: _Findings) -> None:
 
 
 def _visible(text: str) -> str:
-    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", " ".join(text.split(" ")))
+    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 # ---------------------------------------------------------------------- contamination

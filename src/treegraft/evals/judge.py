@@ -142,15 +142,19 @@ class Judge:
                 on_progress(done, len(pairs))
 
         async with httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+            refusal: _Unreachable | None = None
             try:
                 async with asyncio.TaskGroup() as group:
                     for key, (task, answer) in pairs.items():
                         group.create_task(ask(key, task, answer))
             except* _Unreachable as errors:
-                raise EngineError(
-                    f"--judge {self.settings.url}: {errors.exceptions[0]}; {done} of {len(pairs)} answers were judged and are "
-                    "kept. Expected a server that answers chat completions; mend it, and the same command goes on."
-                ) from errors
+                # Raised below: what is raised here would come out wrapped in a group.
+                refusal = _first(errors)
+        if refusal is not None:
+            raise EngineError(
+                f"--judge {self.settings.url}: {refusal}; {done} of {len(pairs)} answers were judged and are kept. "
+                "Expected a server that answers chat completions; mend it, and the same command goes on."
+            )
 
     async def _verdict(self, client: httpx.AsyncClient, key: str, messages: Sequence[dict[str, str]]) -> tuple[Verdict, str]:
         """Asks once, and once more with another seed where the reply is no verdict."""
@@ -208,3 +212,8 @@ class _Again(Exception):
 
 class _Unreachable(Exception):
     """All requests failed, or the server refused."""
+
+
+def _first(group: BaseExceptionGroup[_Unreachable]) -> _Unreachable:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error

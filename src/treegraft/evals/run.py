@@ -105,6 +105,11 @@ def evaluate_suite(
     judge = None if plan.judge is None else Judge(plan.judge)
     sets = load_sets(names, data_dir=plan.data_dir, num=plan.num, shuffle_seed=plan.shuffle_seed)
     config, place = open_checkpoint(checkpoint, config, overrides)
+    if plan.num_samples > config.engine.max_rows:
+        raise SettingError(
+            f"--samples: got {plan.num_samples}, expected at most engine.max_rows, which is {config.engine.max_rows}, so that the "
+            "samples of one item fit in the engine together."
+        )
     asked = _asked(config, place, plan, temperature)
     folder = EvalFolder.open(plan.into or default_folder(checkpoint, place), asked, sets)
     work = _Suite(config, place, plan, temperature, sets, folder, display)
