@@ -92,7 +92,7 @@ def test_files_that_cannot_be_used_are_refused_first(tmp_path: Path) -> None:
     good = write(tmp_path / "a.jsonl", {"question": "q", "answer": "1"})
     with pytest.raises(DataError, match=r"no file 'none\.jsonl'"):
         check_data(good, ["none.jsonl"])
-    with pytest.raises(DataError, match="no column .*it has title"):
+    with pytest.raises(DataError, match=r"no column .*it has title"):
         check_data(write(tmp_path / "b.jsonl", {"title": "q"}), [])
     with pytest.raises(DataError, match="no row"):
         check_data(write(tmp_path / "c.jsonl"), [])

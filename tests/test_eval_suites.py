@@ -360,7 +360,7 @@ def test_two_evaluations_item_by_item(agent: tuple[Path, Path], tmp_path: Path) 
     same = compare_evaluations(tmp_path / "a", tmp_path / "a")
     assert not any(one.gained or one.lost for one in same.sets) and (same.gain.low, same.gain.high) == (0.0, 0.0)
     evaluated(agent, tmp_path / "c", num=5)
-    with pytest.raises(DataError, match="12 items and .* 5, and they are not the same"):
+    with pytest.raises(DataError, match=r"12 items and .* 5, and they are not the same"):
         compare_evaluations(tmp_path / "a", tmp_path / "c")
     with pytest.raises(CheckpointError, match="not the folder of an evaluation"):
         compare_evaluations(tmp_path / "a", tmp_path / "none")

@@ -54,7 +54,7 @@ def test_what_the_rule_cannot_see_is_known() -> None:
     assert len(wrong(LIMITS)) == len(LIMITS)
 
 
-# Answers of math-verify's own tests (0.9.0, tests/test_all.py, MIT), where gold and answer are bare expressions, with their verdicts.
+# Of math-verify's own tests (0.9.0, tests/test_all.py): those where gold and answer are bare expressions, with their verdicts.
 MATH_VERIFY = [
     ("-5", "-5", True),
     ("7425000", "7,425,000", True),
