@@ -1,4 +1,4 @@
-"""The command line: `treegraft train | sft | eval | run | buffer | config | doctor`.
+"""The command line: `treegraft train | sft | eval | run | data | buffer | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
 or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,7 +22,9 @@ from rich.text import Text
 
 from treegraft import __version__
 from treegraft.buffer_cli import buffer_app
+from treegraft.data_cli import data_app
 from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
+from treegraft.eval_cli import evaluate
 
 if TYPE_CHECKING:
     from treegraft.config import Config
@@ -40,6 +42,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(buffer_app)
+app.add_typer(data_app)
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")]
 Overrides = Annotated[
@@ -123,89 +126,7 @@ def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resu
         run_fine_tuning(config, recipe=recipe, resume=resume, display=display)
 
 
-def _data_overrides(data: str | None, num: int | None, columns: dict[str, str | None], has_recipe: bool) -> list[str]:
-    """Returns the settings that --data and its columns stand for."""
-    made = [f"tasks.num_eval={num}"] if num is not None else []
-    given = {name: value for name, value in columns.items() if value is not None}
-    if data is None:
-        if given:
-            option = next(iter(given)).replace("_", "-")
-            raise SettingError(f"command line: --{option} would have no effect without --data FILE.")
-        return made
-    if has_recipe:
-        raise SettingError("command line: --data and --recipe both say what to evaluate on; give one of them.")
-    name = data if data.startswith("hub:") else os.path.abspath(os.path.expandvars(data))
-    made += [
-        "tasks.kind=dataset",
-        "tasks.dataset.train=[]",
-        f"tasks.dataset.eval=[{json.dumps(name, ensure_ascii=False)}]",
-    ]
-    return made + [f"tasks.dataset.{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
-
-
-@app.command("eval")
-def evaluate(
-    checkpoint: Checkpoint,
-    overrides: Overrides = None,
-    recipe: Annotated[str | None, typer.Option(help="Evaluate by this recipe instead of the run's own settings.")] = None,
-    data: Annotated[
-        str | None, typer.Option(metavar="FILE", help='Questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".')
-    ] = None,
-    question_column: Annotated[str | None, typer.Option(help="Column of the question in FILE.")] = None,
-    reference_column: Annotated[str | None, typer.Option(help="Column of the reference in FILE.")] = None,
-    category_column: Annotated[str | None, typer.Option(help="Column to break results down by.")] = None,
-    reference_after: Annotated[str | None, typer.Option(help='Keep what follows this mark in the reference, e.g. "####".')] = None,
-    num: Annotated[int | None, typer.Option(min=1, help="Questions to ask.")] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the trees here (.jsonl).")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Measure a checkpoint.
-
-    On the held-out tasks of its own run, or on those of a recipe or a file.
-    """
-    from treegraft.recipe import load_config, refuse_ignored
-
-    typed = overrides or []
-    refuse_ignored(typed, "eval")
-    columns = {
-        "question_column": question_column,
-        "reference_column": reference_column,
-        "category_column": category_column,
-        "reference_after": reference_after,
-    }
-    settings = [*_data_overrides(data, num, columns, recipe is not None), *typed]
-    config = load_config(recipe, settings) if recipe is not None else None
-    with _display(to_stderr=as_json) as display:
-        from treegraft.evaluate import evaluate_checkpoint
-
-        # With a recipe the overrides are in `config` already.
-        result = evaluate_checkpoint(checkpoint, config, [] if config is not None else settings, display=display, out=out)
-    if as_json:
-        print(
-            json.dumps(
-                {
-                    "num_tasks": result.num_tasks,
-                    "metrics": result.metrics,
-                    "out": str(result.out) if result.out else None,
-                }
-            )
-        )
-        return
-    _print_metrics(result.metrics, f"{checkpoint}: {result.num_tasks} tasks")
-    if result.out:
-        Console().print(Text(f"trees: {result.out}"), soft_wrap=True)
-
-
-def _print_metrics(metrics: Mapping[str, float], title: str) -> None:
-    from treegraft.metrics import find_meaning
-
-    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 1))
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right")
-    table.add_column("meaning", style="dim")
-    for key, value in metrics.items():
-        table.add_row(Text(key), f"{value:.4g}", Text(find_meaning(key) or ""))
-    Console().print(table)
+app.command("eval")(evaluate)
 
 
 @app.command()

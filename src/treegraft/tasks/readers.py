@@ -33,7 +33,7 @@ class BadRow:
 
 
 def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
-    """Yields the rows of a file or of "hub:NAME[:SPLIT]".
+    """Yields the rows of a file or of "hub:NAME[:SPLIT]", where SPLIT may be CONFIG/SPLIT.
 
     Raises:
         SettingError: an unknown kind of file, or a package that is missing.
@@ -130,14 +130,15 @@ def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
         from datasets import load_dataset
     except ImportError as error:
         raise SettingError(f"'{spec}' needs the package datasets: {error}") from error
-    name, _, split = spec.removeprefix(HUB).partition(":")
+    name, _, place = spec.removeprefix(HUB).partition(":")
+    config, _, split = place.rpartition("/")
     try:
         # Every failure of the hub's client (no network, no such set, no such split) means the same here.
-        data = load_dataset(name, split=split or default_split)
+        data = load_dataset(name, *([config] if config else []), split=split or default_split)
     except Exception as error:
         raise DataError(
-            f"the data set '{name}' (split '{split or default_split}') could not be loaded: {error}. Expected "
-            "'hub:NAME[:SPLIT]' with the name it has on the hub, and a network or a filled cache"
+            f"the data set '{name}' (split '{place or default_split}') could not be loaded: {error}. Expected "
+            "'hub:NAME[:SPLIT]' or 'hub:NAME:CONFIG/SPLIT' with the name it has on the hub, and a network or a filled cache"
         ) from error
     for number, values in enumerate(data):
         yield Row(number, dict(values))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -48,14 +49,29 @@ _CHARACTERS = str.maketrans(
 )
 
 
+_CHOICE = re.compile(r"\(?([A-Za-z])(?:\)|\.|\):|:)?")
+"""The letter of a choice, as in multiple-choice questions: D, (D), D."""
+_IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f]")
+_IDEOGRAPHIC_PUNCTUATION = str.maketrans(
+    dict.fromkeys("\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u201c\u201d\u2018\u2019\u00b7\u2014\u2026", " ")
+)
+"""Chinese and Japanese marks that have no full-width counterpart in ASCII."""
+
+
 def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
     """Returns 1.0 where the prediction is the reference after SQuAD's normalisation, else 0.0.
 
-    Three departures, because SQuAD's normalisation was made for words: numbers, LaTeX and expressions keep their
-    punctuation ("-5" is not "5", "2x+1" is not "2x-1"); so do numbers inside text ("1.95 m" is not "195 m"); and texts
-    that normalise to nothing ("A") are compared as they are.
+    Four departures, because SQuAD's normalisation was made for English words: numbers, LaTeX and expressions keep their
+    punctuation ("-5" is not "5", "2x+1" is not "2x-1"); so do numbers inside text ("1.95 m" is not "195 m"); texts
+    that normalise to nothing ("A") are compared as they are; and in texts with Chinese or Japanese characters full-width
+    forms and that script's punctuation and spaces count as in English ones.
     """
     return _best(_exact_match_one, prediction, reference)
+
+
+def exact_match_squad(prediction: str, reference: str | Sequence[str]) -> float:
+    """Returns 1.0 for an exact match as SQuAD v1.1's evaluation script takes it (arXiv 1606.05250), else 0.0."""
+    return _best(lambda one, other: float(_normalise_squad(one) == _normalise_squad(other)), prediction, reference)
 
 
 def f1(prediction: str, reference: str | Sequence[str]) -> float:
@@ -64,6 +80,14 @@ def f1(prediction: str, reference: str | Sequence[str]) -> float:
     Lower-case, punctuation removed, the articles a, an, the removed, split at white space; 0 without a common word.
     """
     return _best(_f1_one, prediction, reference)
+
+
+def f1_characters(prediction: str, reference: str | Sequence[str]) -> float:
+    """Returns `f1`, with each Chinese or Japanese character a word of its own, as CMRC 2018's evaluation has it.
+
+    Such texts have no spaces, so that `f1` would find one word and score 0 or 1. Without them it is `f1`.
+    """
+    return _best(lambda one, other: _f1_one(_spaced(one), _spaced(other)), prediction, reference)
 
 
 def f1_papers(prediction: str, reference: str | Sequence[str]) -> float:
@@ -123,6 +147,18 @@ def _as_references(reference: str | Sequence[str]) -> tuple[str, ...]:
     return (reference,) if isinstance(reference, str) else tuple(reference)
 
 
+def _is_ideographic(text: str) -> bool:
+    return _IDEOGRAPH.search(text) is not None
+
+
+def _spaced(text: str) -> str:
+    """Sets characters of scripts without spaces apart, and writes their punctuation as ASCII; other texts stay as they are."""
+    if not _is_ideographic(text):
+        return text
+    text = unicodedata.normalize("NFKC", text).translate(_IDEOGRAPHIC_PUNCTUATION)
+    return _IDEOGRAPH.sub(lambda match: f" {match[0]} ", text)
+
+
 def _normalise_squad(text: str) -> str:
     text = "".join(character for character in text.lower() if character not in _PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
@@ -145,9 +181,14 @@ def _f1_papers_one(prediction: str, reference: str) -> float:
 
 
 def _exact_match_one(prediction: str, reference: str) -> float:
+    choices = [_CHOICE.fullmatch(text.strip()) for text in (prediction, reference)]
+    if choices[0] and choices[1]:
+        return float(choices[0][1].casefold() == choices[1][1].casefold())
     if is_mathematical(reference) or is_mathematical(prediction):
         return float(_same_text(prediction, reference))
     plain = (_TEXT_COMMAND.sub(r"\1", text) for text in (prediction, reference))
+    if _is_ideographic(prediction) and _is_ideographic(reference):
+        plain = (_spaced(text) for text in plain)
     predicted, expected = (_normalise_squad(_protect_numbers(text)) for text in plain)
     if not predicted or not expected:
         return float(_same_text(prediction, reference))
@@ -203,6 +244,7 @@ def _normalise_math(text: str) -> str:
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*\{(-?\w+)\}\s*\{(\w+)\}", r"\1/\2", text)
     text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
+    text = re.sub(r"_\{(\d+|\w)\}", r"_\1", text)
     text = re.sub(r"\\(?:left|right|big|Big|displaystyle)(?![A-Za-z])|\\[!,;: ]", "", text)
     text = re.sub(r"\^\s*\{?\\circ\}?|°", "", text)
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)

@@ -313,8 +313,11 @@ def _seconds(header: str | None) -> float:
         return 0.0
 
 
-def api_root(url: str) -> str:
+def api_root(url: str, option: str = "--agent") -> str:
     """Returns the address below which the routes lie: http://host:8000 gives http://host:8000/v1.
+
+    Args:
+        option: what the command line calls the address.
 
     Raises:
         SettingError: not a http(s) address.
@@ -325,30 +328,36 @@ def api_root(url: str) -> str:
     except ValueError:
         is_good = False
     if not is_good:
-        raise SettingError(f"--agent '{url}' is not the address of a server; expected one such as http://127.0.0.1:8000/v1")
+        raise SettingError(f"{option} '{url}' is not the address of a server; expected one such as http://127.0.0.1:8000/v1")
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
-def api_key_from(variable: str | None) -> str | None:
+def api_key_from(variable: str | None, option: str = "--api-key-env") -> str | None:
     """Returns the key in an environment variable, None where no variable is named. Raises SettingError where it is not set."""
     if variable is None:
         return None
     key = os.environ.get(variable)
     if not key:
-        raise SettingError(f"--api-key-env {variable}: that environment variable is not set; expected the server's key in it")
+        raise SettingError(f"{option} {variable}: that environment variable is not set; expected the server's key in it")
     return key
 
 
-def served_model(url: str, api_key: str | None, *, timeout_s: float = 10.0) -> str:
+def served_model(
+    url: str, api_key: str | None, *, timeout_s: float = 10.0, option: str = "--agent", model_option: str = "--model"
+) -> str:
     """Returns the one model that a server has.
+
+    Args:
+        option: what the command line calls the address.
+        model_option: what it calls the model's name.
 
     Raises:
         ModelError: the server cannot be asked, or has none or several.
     """
     import httpx
 
-    place = f"{api_root(url)}/models"
+    place = f"{api_root(url, option)}/models"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         response = httpx.get(place, headers=headers, timeout=timeout_s)
@@ -356,9 +365,9 @@ def served_model(url: str, api_key: str | None, *, timeout_s: float = 10.0) -> s
         names = [str(model["id"]) for model in response.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"--agent {url}: the server did not say what it serves ({type(error).__name__}); expected a list of models at "
-            f"{place}. Start it, correct the address, or name the model with --model."
+            f"{option} {url}: the server did not say what it serves ({type(error).__name__}); expected a list of models at "
+            f"{place}. Start it, correct the address, or name the model with {model_option}."
         ) from error
     if len(names) != 1:
-        raise ModelError(f"--agent {url} serves {', '.join(names) or 'no model'}; name one of them with --model.")
+        raise ModelError(f"{option} {url} serves {', '.join(names) or 'no model'}; name one of them with {model_option}.")
     return names[0]

@@ -1,0 +1,1 @@
+"""Evaluation suites, their scores and reports, and checks of data before any of it is used."""

@@ -1,0 +1,182 @@
+"""Where an evaluation keeps what is done, so that it goes on after Ctrl-C or a crash.
+
+    DIR/
+      eval.json            what was asked for: checkpoint, settings, sets
+      trees/NAME.jsonl     a scored tree of each item, in the order of their ends
+      judge.jsonl          verdicts of the judge
+      report.json          the numbers
+
+A line is on the disk before its item counts as done. A line that a crash cut off is dropped, and its item runs again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from treegraft.errors import CheckpointError, DataError
+from treegraft.evals.suites import EvalSet
+from treegraft.record import RunFolder, tree_from_json, tree_to_json, write_atomically
+from treegraft.types import Status, Tree
+
+FORMAT_VERSION = 1
+
+
+class EvalFolder:
+    """The files of one evaluation."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.report_path = path / "report.json"
+        self.judge_path = path / "judge.jsonl"
+        self._asked_path = path / "eval.json"
+        self._lock = RunFolder(path)
+        self._files: dict[Path, IO[bytes]] = {}
+
+    @classmethod
+    def open(cls, path: Path, asked: Mapping[str, Any], sets: Sequence[EvalSet]) -> EvalFolder:
+        """Returns a new folder, or one in which an earlier evaluation with the same settings goes on.
+
+        Args:
+            asked: settings by dotted name, plain JSON values. Sets may be added to a folder, not changed.
+
+        Raises:
+            CheckpointError: the folder is something else, was made with other settings, or another process is at work in it.
+        """
+        folder = cls(path)
+        wanted = {one.name: {"digest": one.digest, "num": len(one.tasks), "source": one.source} for one in sets}
+        if not path.exists() or all(one.name.startswith(".") for one in path.iterdir()):
+            path.mkdir(parents=True, exist_ok=True)
+            held: dict[str, Any] = {}
+        else:
+            found = folder.asked()
+            folder._refuse_other(found["asked"], asked, found["sets"], wanted)
+            held = found["sets"]
+        folder._lock.claim()
+        data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
+        write_atomically(folder._asked_path, json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+        return folder
+
+    def asked(self) -> dict[str, Any]:
+        """Returns what eval.json holds: "asked" and "sets".
+
+        Raises:
+            CheckpointError: the folder is no evaluation.
+        """
+        try:
+            data = json.loads(self._asked_path.read_text(encoding="utf-8"))
+            if data["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format version {data['format_version']}, expected {FORMAT_VERSION}")
+            return {"asked": dict(data["asked"]), "sets": dict(data["sets"])}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"'{self.path}' is not the folder of an evaluation ({error}); expected what `treegraft eval --suite` made. "
+                "Name another folder with --into."
+            ) from error
+
+    def _refuse_other(
+        self, held: Mapping[str, Any], asked: Mapping[str, Any], held_sets: Mapping[str, Any], sets: Mapping[str, Any]
+    ) -> None:
+        changed = [
+            f"{name} was {held.get(name)!r} and is now {asked.get(name)!r}"
+            for name in sorted(held.keys() | asked.keys())
+            if held.get(name) != asked.get(name)
+        ]
+        for name in sorted(held_sets.keys() & sets.keys()):
+            if held_sets[name]["digest"] != sets[name]["digest"]:
+                changed.append(f"set {name} was {_of(held_sets[name])} and is now {_of(sets[name])} with other items or order")
+        if changed:
+            raise CheckpointError(
+                f"evaluation '{self.path}' was begun with other settings: {'; '.join(changed[:5])}"
+                f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Numbers of two settings cannot be mixed: "
+                "give the same ones to go on, or name another folder with --into."
+            )
+
+    # ------------------------------------------------------------------ trees
+
+    def trees_path(self, name: str) -> Path:
+        """Returns where the trees of a set lie."""
+        return self.path / "trees" / f"{name}.jsonl"
+
+    def trees(self, name: str) -> dict[str, Tree]:
+        """Returns the trees of a set by task id, those that were run again as they last ended.
+
+        Raises:
+            DataError: a line, other than a last one that was cut off, is not a tree.
+        """
+        found: dict[str, Tree] = {}
+        for number, line in _whole_lines(self.trees_path(name)):
+            try:
+                tree = tree_from_json(line)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"'{self.trees_path(name)}', line {number}: not a recorded tree ({error!r}); expected one that this "
+                    "evaluation wrote. Remove the line, and its item runs again."
+                ) from error
+            found[tree.task.id] = tree
+        return found
+
+    def add_tree(self, name: str, tree: Tree) -> None:
+        """Writes a tree; it is on the disk when this returns."""
+        self._append(self.trees_path(name), tree_to_json(tree))
+
+    # ------------------------------------------------------------------ verdicts
+
+    def verdicts(self) -> dict[str, str]:
+        """Returns the judge's verdicts by key."""
+        rows = [json.loads(line) for _, line in _whole_lines(self.judge_path)]
+        return {row["key"]: row["verdict"] for row in rows}
+
+    def add_verdict(self, row: Mapping[str, str]) -> None:
+        """Writes a verdict: "key", "verdict", and what was asked and replied, for people."""
+        self._append(self.judge_path, json.dumps(row, ensure_ascii=True))
+
+    def write_report(self, report: Mapping[str, Any]) -> None:
+        """Writes report.json."""
+        write_atomically(self.report_path, json.dumps(report, indent=1, ensure_ascii=True) + "\n")
+
+    def close(self) -> None:
+        """Closes the files and lets other processes work here."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._lock.release()
+
+    def _append(self, path: Path, line: str) -> None:
+        if path not in self._files:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_cut_line(path)
+            self._files[path] = path.open("ab")
+        file = self._files[path]
+        file.write(line.encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_finished(tree: Tree) -> bool:
+    """Returns whether an item needs no further run: none of its trajectories was lost to a failure of ours."""
+    return all(leaf.status is not Status.FAILED for leaf in tree.leaves)
+
+
+def _of(held: Mapping[str, Any]) -> str:
+    return f"{held['num']} items of '{held['source']}'"
+
+
+def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that were written to their end, with their numbers."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.endswith(b"\n"):
+                yield number, line.decode()
+
+
+def _drop_cut_line(path: Path) -> None:
+    if path.exists():
+        data = path.read_bytes()
+        if data and not data.endswith(b"\n"):
+            os.truncate(path, data.rfind(b"\n") + 1)

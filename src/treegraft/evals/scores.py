@@ -1,0 +1,104 @@
+"""The numbers of an evaluation: what a trajectory scores, and means of them with their uncertainty."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from treegraft.interfaces import RewardFunc
+from treegraft.tasks import scoring
+from treegraft.tasks.rewards import RewardScorer
+from treegraft.types import Status, Trajectory
+
+NUM_RESAMPLES = 10_000
+"""Draws of a bootstrap."""
+_BATCH_DRAWS = 1_000_000
+"""Indices drawn at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with its 95 % bootstrap interval: Interval(mean=0.41, low=0.35, high=0.47)"""
+
+    mean: float
+    low: float
+    high: float
+
+
+def suite_scorer(deadline_s: float) -> RewardScorer:
+    """Returns what scores an evaluated tree: reward parts "em", "f1" and "match", and whether the answer is correct.
+
+    em and f1 are SQuAD's, f1 with Chinese characters as words; match is `is_correct`: exact match, or equal mathematics. The reward
+    is match.
+    """
+    functions: list[tuple[str, RewardFunc, float]] = [("em", _em, 0.0), ("f1", _f1, 0.0), ("match", _match, 1.0)]
+    return RewardScorer(functions, deadline_s=deadline_s)
+
+
+def _em(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
+    return [scoring.exact_match_squad(answer_of(one) or "", one.task.reference) if answer_of(one) else 0.0 for one in trajectories]
+
+
+def _f1(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
+    return [scoring.f1_characters(answer_of(one) or "", one.task.reference) if answer_of(one) else 0.0 for one in trajectories]
+
+
+def _match(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
+    return [float(scoring.is_correct(answer_of(one) or "", one.task.reference)) if answer_of(one) else 0.0 for one in trajectories]
+
+
+def answer_of(trajectory: Trajectory) -> str | None:
+    """Returns the answer of a completed trajectory; None for any other."""
+    return trajectory.leaf.answer if trajectory.status is Status.COMPLETED else None
+
+
+def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
+    """Returns the mean with its 95 % percentile interval over resampled items (Efron & Tibshirani, 1993, ch. 13).
+
+    `values` holds one number per item, the mean over its samples: items are what another test set would have others of.
+
+    Raises:
+        ValueError: no values.
+    """
+    return stratified_bootstrap([values], seed=seed)
+
+
+def stratified_bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:
+    """Returns the unweighted mean of the groups' means, items resampled within each group, as for the average over sets."""
+    if not groups or not all(len(group) for group in groups):
+        raise ValueError("bootstrap: got a group without values; expected at least one number each")
+    generator = np.random.default_rng(seed)
+    draws = np.mean([_resampled_means(np.asarray(group, dtype=float), generator) for group in groups], axis=0)
+    low, high = np.percentile(draws, [2.5, 97.5])
+    return Interval(float(np.mean([np.mean(group) for group in groups])), float(low), float(high))
+
+
+def _resampled_means(values: np.ndarray[Any, Any], generator: np.random.Generator) -> np.ndarray[Any, Any]:
+    rows = max(1, _BATCH_DRAWS // len(values))
+    parts = []
+    for start in range(0, NUM_RESAMPLES, rows):
+        drawn = generator.integers(0, len(values), (min(rows, NUM_RESAMPLES - start), len(values)))
+        parts.append(values[drawn].mean(axis=1))
+    return np.concatenate(parts)
+
+
+def pass_ks(num_samples: int) -> list[int]:
+    """Returns the k of pass@k that are reported: 1, 3, 5 as in the papers, and powers of two."""
+    return [k for k in sorted({1, 3, 5, *(2**n for n in range(1, 12))}) if k <= num_samples]
+
+
+def num_sampled_tokens(trajectory: Trajectory) -> int:
+    """Returns how many of its tokens the policy sampled."""
+    return sum(trajectory.sampled_mask)
+
+
+def calls_by_tool(trajectory: Trajectory) -> Mapping[str, int]:
+    """Returns the calls that were run, by tool."""
+    counts: dict[str, int] = {}
+    for content in trajectory.contents:
+        for call, _ in zip(content.calls, content.observations, strict=False):
+            counts[call.name] = counts.get(call.name, 0) + 1
+    return counts

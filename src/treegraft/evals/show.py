@@ -1,0 +1,125 @@
+"""Tables of evaluations for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from treegraft.evals.report import SetReport, SuiteReport
+from treegraft.evals.scores import Interval
+from treegraft.evals.versus import Comparison, Flip
+from treegraft.terminal import plain
+
+MAX_FLIPS = 10
+"""Items of each kind that a table names; the JSON names all."""
+
+
+def percent(value: float | None) -> str:
+    """Returns a share for people: 41.3; "-" where there is none."""
+    return "-" if value is None else f"{100 * value:.1f}"
+
+
+def interval(value: Interval) -> str:
+    """Returns a mean with its interval, in per cent: 41.3 [35.0, 47.5]"""
+    return f"{percent(value.mean)} [{percent(value.low)}, {percent(value.high)}]"
+
+
+def _table(title: str, columns: Sequence[str], num_left: int = 1) -> Table:
+    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 1), header_style="dim")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < num_left else "right", no_wrap=number > 0)
+    return table
+
+
+def print_report(report: SuiteReport, console: Console) -> None:
+    """Prints the numbers of an evaluation: scores, how trajectories ended, what they cost, levels and notes."""
+    how = f"{report.num_samples} at temperature {report.temperature:g}" if report.temperature else "greedy"
+    judged = f", judged by {report.judge_model}" if report.judge_model else ""
+    parts: list[Any] = [_scores(report, f"{report.checkpoint}: {how}{judged}"), _ends(report)]
+    if any(one.levels for one in report.sets):
+        parts.append(_levels(report.sets))
+    console.print(Group(*parts))
+    for one in report.sets:
+        for note in _notes(one):
+            console.print(Text(f"{one.name}: {note}", "dim"), soft_wrap=True)
+    if not report.is_complete:
+        console.print(Text("not all items are done; these are the numbers of those that are", "bold"), soft_wrap=True)
+
+
+def _scores(report: SuiteReport, title: str) -> Table:
+    ks = sorted({k for one in report.sets for k in one.pass_at if k > 1})
+    has_judge = report.judge_model is not None
+    columns = ["set", "by", "items", "score [95 %]", "em", "f1", "match", *(["judge"] if has_judge else [])]
+    table = _table(title, [*columns, *(f"pass@{k}" for k in ks)], 2)
+    for one in report.sets:
+        judge = [percent(one.judge)] if has_judge else []
+        shares = [percent(one.em), percent(one.f1), percent(one.match), *judge, *(percent(one.pass_at.get(k)) for k in ks)]
+        table.add_row(one.name, one.measure, str(one.num_items), interval(one.score), *shares)
+    if len(report.sets) > 1:
+        table.add_row(Text("mean", "bold"), "", "", Text(interval(report.mean), "bold"))
+    return table
+
+
+def _ends(report: SuiteReport) -> Table:
+    columns = ["", "completed", "truncated", "off format", "failed", "score if completed", "calls", "tokens", "correct/call"]
+    table = _table("", columns)
+    for one in report.sets:
+        per_call = "-" if one.correct_per_call is None else f"{one.correct_per_call:.3f}"
+        counts = [str(n) for n in (one.num_completed, one.num_truncated, one.num_violations, one.num_failed)]
+        cost = [f"{one.tool_calls_mean:.2f}", f"{one.sampled_tokens_mean:.0f}", per_call]
+        table.add_row(one.name, *counts, percent(one.score_completed), *cost)
+    return table
+
+
+def _levels(sets: Sequence[SetReport]) -> Table:
+    table = _table("", ["", "level", "items", "score [95 %]"], 2)
+    for one in sets:
+        for level, found in one.levels.items():
+            table.add_row(one.name, Text(plain(level)), str(found.num_items), interval(found.score))
+    return table
+
+
+def _notes(one: SetReport) -> list[str]:
+    notes = list(one.notes)
+    if one.num_failed:
+        notes.append(
+            f"{one.num_failed} trajectories were lost to failures of ours and count as wrong; the same command runs them again"
+        )
+    if one.judge is not None:
+        notes.append(
+            f"judge and rule differ on {one.judge_yes_rule_no + one.judge_no_rule_yes} of {one.num_judged} answers "
+            f"({one.judge_yes_rule_no} right by the judge alone, {one.judge_no_rule_yes} by the rule alone)"
+        )
+    if one.num_unparsed:
+        notes.append(f"{one.num_unparsed} replies of the judge were no verdict and count as not correct")
+    return notes
+
+
+def print_comparison(found: Comparison, console: Console) -> None:
+    """Prints two evaluations side by side, and the items that flipped."""
+    columns = ["set", "by", "items", "before", "after", "gain [95 %]", "gained", "lost"]
+    table = _table(f"before: {found.before}\nafter:  {found.after}", columns, 2)
+    for one in found.sets:
+        shares = [percent(one.before), percent(one.after), interval(one.gain)]
+        table.add_row(one.name, one.measure, str(one.num_items), *shares, str(len(one.gained)), str(len(one.lost)))
+    if len(found.sets) > 1:
+        table.add_row("mean", "", "", "", "", interval(found.gain))
+    console.print(table)
+    for one in found.sets:
+        _print_flips("gained", one.gained, console)
+        _print_flips("lost", one.lost, console)
+    for note in found.notes:
+        console.print(Text(note, "dim"), soft_wrap=True)
+
+
+def _print_flips(kind: str, flips: Sequence[Flip], console: Console) -> None:
+    for flip in flips[:MAX_FLIPS]:
+        answers = f"{plain(flip.answer_before or 'no answer', 40)} -> {plain(flip.answer_after or 'no answer', 40)}"
+        text = f"{kind} {flip.task_id}: {plain(flip.question, 60)}  {answers}  (accepted: {plain(flip.reference[0], 40)})"
+        console.print(Text(" ".join(text.split())), soft_wrap=True)
+    if len(flips) > MAX_FLIPS:
+        console.print(Text(f"... and {len(flips) - MAX_FLIPS} more {kind}; --json names all"), soft_wrap=True)
