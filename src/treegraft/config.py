@@ -197,12 +197,19 @@ class FormatSettings(Settings):
 
 
 class PythonToolSettings(Settings):
+    backend: Literal["monty", "bwrap"] = "monty"
+    """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy and sympy in a bubblewrap
+    sandbox (Linux)."""
     max_duration_s: float = Field(2.0, gt=0)
     """Execution time of one call, in seconds."""
-    max_memory_mb: int = Field(64, ge=1)
-    """Heap of one call, in MiB."""
+    max_memory_mb: int | None = Field(None, ge=1)
+    """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for "bwrap"."""
+    max_files_mb: int = Field(16, ge=1)
+    """Room for the files of one call in its private /tmp, in MiB ("bwrap")."""
+    max_threads: int = Field(16, ge=1)
+    """Threads of one call, which cannot start processes ("bwrap")."""
     num_workers: int = Field(2, ge=1)
-    """Worker processes."""
+    """Worker processes ("monty") or sandboxes ("bwrap")."""
 
 
 class SearchToolSettings(Settings):

@@ -29,6 +29,7 @@ _IDLE_CLIP = (
     "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the ratio is exactly 1 and "
     "nothing is clipped; raise one of the two"
 )
+_BACKEND = "tools.python.backend is '{c.tools.python.backend}'; add tools.python.backend=bwrap"
 _KIND = "tasks.kind is '{c.tasks.kind}'"
 
 _EXPLORERS = "explore.explorers is {c.explore.explorers}, without "
@@ -61,6 +62,8 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "model.lora.rank",
     ),
     IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
+    IdleRule("tools.python.max_files_mb", lambda c: c.tools.python.backend != "bwrap", _BACKEND),
+    IdleRule("tools.python.max_threads", lambda c: c.tools.python.backend != "bwrap", _BACKEND),
     IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
     IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),
     IdleRule("explore.entropy.", _without("entropy"), _EXPLORERS + "'entropy'"),
