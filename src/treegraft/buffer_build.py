@@ -151,13 +151,7 @@ class BufferBuild:
             require_think=config.format.require_think,
             require_boxed=config.format.require_boxed,
         )
-        toolbox = Toolbox(
-            tools,
-            deadline_s=config.tools.deadline_s,
-            max_output_chars=config.tools.max_output_chars,
-            cache=config.tools.cache,
-            max_concurrent=config.tools.max_concurrent,
-        )
+        toolbox = Toolbox.from_settings(tools, config.tools)
         scorer = RewardScorer.from_settings(config.reward)
         agent: Agent
         if self._choice.kind == "expert":

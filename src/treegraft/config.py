@@ -228,8 +228,18 @@ class ToolsSettings(Settings):
     """Output cap of one call, in characters."""
     cache: bool = True
     """Answer repeated calls of cacheable tools from memory; errors are never kept."""
+    cache_path: str = ""
+    """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded; empty for none."""
+    replay: bool = False
+    """Answer such tools' calls from cache_path alone; one that is not there fails its trajectory, saying so."""
     max_concurrent: int = Field(16, ge=1)
     """Calls under way at once."""
+    num_retries: int = Field(2, ge=0)
+    """Further tries of a call whose service failed, for remote tools."""
+    backoff_s: float = Field(0.5, ge=0)
+    """Wait before the first of them, in seconds; it doubles each time."""
+    max_calls_per_s: float | None = Field(None, gt=0)
+    """Calls of one remote tool started in a second; None for no limit."""
     python: PythonToolSettings = PythonToolSettings()
     search: SearchToolSettings = SearchToolSettings()
 

@@ -64,6 +64,8 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
     IdleRule("tools.python.max_files_mb", lambda c: c.tools.python.backend != "bwrap", _BACKEND),
     IdleRule("tools.python.max_threads", lambda c: c.tools.python.backend != "bwrap", _BACKEND),
+    IdleRule("tools.cache_path", lambda c: not c.tools.cache, "tools.cache is off"),
+    IdleRule("tools.backoff_s", lambda c: c.tools.num_retries == 0, "tools.num_retries is 0"),
     IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
     IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),
     IdleRule("explore.entropy.", _without("entropy"), _EXPLORERS + "'entropy'"),

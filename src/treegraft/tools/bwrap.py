@@ -126,36 +126,22 @@ class Sandbox:
         """
         self._limits = limits
         self._is_busy = False
-        self._messages = tempfile.TemporaryFile()
         self._control, theirs = socket.socketpair()
         self._control.settimeout(START_S)
-        as_root = os.geteuid() == 0
-        uid = _NOBODY if as_root else None
-        settings = {
-            "control": theirs.fileno(),
-            "packages": list(packages),
-            "uid": uid,
-            "cpu_s": limits.cpu_s,
-            "max_memory_mb": limits.max_memory_mb,
-            "max_files_mb": limits.max_files_mb,
-            # An ordinary user's worker counts too: it is the same user.
-            "max_threads": limits.max_threads + (1 if as_root else 2),
-            "max_output_chars": limits.max_output_chars,
-        }
-        with theirs:
-            self._process, self._first_pid = _launch(settings, as_root, theirs.fileno(), self._messages.fileno())
-        self._end = weakref.finalize(self, _end, self._process, self._control, self._first_pid)
-        try:
-            is_ready = self._control.recv(1) == READY
-        except OSError:
-            is_ready = False
-        if not is_ready:
-            self.close()
-            self._messages.seek(0)
-            said = self._messages.read().decode(errors="replace").strip().splitlines()
-            self._messages.close()
-            raise ToolUnavailable(f"the sandbox did not start: {said[-1] if said else 'bubblewrap said nothing'}.")
-        self._messages.close()
+        with tempfile.TemporaryFile() as messages:
+            with theirs:
+                settings = _settings(limits, packages, theirs.fileno())
+                self._process, self._first_pid = _launch(settings, theirs.fileno(), messages.fileno())
+            self._end = weakref.finalize(self, _end, self._process, self._control, self._first_pid)
+            try:
+                is_ready = self._control.recv(1) == READY
+            except OSError:
+                is_ready = False
+            if not is_ready:
+                self.close()
+                messages.seek(0)
+                said = messages.read().decode(errors="replace").strip().splitlines()
+                raise ToolUnavailable(f"the sandbox did not start: {said[-1] if said else 'bubblewrap said nothing'}.")
         self._control.settimeout(WATCHDOG_S)
 
     @property
@@ -310,8 +296,25 @@ class _Exchange:
         return not data
 
 
-def _launch(settings: dict[str, object], as_root: bool, control: int, messages: int) -> tuple[subprocess.Popen[bytes], int | None]:
+def _settings(limits: SandboxLimits, packages: Sequence[str], control: int) -> dict[str, object]:
+    """Returns what the worker is told."""
+    as_root = os.geteuid() == 0
+    return {
+        "control": control,
+        "packages": list(packages),
+        "uid": _NOBODY if as_root else None,
+        "cpu_s": limits.cpu_s,
+        "max_memory_mb": limits.max_memory_mb,
+        "max_files_mb": limits.max_files_mb,
+        # An ordinary user's worker counts too: it is the same user.
+        "max_threads": limits.max_threads + (1 if as_root else 2),
+        "max_output_chars": limits.max_output_chars,
+    }
+
+
+def _launch(settings: dict[str, object], control: int, messages: int) -> tuple[subprocess.Popen[bytes], int | None]:
     """Returns bubblewrap's process and the sandbox's first process; its start may still fail."""
+    as_root = settings["uid"] is not None
     info, info_end = os.pipe()
     block_end, block = os.pipe()
     command = [*_command(info_end, block_end if as_root else None), json.dumps(settings)]

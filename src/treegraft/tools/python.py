@@ -8,6 +8,7 @@ workers).
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -57,6 +58,12 @@ class PythonTool:
         # Monty's asynchronous pool aborts the interpreter at exit now and then: its threads may ask for the interpreter
         # while that shuts down. The synchronous one calls back in the calling thread only.
         self._threads: ThreadPoolExecutor | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """What results depend on beside the code."""
+        limits = f"{self.max_duration_s:g} s, {self.max_memory_mb} MB, {self.max_output_chars} characters"
+        return f"monty {importlib.metadata.version('pydantic-monty')}, {limits}"
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns what the code printed and the value of its last expression.
