@@ -131,7 +131,11 @@ class Sandbox:
         with tempfile.TemporaryFile() as messages:
             with theirs:
                 settings = _settings(limits, packages, theirs.fileno())
-                self._process, self._first_pid = _launch(settings, theirs.fileno(), messages.fileno())
+                try:
+                    self._process, self._first_pid = _launch(settings, theirs.fileno(), messages.fileno())
+                except BaseException:
+                    self._control.close()
+                    raise
             self._end = weakref.finalize(self, _end, self._process, self._control, self._first_pid)
             try:
                 is_ready = self._control.recv(1) == READY

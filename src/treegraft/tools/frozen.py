@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,18 +40,16 @@ class _StillDate(datetime.date):
 
 
 def freeze() -> None:
-    """Stops `time` and `datetime` of this process, makes sleeping take no time and seeds `random`, and NumPy where loaded.
+    """Stops `time` and `datetime` of this process and makes sleeping take no time.
 
-    For the sandbox only: it changes the modules. What asks the kernel directly (`os.urandom`, file times) is not covered.
+    For the sandbox only: it changes the modules. What asks the kernel directly (file times) is not covered.
     """
     import asyncio
-    import sys
-    import threading
+    import threading  # noqa: F401
 
     # Imported above so that threads keep the real clock; event loops get it here, else nothing would ever be due.
     running = time.monotonic
     asyncio.base_events.BaseEventLoop.time = lambda self: running()  # type: ignore[method-assign]
-    assert threading
     seconds = FROZEN_TIME.timestamp()
     for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
         setattr(time, name, lambda: seconds)
@@ -65,6 +64,13 @@ def freeze() -> None:
     _StillDate.__name__ = _StillDate.__qualname__ = "date"
     _Still.__module__ = _StillDate.__module__ = "datetime"
     datetime.datetime, datetime.date = _Still, _StillDate  # type: ignore[misc]
+
+
+def seed() -> None:
+    """Seeds `random`, and NumPy where loaded. For each child anew: `random` draws another seed in every forked process.
+
+    What asks the kernel (`os.urandom`, `secrets`) is not covered.
+    """
     random.seed(0)
     if "numpy" in sys.modules:
         numpy: Any = sys.modules["numpy"]

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from treegraft.tools.frozen import freeze
+from treegraft.tools.frozen import freeze, seed
 from treegraft.tools.seccomp import install
 from treegraft.tools.shown import show
 
@@ -251,6 +251,7 @@ def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
     sys.stdout = _text_file(1)
     sys.stderr = _text_file(2)
     warnings.simplefilter("ignore")
+    seed()
     kind, text = _outcome(code, settings["max_output_chars"])
     with suppress(BaseException):
         sys.stdout.flush()
