@@ -66,7 +66,8 @@ def main() -> None:
         importlib.import_module(package)
     if "numpy" in sys.modules:
         _warm_up()
-    builtins.exit = builtins.quit = sys.exit
+    for name in ("exit", "quit"):
+        setattr(builtins, name, sys.exit)
     freeze()
     settings["start_bytes"] = _address_space()
     gc.collect()
@@ -299,9 +300,11 @@ def _evaluate(code: str, max_chars: int) -> str:
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     tree = ast.parse(code, "<python>")
-    last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        del tree.body[-1]
     exec(compile(tree, "<python>", "exec"), module.__dict__)
-    if last is None:
+    if not isinstance(last, ast.Expr):
         return ""
     value = eval(compile(ast.Expression(last.value), "<python>", "eval"), module.__dict__)
     return "" if value is None else show(value, max_chars)

@@ -198,7 +198,7 @@ class Toolbox:
 
     async def _stored(self, tool: Tool, body: str, task: Task) -> Observation:
         """Returns the observation from disk, else from a run."""
-        if self._store is None or not getattr(tool, "fingerprint", ""):
+        if self._store is None or not getattr(tool, "fingerprint", None):
             return await self._execute(tool, body, task)
         try:
             text = await asyncio.to_thread(self._store.get, tool, body)
@@ -276,8 +276,8 @@ class Toolbox:
             return self._error(_describe(error))
 
     async def _keep_on_disk(self, tool: Tool, body: str, text: str) -> None:
-        is_kept = self._is_caching and tool.cacheable and getattr(tool, "fingerprint", "") and len(text) <= MAX_STORED_CHARS
-        if self._store is None or not is_kept:
+        is_kept = self._is_caching and tool.cacheable and bool(getattr(tool, "fingerprint", None))
+        if self._store is None or not is_kept or len(text) > MAX_STORED_CHARS:
             return
         try:
             await asyncio.to_thread(self._store.put, tool, body, text)
