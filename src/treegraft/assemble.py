@@ -103,13 +103,7 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
         tokenizer=tokenizer,
         format=form,
         max_prompt=max_prompt,
-        toolbox=Toolbox(
-            tools,
-            deadline_s=config.tools.deadline_s,
-            max_output_chars=config.tools.max_output_chars,
-            cache=config.tools.cache,
-            max_concurrent=config.tools.max_concurrent,
-        ),
+        toolbox=Toolbox.from_settings(tools, config.tools),
         engine=_build_engine(config, engine_model, tokenizer),
         scorer=scorer,
     )

@@ -148,13 +148,7 @@ class BufferBuild:
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
         format = build_format(config.format, tokenizer, tools)
-        toolbox = Toolbox(
-            tools,
-            deadline_s=config.tools.deadline_s,
-            max_output_chars=config.tools.max_output_chars,
-            cache=config.tools.cache,
-            max_concurrent=config.tools.max_concurrent,
-        )
+        toolbox = Toolbox.from_settings(tools, config.tools)
         scorer = RewardScorer.from_settings(config.reward)
         agent: Agent
         if self._choice.kind == "expert":

@@ -158,12 +158,19 @@ class FormatSettings(Settings):
 
 
 class PythonToolSettings(Settings):
+    backend: Literal["monty", "bwrap"] = "monty"
+    """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy and sympy in a bubblewrap
+    sandbox (Linux)."""
     max_duration_s: float = Field(2.0, gt=0)
     """Execution time of one call, in seconds."""
-    max_memory_mb: int = Field(64, ge=1)
-    """Heap of one call, in MiB."""
+    max_memory_mb: int | None = Field(None, ge=1)
+    """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for "bwrap"."""
+    max_files_mb: int = Field(16, ge=1)
+    """Room for the files of one call in its private /tmp, in MiB ("bwrap")."""
+    max_threads: int = Field(16, ge=1)
+    """Threads of one call, which cannot start processes ("bwrap")."""
     num_workers: int = Field(2, ge=1)
-    """Worker processes."""
+    """Worker processes ("monty") or sandboxes ("bwrap")."""
 
 
 class SearchToolSettings(Settings):
@@ -206,8 +213,18 @@ class ToolsSettings(Settings):
     """Output cap of one call, in characters."""
     cache: bool = True
     """Answer repeated calls of cacheable tools from memory; errors are never kept."""
+    cache_path: str = ""
+    """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded; empty for none."""
+    replay: bool = False
+    """Answer such tools' calls from cache_path alone; one that is not there fails its trajectory, saying so."""
     max_concurrent: int = Field(16, ge=1)
     """Calls under way at once."""
+    num_retries: int = Field(2, ge=0)
+    """Further tries of a call whose service failed, for remote tools."""
+    backoff_s: float = Field(0.5, ge=0)
+    """Wait before the first of them, in seconds; it doubles each time."""
+    max_calls_per_s: float | None = Field(None, gt=0)
+    """Calls of one remote tool started in a second; None for no limit."""
     python: PythonToolSettings = PythonToolSettings()
     search: SearchToolSettings = SearchToolSettings()
     mcp: list[McpSettings] = []

@@ -131,6 +131,12 @@ def machine() -> Iterator[Finding]:
     cards = gpus()
     torch_build = _version("torch") or ""
     note = "the installed torch is a CPU build" if cards and "+cpu" in torch_build else ""
+    bwrap = shutil.which("bwrap")
+    yield Finding(
+        "bubblewrap",
+        bwrap or "not installed",
+        note="" if bwrap else "for tools.python.backend = 'bwrap': apt-get install bubblewrap",
+    )
     yield Finding("GPU", "; ".join(cards) or "none", not note, note or ("" if cards else "everything runs on the CPU"))
 
 
@@ -326,6 +332,13 @@ def placement(config: Config) -> Iterator[Finding]:
     yield Finding("learner", f"{where}, {config.model.dtype}")
     yield Finding("engine", f"{where}, in this process" if config.engine.kind == "native" else config.engine.kind)
     for tool in config.tools.use:
+        if tool == "python" and config.tools.python.backend == "bwrap":
+            from treegraft.tools.bwrap import find_problem
+
+            problem = find_problem()
+            value = "missing" if problem else f"{config.tools.python.num_workers} bubblewrap sandboxes"
+            yield Finding("tool python", value, problem is None, problem or "")
+            continue
         workers = f"{config.tools.python.num_workers} worker processes" if tool == "python" else "in this process"
         yield Finding(f"tool {tool}", workers)
 

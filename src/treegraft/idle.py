@@ -30,6 +30,7 @@ _IDLE_CLIP = (
     "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the ratio is exactly 1 and "
     "nothing is clipped; raise one of the two"
 )
+_BACKEND = "tools.python.backend is '{c.tools.python.backend}'; add tools.python.backend=bwrap"
 _KIND = "tasks.kind is '{c.tasks.kind}'"
 _FORMAT = "format.kind is '{c.format.kind}'; add format.kind=chat"
 
@@ -64,6 +65,10 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     ),
     IdleRule("engine.pack_weights", lambda c: c.model.dtype != "bfloat16", "model.dtype is '{c.model.dtype}'"),
     IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
+    IdleRule("tools.python.max_files_mb", lambda c: c.tools.python.backend != "bwrap", _BACKEND),
+    IdleRule("tools.python.max_threads", lambda c: c.tools.python.backend != "bwrap", _BACKEND),
+    IdleRule("tools.cache_path", lambda c: not c.tools.cache, "tools.cache is off"),
+    IdleRule("tools.backoff_s", lambda c: c.tools.num_retries == 0, "tools.num_retries is 0"),
     IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
     IdleRule("format.chat_template", lambda c: c.format.kind != "chat", _FORMAT),
     IdleRule("format.template_options", lambda c: c.format.kind != "chat", _FORMAT),

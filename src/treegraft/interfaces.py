@@ -106,6 +106,10 @@ class Tool(Protocol):
 
     Raises `ToolError` for what the agent did wrong and `ToolUnavailable` for what it could not help; any other exception
     counts as the agent's (its text becomes the observation).
+
+    Two further attributes may be there: `is_remote` (True: calls are retried where the service failed, and their rate is
+    limited) and `fingerprint` (a text that changes with anything that results depend on beside the body: the results of a
+    cacheable tool with one may be kept on disk and used by other runs).
     """
 
     name: str

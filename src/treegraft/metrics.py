@@ -86,6 +86,7 @@ METRICS: Mapping[str, str] = {
     "time/tool_{name}_s": "seconds a call of this tool took, mean over calls",
     "tools/{name}_calls": "calls of this tool",
     "tools/{name}_failure_frac": "share of its calls that came back as an error",
+    "time/tool_{name}_retries": "further tries of calls whose service failed",
     "time/tool_{name}_cached_frac": "share of its calls answered from the cache (empty after a resume)",
     "warmup/loss": "supervised loss per token carrying loss, in nats",
     "warmup/skill": "share of teacher-forced steps whose call or answer the policy gets right to the letter, 0..1",

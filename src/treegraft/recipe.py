@@ -226,6 +226,8 @@ def _tasks_wrong(config: Config) -> Iterator[str]:
             f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the agent could call "
             'nothing. Name one, such as tools.use = ["python"], or say that it has none: rollout.max_tool_calls = 0.'
         )
+    if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
+        yield "tools.replay: answers come from tools.cache_path alone; name the file, and leave tools.cache on."
     if not config.reward.funcs:
         yield "reward.funcs: got none, expected at least one, such as exact_match."
     yield from _mcp_wrong(config)

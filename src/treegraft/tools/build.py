@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from treegraft.config import BUILT_IN, ToolsSettings
+from treegraft.config import BUILT_IN, PythonToolSettings, ToolsSettings
 from treegraft.errors import SettingError, nearest
 from treegraft.interfaces import Tool
 from treegraft.plugins import load_object
@@ -46,13 +46,7 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
 def _build(entry: str, settings: ToolsSettings) -> Tool:
     # Imported here: each brings a heavy package that most runs do without.
     if entry == "python":
-        from treegraft.tools.python import PythonTool
-
-        return PythonTool(
-            max_duration_s=settings.python.max_duration_s,
-            max_memory_mb=settings.python.max_memory_mb,
-            num_workers=settings.python.num_workers,
-        )
+        return _build_python(settings.python)
     if entry == "search":
         from treegraft.tools.search import SearchTool
 
@@ -63,6 +57,26 @@ def _build(entry: str, settings: ToolsSettings) -> Tool:
     raise SettingError(
         f"tools.use: there is no tool '{entry}'; known are {', '.join(known)} and import paths "
         f"'package.module:function'.{nearest(entry, known)}"
+    )
+
+
+def _build_python(settings: PythonToolSettings) -> Tool:
+    if settings.backend == "monty":
+        from treegraft.tools.python import PythonTool
+
+        return PythonTool(
+            max_duration_s=settings.max_duration_s,
+            max_memory_mb=settings.max_memory_mb or 64,
+            num_workers=settings.num_workers,
+        )
+    from treegraft.tools.sandbox import SandboxedPythonTool
+
+    return SandboxedPythonTool(
+        max_duration_s=settings.max_duration_s,
+        max_memory_mb=settings.max_memory_mb or 512,
+        max_files_mb=settings.max_files_mb,
+        max_threads=settings.max_threads,
+        num_workers=settings.num_workers,
     )
 
 

@@ -29,7 +29,7 @@ class FunctionTool:
     Its name is the tool's, the first paragraph of its docstring the description. A single `str` parameter receives the
     body as it is, a single parameter of another type the body read as JSON, several parameters the fields of a JSON
     object. A parameter annotated `Task` receives the task. `func.capability` and `func.cacheable` override "stateless"
-    and False.
+    and False; `func.is_remote` and `func.fingerprint` are taken over (see `treegraft.interfaces.Tool`).
 
         def double(number: int) -> str:
             "Doubles a number."
@@ -46,6 +46,8 @@ class FunctionTool:
             raise SettingError(f"tool '{self.name}' has no docstring; its first paragraph tells the agent its use.")
         self.capability = _capability(func, self.name)
         self.cacheable = bool(getattr(func, "cacheable", False))
+        self.is_remote = bool(getattr(func, "is_remote", False))
+        self.fingerprint = str(getattr(func, "fingerprint", ""))
         self._func = func
         self._signature = inspect.signature(func)
         annotations = _annotations(func, self._signature, self.name)

@@ -187,7 +187,7 @@ class McpServer:
 
     async def _supervise(self) -> None:
         self._supervisor = asyncio.current_task()
-        while not self._is_closing:
+        while True:
             self._changed.clear()
             try:
                 await self._connect()

@@ -8,24 +8,20 @@ workers).
 from __future__ import annotations
 
 import asyncio
-import datetime
+import importlib.metadata
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from pydantic_monty import Monty, MontyCrashedError, MontyRuntimeError, MontySyntaxError, OSPolicy, ResourceLimits
 
 from treegraft.errors import ToolError, ToolUnavailable
 from treegraft.interfaces import Capability, Signature
+from treegraft.tools.frozen import FROZEN_TIME
+from treegraft.tools.shown import NO_OUTPUT, Printed, cut, show, too_large, too_long
 from treegraft.types import Task
 
-FROZEN_TIME = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
-"""What the sandbox's clock shows."""
 WATCHDOG_S = 5.0
 """How long past its own limit a worker may stay silent before it is killed."""
-NO_OUTPUT = "(no output)"
-"""What the agent reads when its code printed nothing and ended in no value."""
 
 
 class PythonTool:
@@ -64,6 +60,12 @@ class PythonTool:
         # while that shuts down. The synchronous one calls back in the calling thread only.
         self._threads: ThreadPoolExecutor | None = None
 
+    @property
+    def fingerprint(self) -> str:
+        """What results depend on beside the code."""
+        limits = f"{self.max_duration_s:g} s, {self.max_memory_mb} MB, {self.max_output_chars} characters"
+        return f"monty {importlib.metadata.version('pydantic-monty')}, {limits}"
+
     async def __call__(self, body: str, task: Task) -> str:
         """Returns what the code printed and the value of its last expression.
 
@@ -100,13 +102,13 @@ class PythonTool:
             return self._pool, self._threads
 
     def _run(self, pool: Monty, code: str) -> str:
-        printed = _Printed(self.max_output_chars)
+        printed = Printed(self.max_output_chars)
         limits = ResourceLimits(max_feed_duration_secs=self.max_duration_s, max_memory=self.max_memory_mb * 2**20)
         policy = OSPolicy(datetime=FROZEN_TIME, timezone="utc", sleep="zero", random_start={"seed": 0})
         try:
             with pool.checkout(limits=limits, os_policy=policy) as session:
-                value = session.feed_run(code, print_callback=printed)
-            shown = "" if value is None else _show(value, self.max_output_chars)
+                value = session.feed_run(code, print_callback=lambda stream, text: printed.add(text))
+            shown = "" if value is None else show(value, self.max_output_chars)
         except MontyCrashedError as error:
             raise ToolError(self._stopped(error)) from error
         except (MontyRuntimeError, MontySyntaxError) as error:
@@ -122,85 +124,14 @@ class PythonTool:
 
     def _stopped(self, error: MontyCrashedError) -> str:
         if error.timed_out:
-            return f"TimeoutError: the code was stopped; it ran longer than {self.max_duration_s:g} s"
+            return too_long(self.max_duration_s)
         return "the code was stopped: its worker process died"
 
     def _readable(self, error: MontyRuntimeError | MontySyntaxError) -> tuple[str, bool]:
         """Returns "Type: message", and whether a limit of ours stopped the code (whose wording we make repeatable)."""
-        text = _cut(error.display("type-msg"), self.max_output_chars)
+        text = cut(error.display("type-msg"), self.max_output_chars)
         if text.startswith("TimeoutError: feed time limit exceeded"):
-            return f"TimeoutError: the code was stopped; it ran longer than {self.max_duration_s:g} s", True
+            return too_long(self.max_duration_s), True
         if text.startswith("MemoryError: ") and "memory limit" in text:
-            return f"MemoryError: the code was stopped; it needed more than {self.max_memory_mb} MB", True
+            return too_large(self.max_memory_mb), True
         return text, False
-
-
-class _Printed:
-    """Collects printed text up to a cap, and how much there was."""
-
-    def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
-        self._parts: list[str] = []
-        self._num_kept = 0
-        self._num_chars = 0
-
-    def __call__(self, stream: str, text: str) -> None:
-        kept = text[: self._max_chars - self._num_kept]
-        if kept:
-            self._parts.append(kept)
-        self._num_kept += len(kept)
-        self._num_chars += len(text)
-
-    def text(self) -> str:
-        """Returns the collected text, ending in a line break unless empty."""
-        text = "".join(self._parts)
-        if self._num_chars > self._num_kept:
-            text += f"\n[cut after {self._num_kept} of {self._num_chars} printed characters]"
-        return text if not text or text.endswith("\n") else text + "\n"
-
-
-def _cut(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
-
-
-def _show(value: Any, max_chars: int) -> str:
-    """Returns the value's repr, cut at `max_chars`; sets in sorted order, which hash seeds would shuffle."""
-    parts: list[str] = []
-    num_chars = 0
-    for part in _pieces(value):
-        parts.append(part)
-        num_chars += len(part)
-        if num_chars > max_chars:
-            return "".join(parts)[:max_chars] + f"\n[cut after {max_chars} characters]"
-    return "".join(parts)
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    kind = type(value)
-    if kind is list:
-        yield from _joined("[", value, "]")
-    elif kind is tuple:
-        yield from _joined("(", value, ",)" if len(value) == 1 else ")")
-    elif kind is dict:
-        yield "{"
-        for position, (key, entry) in enumerate(value.items()):
-            if position:
-                yield ", "
-            yield from _pieces(key)
-            yield ": "
-            yield from _pieces(entry)
-        yield "}"
-    elif kind in (set, frozenset) and value:
-        shown = "{" + ", ".join(sorted("".join(_pieces(entry)) for entry in value)) + "}"
-        yield shown if kind is set else f"frozenset({shown})"
-    else:
-        yield repr(value)
-
-
-def _joined(opening: str, values: Any, closing: str) -> Iterator[str]:
-    yield opening
-    for position, entry in enumerate(values):
-        if position:
-            yield ", "
-        yield from _pieces(entry)
-    yield closing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
@@ -42,11 +43,17 @@ class SearchTool:
         self.path = os.path.expanduser(os.path.expandvars(corpus))
         self.top_k = top_k
         self._passages = _read(self.path)
+        self._checksum = hashlib.sha256(json.dumps(self._passages).encode()).hexdigest()
         words = _words(self._passages)
         if not any(words):
             raise DataError(f"corpus '{self.path}': none of its {len(words)} rows contains a searchable word.")
         self._index = bm25s.BM25(method="lucene", backend="numpy")
         self._index.index(words, show_progress=False)
+
+    @property
+    def fingerprint(self) -> str:
+        """What results depend on beside the query."""
+        return f"bm25, top {self.top_k} of {self._checksum}"
 
     def __len__(self) -> int:
         """Returns the number of passages."""

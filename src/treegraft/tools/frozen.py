@@ -1,0 +1,87 @@
+"""The clock and the chance of the bubblewrap sandbox: the same code shall give the same output."""
+
+from __future__ import annotations
+
+import datetime
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+FROZEN_TIME = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
+"""What the clocks of both sandboxes show."""
+
+
+class _Still(datetime.datetime):
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> _Still:
+        return cls.fromtimestamp(FROZEN_TIME.timestamp(), tz)
+
+    @classmethod
+    def utcnow(cls) -> _Still:
+        return cls.now(datetime.UTC).replace(tzinfo=None)
+
+    @classmethod
+    def today(cls) -> _Still:
+        return cls.now()
+
+    def __repr__(self) -> str:
+        return f"datetime.{super().__repr__()}"
+
+
+class _StillDate(datetime.date):
+    @classmethod
+    def today(cls) -> _StillDate:
+        return cls.fromtimestamp(FROZEN_TIME.timestamp())
+
+    def __repr__(self) -> str:
+        return f"datetime.{super().__repr__()}"
+
+
+def freeze() -> None:
+    """Stops `time` and `datetime` of this process and makes sleeping take no time.
+
+    For the sandbox only: it changes the modules. What asks the kernel directly (file times) is not covered.
+    """
+    import asyncio
+    import threading  # noqa: F401
+
+    # Imported above so that threads keep the real clock; event loops get it here, else nothing would ever be due.
+    running = time.monotonic
+    asyncio.base_events.BaseEventLoop.time = lambda self: running()  # type: ignore[method-assign]
+    seconds = FROZEN_TIME.timestamp()
+    for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
+        setattr(time, name, lambda: seconds)
+        setattr(time, f"{name}_ns", lambda: int(seconds) * 10**9)
+    for name in ("gmtime", "localtime", "ctime"):
+        setattr(time, name, _at(getattr(time, name), seconds))
+    moment = time.gmtime(seconds)
+    for name, position in (("asctime", 0), ("strftime", 1)):
+        setattr(time, name, _filled(getattr(time, name), position, moment))
+    time.sleep = lambda seconds: None
+    _Still.__name__ = _Still.__qualname__ = "datetime"
+    _StillDate.__name__ = _StillDate.__qualname__ = "date"
+    _Still.__module__ = _StillDate.__module__ = "datetime"
+    datetime.datetime, datetime.date = _Still, _StillDate  # type: ignore[misc]
+
+
+def seed() -> None:
+    """Seeds `random`, and NumPy where loaded. For each child anew: `random` draws another seed in every forked process.
+
+    What asks the kernel (`os.urandom`, `secrets`) is not covered.
+    """
+    random.seed(0)
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"]
+        numpy.random.seed(0)
+        # What default_rng() asks for when it is given no seed.
+        numpy.random.bit_generator.randbits = random.Random(0).getrandbits
+
+
+def _at(func: Callable[[float], Any], seconds: float) -> Callable[..., Any]:
+    return lambda at=None: func(seconds if at is None else at)
+
+
+def _filled(func: Callable[..., Any], position: int, moment: Any) -> Callable[..., Any]:
+    return lambda *args: func(*args, *([moment] if len(args) <= position else []))
