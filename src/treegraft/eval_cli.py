@@ -72,7 +72,13 @@ def evaluate(
     """
     own = {"question-column": question_column, "reference-column": reference_column, "category-column": category_column}
     own |= {"reference-after": reference_after}
-    of_suites: dict[str, object] = {"data-dir": data_dir, "samples": samples, "temperature": temperature, "shuffle-seed": shuffle_seed, "into": into}
+    of_suites: dict[str, object] = {
+        "data-dir": data_dir,
+        "samples": samples,
+        "temperature": temperature,
+        "shuffle-seed": shuffle_seed,
+        "into": into,
+    }
     of_suites |= {"judge": judge, "judge-model": judge_model, "judge-key-env": judge_key_env}
     if compare is not None:
         _refuse("--compare", {"CHECKPOINT": checkpoint, "suite": suite, "data": data, "recipe": recipe, "num": num, "out": out})
