@@ -24,6 +24,8 @@ NUM_WORKERS = 2
 """Processes at most; they start when first needed."""
 START_DEADLINE_S = 120.0
 """Longest wait for a worker to start or to become free, in seconds."""
+WALL_FACTOR = 10.0
+"""A comparison's deadline is processor time of its worker, so that a busy machine makes nothing wrong; it may last this much longer."""
 MEMORY_OF_VERDICTS = 8192
 """Pairs whose verdict is remembered, so that one pair has one verdict however busy the machine is."""
 
@@ -57,13 +59,13 @@ class _Worker:
         """Returns the worker's verdict; None when it ran past the deadline or died: it is then of no more use."""
         stdin = self.process.stdin
         assert stdin is not None
-        request = json.dumps([prediction, reference, deadline_s + 1.0]) + "\n"
+        request = json.dumps([prediction, reference, deadline_s, WALL_FACTOR * deadline_s + 1.0]) + "\n"
         try:
             stdin.write(request.encode())
             stdin.flush()
         except OSError:
             return None
-        return self._read_word(deadline_s) or None
+        return self._read_word(WALL_FACTOR * deadline_s) or None
 
     def kill(self) -> None:
         """Ends the process and waits for its end."""
@@ -105,7 +107,7 @@ class MathPool:
             self._free.put(None)
 
     def compare(self, prediction: str, reference: str, deadline_s: float) -> str | None:
-        """Returns "equal", "different" or "unparsed"; None when no verdict came within `deadline_s` seconds.
+        """Returns "equal", "different" or "unparsed"; None when no verdict came within `deadline_s` processor seconds.
 
         Raises:
             DeadlineExceeded: no worker became free.

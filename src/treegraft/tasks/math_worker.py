@@ -1,6 +1,6 @@
 """The child process behind `math_pool`: reads pairs of answers, writes verdicts. Run by file path, never imported.
 
-One JSON array `[prediction, reference, seconds]` a line comes in on standard input, one word a line goes out: "equal",
+One JSON array `[prediction, reference, processor seconds, seconds]` a line comes in on standard input, one word a line goes out: "equal",
 "different" or "unparsed" (neither side's mathematics could be read). The end of the input ends the process.
 """
 
@@ -41,13 +41,15 @@ def main() -> None:
     _verdict("$\\frac{1}{2}$", "$0.5$")
     print("ready", flush=True)
     for line in sys.stdin:
-        prediction, reference, seconds = json.loads(line)
-        # The parent kills a late worker; should the parent itself be gone, the unhandled alarm ends this process.
+        prediction, reference, cpu_seconds, seconds = json.loads(line)
+        # Unhandled, both end this process: the first at the deadline, the second should the parent be gone.
+        signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
             verdict = _verdict(prediction, reference)
         except Exception:
             verdict = "unparsed"
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(verdict, flush=True)
 

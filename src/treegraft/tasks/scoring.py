@@ -16,7 +16,7 @@ from fractions import Fraction
 from treegraft.tasks.math_pool import shared_pool
 
 DEADLINE_S = 5.0
-"""Longest comparison of two pieces of mathematics, in seconds; past it they count as not equal."""
+"""Longest comparison of two pieces of mathematics, in processor seconds; past it they count as not equal."""
 MAX_MATH_CHARS = 2000
 """Longer texts are compared as strings only: no answer is that long, and parsing time grows faster than length."""
 
@@ -102,7 +102,7 @@ def math_equal(prediction: str, reference: str | Sequence[str], *, deadline_s: f
     """Returns whether both mean the same mathematics: "1/2" and "0.5", "x+1" and "1+x", but not "(3,4)" and "(4,3)".
 
     Plain numbers are compared as fractions: exactly, but decimals to six digits (math-verify rounds to six decimals).
-    All else goes to math-verify in a worker process; past `deadline_s` seconds the answer is False. Where nothing can
+    All else goes to math-verify in a worker process; past `deadline_s` processor seconds the answer is False. Where nothing can
     be parsed, and where the reference is no mathematics (`is_mathematical`), normalised strings are compared: parsed as
     products of symbols, "listen" would equal "silent".
 
