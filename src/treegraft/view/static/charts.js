@@ -48,8 +48,8 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
   const drawMarks = (plot) => {
     const { ctx, bbox } = plot;
     ctx.save();
-    ctx.fillStyle = css("--warn");
     for (const mark of marks) {
+      ctx.fillStyle = mark.colour ?? css("--warn");
       const at = plot.valToPos(mark.x, "x", true);
       if (at < bbox.left || at > bbox.left + bbox.width) continue;
       const r = 5 * devicePixelRatio;
@@ -58,7 +58,7 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
       ctx.lineTo(at - r, bbox.top - 1.6 * r);
       ctx.lineTo(at + r, bbox.top - 1.6 * r);
       ctx.fill();
-      ctx.globalAlpha = 0.25;
+      ctx.globalAlpha = 0.12;
       ctx.fillRect(at - devicePixelRatio / 2, bbox.top, devicePixelRatio, bbox.height);
       ctx.globalAlpha = 1;
     }

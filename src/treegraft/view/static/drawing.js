@@ -6,14 +6,14 @@ import { author, causeWords, headline, leafChip, ORIGINS, shade, STATUS_WORDS } 
 const ROW = 42;
 const TOP = 26;
 const LEFT = 26;
-const CHIP = 236;
+const CHIP = 176;
 
 const radius = (step) => Math.max(4.5, Math.min(14, 2.5 + 1.35 * Math.sqrt(step.num_tokens)));
 
 function places(tree, width) {
   const depth = Math.max(...tree.steps.map((step) => step.depth));
-  const column = Math.max(104, Math.min(210, (width - LEFT - CHIP) / Math.max(1, depth)));
-  const row = new Map(tree.leaves.map((leaf, n) => [leaf.step_id, n]));
+  const column = Math.max(92, Math.min(210, (width - LEFT - CHIP) / Math.max(1, depth)));
+  const tools = new Set(tree.steps.flatMap((step) => step.content.calls.map((call) => call.name)));
   const children = new Map();
   for (const step of tree.steps) if (step.parent !== null) children.set(step.parent, [...(children.get(step.parent) ?? []), step.id]);
   const at = new Map();
@@ -24,7 +24,7 @@ function places(tree, width) {
     const below = children.get(step.id);
     if (below) at.set(step.id, { x: LEFT + step.depth * column, y: (at.get(below[0]).y + at.get(below.at(-1)).y) / 2 });
   }
-  return { at, column, row, children, width: LEFT + depth * column + CHIP, height: TOP + ROW * next };
+  return { at, column, children, isOneTool: tools.size === 1, width: LEFT + depth * column + CHIP, height: TOP + ROW * next };
 }
 
 // Two arcs of a ring would be four numbers each; a dashed circle per origin says the same.
@@ -42,20 +42,20 @@ function ring(step, r) {
 
 function causeMark(step, column) {
   const cause = step.cause;
-  if (cause?.kind === "branch") return s("text", { class: "mark branch", x: 0, y: 24, "text-anchor": "middle" }, `⑂ ΔH ${signed(cause.entropy_change, 2)} p ${num(cause.probability, 2)}`);
+  if (cause?.kind === "branch") return s("text", { class: "mark branch", x: 0, y: 24, "text-anchor": "middle" }, `├ ΔH ${signed(cause.entropy_change, 2)} p ${num(cause.probability, 2)}`);
   if (cause?.kind === "graft") return s("text", { class: "mark graft", x: 0, y: 26, "text-anchor": "middle" }, `◆ ${flat(cause.source, Math.max(6, column / 6.5 - 9))} sim ${num(cause.similarity, 2)}`);
   return null;
 }
 
-function node(step, place, column, hasChildren) {
+function node(step, place, column, isOneTool) {
   const r = radius(step);
-  const most = Math.max(6, Math.floor((column - r - 12) / 6.1));
-  const label = step.cause === null ? "prompt" : flat(headline(step), most);
+  const most = Math.max(6, Math.floor((column - r - 14) / 6.7));
+  const label = step.cause === null ? "prompt" : flat(headline(step, isOneTool), most);
   const graft = step.cause?.kind === "graft";
   return s("g", { class: `node ${step.cause?.kind ?? "root"} by-${step.origin}`, "data-step": step.id, transform: `translate(${place.x},${place.y})`, tabindex: -1 },
     graft && s("rect", { x: -r - 4, y: -r - 4, width: 2 * r + 8, height: 2 * r + 8, rx: 3, class: "graftbox" }),
     s("circle", { r, class: "fill" }), ring(step, r),
-    s("text", { class: "label foreign", x: hasChildren ? r + 5 : r + 5, y: -6 }, label),
+    s("text", { class: "label foreign", x: r + 5, y: -6 }, label),
     causeMark(step, column));
 }
 
@@ -70,11 +70,11 @@ function leafEnd(leaf, n, place, step, column, best, scale) {
   const length = leaf.advantage === null ? 0 : (26 * Math.abs(leaf.advantage)) / scale.advantage;
   const status = leaf.status === "completed" ? "" : ` ${STATUS_WORDS[leaf.status]}`;
   return s("g", { class: `leaf ${leaf.status} ${leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : ""}`, "data-leaf": n, transform: `translate(${x},${place.y})` },
-    s("rect", { x: -4, y: -2, width: CHIP - 34, height: 18, rx: 4, class: "hit" }),
+    s("rect", { x: -4, y: -2, width: CHIP - 22, height: 18, rx: 4, class: "hit" }),
     s("text", { x: 0, y: 11, class: "leaftext" }, `${verdict} ${leaf.reward === null ? "no reward" : num(leaf.reward)}${status}${n === best ? " ★ best" : ""}`),
-    s("line", { x1: 128, x2: 128, y1: -1, y2: 15, class: "axis" }),
-    s("rect", { x: leaf.advantage >= 0 ? 128 : 128 - length, y: 2, width: length, height: 10, class: leaf.advantage >= 0 ? "gain" : "loss" }),
-    s("text", { x: 158, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
+    s("line", { x1: 92, x2: 92, y1: -1, y2: 15, class: "axis" }),
+    s("rect", { x: leaf.advantage >= 0 ? 92 : 92 - length, y: 2, width: length, height: 10, class: leaf.advantage >= 0 ? "gain" : "loss" }),
+    s("text", { x: 120, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
 }
 
 export class Drawing {
@@ -86,7 +86,7 @@ export class Drawing {
     const steps = new Map(tree.steps.map((step) => [step.id, step]));
     this.steps = steps;
     const edges = tree.steps.filter((step) => step.parent !== null).map((step) => edge(laid.at.get(step.parent), laid.at.get(step.id), step));
-    this.nodes = tree.steps.map((step) => node(step, laid.at.get(step.id), laid.column, laid.children.has(step.id)));
+    this.nodes = tree.steps.map((step) => node(step, laid.at.get(step.id), laid.column, laid.isOneTool));
     const ends = tree.leaves.map((leaf, n) => leafEnd(leaf, n, laid.at.get(leaf.step_id), steps.get(leaf.step_id), laid.column, tree.best, scale));
     this.edges = edges;
     this.ends = ends;

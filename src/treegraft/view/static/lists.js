@@ -250,8 +250,9 @@ export async function task(page, { run }, id) {
   const made = [];
   const paint = () => {
     made.splice(0).forEach((plot) => plot.destroy());
-    if (!rows.length) return;
     const x = [...new Set(rows.map((row) => Number(row.file.split("-")[1])))];
+    place.parentElement.hidden = x.length < 2;
+    if (x.length < 2) return;
     const at = (read) => x.map((u) => read(rows.find((row) => Number(row.file.split("-")[1]) === u)));
     made.push(chart(place, { x, series: [{ label: "reward", colour: runColour(0), values: at((r) => r.reward_mean), low: at((r) => r.reward_min), high: at((r) => r.reward_max), points: true }] }));
   };

@@ -66,10 +66,11 @@ export function causeWords(step) {
   return `a graft: retrieved from "${plain(cause.source)}", who wrote it on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${num(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
 }
 
-export function headline(step) {
+// `isBrief`: without the tool's name, where there is but one.
+export function headline(step, isBrief = false) {
   const { content } = step;
   if (content.answer !== null && content.answer !== undefined) return `answer ${content.answer}`;
-  if (content.calls.length) return content.calls.map((call) => `${call.name} ${call.body}`).join("; ");
+  if (content.calls.length) return content.calls.map((call) => (isBrief ? call.body.trim() : `${call.name} ${call.body}`)).join("; ");
   if (content.thought) return content.thought;
   return step.wrote ?? "";
 }

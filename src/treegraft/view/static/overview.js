@@ -2,7 +2,7 @@
 
 import { get, note, runPath, to } from "./api.js";
 import { chart, runColour, smooth, wilson } from "./charts.js";
-import { h, num, percent, plain, replace } from "./dom.js";
+import { h, num, plain, replace } from "./dom.js";
 
 const share = (value, digits) => `${num(100 * value, digits)} %`;
 const CARDS = [
@@ -145,7 +145,7 @@ export async function overview(page, { runs, query, go }) {
       replace(grid, h("p", { class: "notice" }, chosen.length ? "No update is finished yet. This page shows each one as it ends." : "No run is chosen."));
     } else {
       const x = allUpdates(shown);
-      const marks = marked.map((mark) => ({ x: mark.x, texts: mark.texts.map((text) => (shown.length > 1 ? `${mark.run}: ${text}` : text)) }));
+      const marks = marked.map((mark) => ({ x: mark.x, colour: shown.length > 1 ? colourOf(mark.run) : null, texts: mark.texts.map((text) => (shown.length > 1 ? `${mark.run}: ${text}` : text)) }));
       for (const card of CARDS) drawCard(card, shown, x, marks);
       for (const key of extra) drawCard({ title: key, keys: [[key, key]], about: meanings[key] ?? "" }, shown, x, marks);
     }

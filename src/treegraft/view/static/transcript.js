@@ -27,7 +27,7 @@ export function stepFacts(step, leaf) {
     const advantage = step.is_hard ? step.advantage : leaf?.advantage;
     facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}`}`);
   } else if (step.cause) facts.push("no loss");
-  if (step.ratio_mean !== null && step.is_learned) facts.push(`ratio ${num(step.ratio_min)} to ${num(step.ratio_max)}`);
+  if (step.ratio_mean !== null && step.is_learned) facts.push(`ratio ${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`);
   if (step.num_lesson) facts.push(`${step.num_lesson} lesson tokens`);
   return facts.join(" · ");
 }

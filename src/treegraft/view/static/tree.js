@@ -69,7 +69,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   let drawing = null;
   function draw() {
     drawing = new Drawing(tree, { width: left.clientWidth - 16, scale, onLeaf: (one) => choose(one, null), onStep: pickStep });
-    const ringLegend = h("div", { class: "ringlegend" }, h("span", null, "ring: "), ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "⑂ branch (entropy change, probability)"), h("span", { class: "graftword" }, "◆ graft (source, similarity)"), h("span", null, "bar: advantage"));
+    const ringLegend = h("div", { class: "ringlegend" }, h("span", null, "ring: "), ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch (entropy change, probability)"), h("span", { class: "graftword" }, "◆ graft (source, similarity)"), h("span", null, "bar: advantage"));
     replace(left, ringLegend, drawing.element);
     drawing.paint(overlay);
     drawing.select(leaf, step);

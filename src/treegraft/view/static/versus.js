@@ -44,7 +44,7 @@ export async function versus(page, { run, query, go }, file, n) {
   const legend = h("span", { class: "scale" });
   const chooser = (side) => {
     const made = h("select", { id: side ? "leaf-b" : "leaf-a", "aria-label": side ? "right leaf" : "left leaf", onchange: (event) => { pair[side] = Number(event.target.value); draw(); } },
-      tree.leaves.map((leaf, k) => h("option", { value: k }, `leaf ${k}: reward ${num(leaf.reward)}${k === tree.best ? " ★" : ""}${leaf.num_grafts ? " ◆" : ""}${leaf.num_branches ? " ⑂" : ""}`)));
+      tree.leaves.map((leaf, k) => h("option", { value: k }, `leaf ${k}: reward ${num(leaf.reward)}${k === tree.best ? " ★" : ""}${leaf.num_grafts ? " ◆" : ""}${leaf.num_branches ? " ├" : ""}`)));
     return made;
   };
   const choosers = [chooser(0), chooser(1)];
