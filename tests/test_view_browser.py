@@ -1,4 +1,4 @@
-"""The viewer's pages in a real headless Chromium: each view, keys, filters, addresses, following, and foreign text that stays text."""
+"""The viewer's pages in a real headless Chromium: each view, keys, filters, addresses, following, foreign text."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.viewed import copy_without_checkpoints, expert_hash, metrics_of, plain_tree, served, step, write_run, write_update
+
 from treegraft.record import RunFolder, write_trees
 from treegraft.types import Leaf, StartCause, Status, StepContent, Task, Tree
 
@@ -45,9 +45,9 @@ INJECTIONS = [
     "</pre></article></main><script>window.hacked=1</script>",
     "--><script>window.hacked=1</script><!--",
     "]]><script>window.hacked=1</script>",
-    "\"><script>window.hacked=1</script>",
+    '"><script>window.hacked=1</script>',
     "'onmouseover='window.hacked=1",
-    "\" onmouseover=\"window.hacked=1",
+    '" onmouseover="window.hacked=1',
     "` onmouseover=`window.hacked=1",
     "javascript:window.hacked=1",
     "data:text/html,<script>parent.hacked=1</script>",
@@ -91,7 +91,9 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     made.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     # Nothing leaves the machine, whatever a page says.
     foreign: list[str] = []
-    made.on("request", lambda request: None if request.url.startswith(("http://127.0.0.1:", "data:")) else foreign.append(request.url))
+    made.on(
+        "request", lambda request: None if request.url.startswith(("http://127.0.0.1:", "data:")) else foreign.append(request.url)
+    )
     yield made
     made.close()
     assert problems == [] and foreign == []
@@ -168,7 +170,9 @@ def test_filters_stand_in_the_address(page: Any, address: str) -> None:
 
 def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0")
-    assert "Best: leaf 0" in text(page, ".findings") and "Grafts: reward 1 over 1 leaves with, 0 over 3 without" in text(page, ".findings")
+    assert "Best: leaf 0" in text(page, ".findings") and "Grafts: reward 1 over 1 leaves with, 0 over 3 without" in text(
+        page, ".findings"
+    )
     assert page.locator("svg.drawing .node").count() == 9 and page.locator(".edge.branch").count() == 1
     assert "├ ΔH +0.25 p 0.63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(page, ".node.graft")
     graft = text(page, "article.step.graft")
@@ -220,7 +224,9 @@ def test_token_overlays_are_switched_by_keys_and_hovering_is_exact(page: Any, ad
 def test_side_by_side(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0/vs?a=0&b=1")
     page.wait_for_selector(".versus[data-ready='0,1']")
-    assert "They part after 9 tokens" in text(page, ".findings") and "The left one earned 1, the right one 0" in text(page, ".findings")
+    assert "They part after 9 tokens" in text(page, ".findings") and "The left one earned 1, the right one 0" in text(
+        page, ".findings"
+    )
     assert "common: 2 steps, 9 tokens" in text(page, "details.common summary") and page.locator(".step.parts").count() == 2
     page.keyboard.press("j")
     page.wait_for_selector(".versus[data-ready='0,2']")
@@ -232,7 +238,7 @@ def test_side_by_side(page: Any, address: str) -> None:
 
 def test_one_task_across_updates(page: Any, address: str) -> None:
     show(page, address, "#/r/first/task?id=t%2F1")
-    assert page.locator("#groups tbody tr").count() == 4 and "1× e3" in text(page, "#groups tbody tr:first-child")
+    assert page.locator("#groups tbody tr").count() == 4 and "1\u00d7 e3" in text(page, "#groups tbody tr:first-child")
 
 
 def test_buffer_from_a_graft_to_its_trace_and_back(page: Any, address: str) -> None:
@@ -294,7 +300,17 @@ def hostile_tree() -> Tree:
     leaves = []
     for n, foreign in enumerate(INJECTIONS):
         steps.append(step(f"0.{n}", "ss", StepContent(thought=foreign, answer=foreign), StartCause(), ids=n))
-        leaves.append(Leaf(step_id=f"0.{n}", status=Status.COMPLETED, reward=0.0, answer=foreign, is_correct=False, advantage=0.0, reward_parts={foreign: 0.0}))
+        leaves.append(
+            Leaf(
+                step_id=f"0.{n}",
+                status=Status.COMPLETED,
+                reward=0.0,
+                answer=foreign,
+                is_correct=False,
+                advantage=0.0,
+                reward_parts={foreign: 0.0},
+            )
+        )
     task = Task(id=INJECTIONS[0], question=" ".join(INJECTIONS), reference=(INJECTIONS[1],), category=INJECTIONS[2])
     return Tree(task=task, group_id=f"1/{INJECTIONS[0]}", steps=tuple(steps), leaves=tuple(leaves))
 
@@ -307,11 +323,23 @@ def test_what_models_write_is_shown_as_text(browser: Any, tmp_path: Path) -> Non
         page = browser.new_page()
         page.set_default_timeout(60_000)
         tree = "#/r/hostile/t/update-000001/0"
-        for place in ("#/r/hostile/t/update-000001", tree, f"{tree}/vs?a=1&b=2", f"{tree}?mode=tokens", "#/r/hostile/s?q=script", "#/<script>window.hacked=1</script>"):
+        for place in (
+            "#/r/hostile/t/update-000001",
+            tree,
+            f"{tree}/vs?a=1&b=2",
+            f"{tree}?mode=tokens",
+            "#/r/hostile/s?q=script",
+            "#/<script>window.hacked=1</script>",
+        ):
             show(page, address, place)
             assert page.evaluate("window.hacked") is None, place
-            assert page.locator("#page script, #page iframe, #page object, #page embed, #page style, #page link, #page base").count() == 0
-            assert page.evaluate("[...document.querySelectorAll('#page *')].every((e) => [...e.attributes].every((a) => !a.name.startsWith('on')))")
+            assert (
+                page.locator("#page script, #page iframe, #page object, #page embed, #page style, #page link, #page base").count()
+                == 0
+            )
+            assert page.evaluate(
+                "[...document.querySelectorAll('#page *')].every((e) => [...e.attributes].every((a) => !a.name.startsWith('on')))"
+            )
         for n, foreign in enumerate(INJECTIONS):
             show(page, address, f"{tree}?leaf={n}")
             shown = page.locator("article.step .part.answer pre").text_content()

@@ -45,7 +45,7 @@ _P, _S, _T, _R = Origin.PROMPT, Origin.POLICY, Origin.TOOL, Origin.RETRIEVED
 
 
 def step(step_id: str, marks: str, content: StepContent, cause: Cause | None, *, ids: int = 0, learned: bool = True) -> Step:
-    """Returns a step whose tokens are of these origins: p, s, t, r; sampled ones have entropies 0.1, 0.2, ... and ratios 1.1, 1.2, ..."""
+    """Returns a step of tokens of these origins (p, s, t, r); sampled ones have entropies 0.1, 0.2, ... and ratios 1.1, 1.2, ..."""
     origins = tuple({"p": _P, "s": _S, "t": _T, "r": _R}[mark] for mark in marks)
     numbers = [origins[: n + 1].count(_S) for n in range(len(origins))]
     is_sampled = [origin is _S for origin in origins]
@@ -104,7 +104,12 @@ def grown_tree(update: int, task: str, *, question: str = "r2 of r1 of e1 ?", an
         )
         for step_id, reward, advantage in leaf_parts
     )
-    return Tree(task=Task(id=task, question=question, reference=("e3",), category="2 hops"), group_id=f"{update}/{task}", steps=steps, leaves=leaves)
+    return Tree(
+        task=Task(id=task, question=question, reference=("e3",), category="2 hops"),
+        group_id=f"{update}/{task}",
+        steps=steps,
+        leaves=leaves,
+    )
 
 
 def plain_tree(update: int, task: str) -> Tree:
@@ -135,7 +140,12 @@ def write_tokenizer(folder: Path) -> None:
 
 def metrics_of(update: int) -> dict[str, float]:
     """Returns a line of metrics; the third update lost a trajectory."""
-    metrics = {"reward/mean": 0.1 * update, "learn/entropy": 1.0 / (update + 1), "rollout/tool_calls_mean": 1.5, "time/update_s": 3.0}
+    metrics = {
+        "reward/mean": 0.1 * update,
+        "learn/entropy": 1.0 / (update + 1),
+        "rollout/tool_calls_mean": 1.5,
+        "time/update_s": 3.0,
+    }
     metrics |= {"time/rollout_s": 2.0, "time/learn_s": 0.5, "rollout/failed_frac": 0.25 if update == 3 else 0.0}
     metrics |= {"branch/num_branches": 1.0, "rollout/num_trajectories": 4.0, "graft/hybrid_frac": 0.25}
     return metrics | ({"eval/accuracy": 0.5} if update % 2 == 0 else {})

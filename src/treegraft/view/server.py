@@ -84,8 +84,8 @@ class Guard:
 
 
 def is_own_name(header: str, host: str) -> bool:
-    """Returns whether a Host header names this server: "localhost", the `host` it was started for, or an address in figures that
-    it can have been reached by (loopback, or any where it was opened beyond loopback). A name that others control is none of them."""
+    """Returns whether a Host header names this server: "localhost", the `host` it was started for, or an address in figures
+    that it can have been reached by (loopback; any where it was opened beyond loopback). A name that others control is none."""
     name = header.strip().lower()
     if name.startswith("["):
         name, _, rest = name[1:].partition("]")

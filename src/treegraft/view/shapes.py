@@ -190,7 +190,7 @@ def draw(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def path_tokens(tree: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Returns the steps of a leaf's path with their tokens' columns; scores stand for sampled tokens only, None where not recorded."""
+    """Returns the steps of a leaf's path with their tokens' columns; scores are of sampled tokens only, None where not recorded."""
     leaf = tree["leaves"][number]
     found = []
     for step in _paths(tree)[number]:

@@ -94,7 +94,8 @@ class Shelf:
             ).fetchone()
             (evicted,) = connection.execute("SELECT count(*) FROM traces WHERE evicted_at IS NOT NULL").fetchone()
             sources = connection.execute(
-                "SELECT source, count(*) AS num, avg(reward) AS reward FROM traces WHERE evicted_at IS NULL GROUP BY source ORDER BY source"
+                "SELECT source, count(*) AS num, avg(reward) AS reward FROM traces WHERE evicted_at IS NULL "
+                "GROUP BY source ORDER BY source"
             ).fetchall()
             (encoder,) = connection.execute("SELECT value FROM meta WHERE name = 'encoder'").fetchone() or ("",)
         return {
