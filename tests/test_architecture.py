@@ -20,7 +20,11 @@ SOURCE = ROOT / "src" / "treegraft"
 ONLY = {
     "algo": ("algo", "types", "errors"),
     "explore": ("explore", "types", "errors", "keyed", "interfaces", "algo.arpo"),
-    "view": ("view", "types", "errors", "record", "metrics", "config", "recipe", "interfaces"),
+    # The buffer's file is read by its own layout and searched with its own encoder; both are found where they are defined.
+    "view": (
+        *("view", "types", "errors", "record", "metrics", "config", "recipe", "interfaces"),
+        *("terminal", "traces.store", "traces.embed"),
+    ),
     "types": (),
     "errors": (),
     "config": ("errors",),

@@ -1,4 +1,4 @@
-"""The command line: `treegraft train | sft | eval | run | data | buffer | config | doctor`.
+"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
 or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
@@ -166,6 +166,35 @@ def compare(
         shown = [("" if value is None else f"{value:.1%}" if name.startswith("update") else f"{value:,.0f}") for value in values]
         table.add_row(Text(name), *shown)
     Console().print(table)
+
+
+@app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; running ones are followed.")],
+    host: Annotated[str, typer.Option(help="Where to listen; beyond loopback others can read the runs.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the pages in the default browser.")] = True,
+    buffer: Annotated[Path | None, typer.Option(metavar="FILE", help="A Step-Trace Buffer outside the run folder.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print to the terminal instead.")] = False,
+    update: Annotated[int | None, typer.Option(min=1, help="With --text: this update; else the newest.")] = None,
+    evaluation: Annotated[int | None, typer.Option("--eval", min=0, help="With --text: the evaluation after this update.")] = None,
+    group: Annotated[int | None, typer.Option(min=0, help="With --text: this tree, from 0.")] = None,
+    leaf: Annotated[int | None, typer.Option(min=0, help="With --text: this trajectory of it, from 0.")] = None,
+) -> None:
+    """Look at runs: charts, trees, tokens, the buffer.
+
+    In a browser, or with --text in the terminal.
+    """
+    from treegraft.view.command import view_pages, view_text
+
+    chosen = {"--update": update, "--eval": evaluation, "--group": group, "--leaf": leaf}
+    if text:
+        view_text(runs, update, evaluation, group, leaf)
+        return
+    typed = [name for name, value in chosen.items() if value is not None]
+    if typed:
+        raise SettingError(f"command line: {typed[0]} would have no effect without --text.")
+    view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
 
 
 @app.command("config")

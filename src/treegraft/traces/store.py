@@ -166,7 +166,7 @@ class TraceFile:
         """Returns the trace of a row of `COLUMNS`. Raises DataError for one that does not parse."""
         key, value, reward, source, task_id, position, terminal, trajectory, version = row
         try:
-            content = _content(json.loads(value))
+            content = content_from_json(json.loads(value))
             text = json.loads(key)
         except (ValueError, TypeError, KeyError) as error:
             raise self.damage(f"a stored trace does not parse: {error}") from error
@@ -230,7 +230,8 @@ def trace_row(trace: Trace) -> tuple[Any, ...]:
     )
 
 
-def _content(value: Any) -> str | StepContent:
+def content_from_json(value: Any) -> str | StepContent:
+    """Returns the value of a trace from the JSON that is stored for it. Raises KeyError, TypeError: it is something else."""
     if isinstance(value, str):
         return value
     return StepContent(

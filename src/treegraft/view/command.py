@@ -1,0 +1,75 @@
+"""`treegraft view`: the viewer in a browser, or the same in a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+import webbrowser
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from treegraft.errors import SettingError
+from treegraft.view.runs import open_runs
+from treegraft.view.text import pick_file, show
+
+
+def view_text(paths: list[Path], update: int | None, evaluation: int | None, group: int | None, leaf: int | None) -> None:
+    """Prints the list of an update's groups, a tree, or a trajectory.
+
+    Raises:
+        SettingError: several runs, or options that do not go together.
+        DataError: there is no such update, group or leaf.
+    """
+    if len(paths) != 1:
+        raise SettingError(f"--text shows one run; got {len(paths)}. Compare runs with: treegraft compare")
+    if update is not None and evaluation is not None:
+        raise SettingError("--update and --eval both say which trees; give one of them")
+    if leaf is not None and group is None:
+        raise SettingError(f"--leaf {leaf} needs --group, the tree that the leaf is of")
+    (run,) = open_runs(paths).values()
+    file = pick_file(run, update, evaluation)
+    console = Console()
+    console.print(show(run, file, group, leaf))
+    if group is None:
+        which = f"--update {int(file.split('-')[1])}" if file.startswith("update") else f"--eval {int(file.split('-')[1])}"
+        console.print(Text(f"one tree: treegraft view {paths[0]} --text {which} --group 0", style="dim"), soft_wrap=True)
+
+
+def view_pages(paths: list[Path], host: str, port: int, *, opens_browser: bool, buffer: Path | None) -> None:
+    """Serves the pages until Ctrl-C, and prints where.
+
+    Raises:
+        SettingError: the address cannot be had, or the packages are missing.
+        CheckpointError: one of the paths is no run folder.
+    """
+    # A buffer's encoder is loaded from this machine or not at all.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        from treegraft.view.server import address_of, build_app, is_loopback, listen, serve
+    except ImportError as error:
+        raise SettingError(
+            f"the viewer needs the package '{error.name}', which is not installed; run: pip install 'treegraft[web]'. "
+            "Without it: treegraft view RUN --text"
+        ) from error
+    if buffer is not None and not buffer.expanduser().is_file():
+        raise SettingError(f"--buffer {buffer}: there is no such file; expected a Step-Trace Buffer")
+    runs = open_runs(paths)
+    app = build_app(runs, host=host, buffer=None if buffer is None else buffer.expanduser().resolve())
+    made = listen(host, port)
+    address = address_of(made, host)
+
+    def on_ready() -> None:
+        print(f"viewer at {address}  (Ctrl-C ends it)", flush=True)
+        if not is_loopback(host):
+            print(
+                f"warning: it listens on {host}; whoever reaches this machine there can read these runs",
+                file=sys.stderr,
+                flush=True,
+            )
+        if opens_browser:
+            webbrowser.open(address)
+
+    serve(app, made, on_ready)
+    print("viewer ended", flush=True)

@@ -1,0 +1,86 @@
+"""Token ids as pieces of text, by the tokenizer that lies in the run's checkpoints."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+_UNKNOWN = "\ufffd"
+_LONGEST = 8
+"""Tokens that may make one character together."""
+
+
+class Pieces:
+    """The texts of tokens of one run. A copied folder without checkpoints has none; then ids are all there is to show."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._checkpoints = run_dir / "checkpoints"
+        self._lock = threading.Lock()
+        self._loaded: Tokenizer | None = None
+        self._known: dict[int, str] = {}
+
+    def _tokenizer(self) -> Tokenizer | None:
+        """The tokenizer never changes within a run; a live one has its first checkpoint after a while."""
+        if self._loaded is None:
+            inside = self._checkpoints.resolve()
+            for path in sorted(self._checkpoints.glob("*/tokenizer.json")):
+                if path.resolve().is_relative_to(inside):
+                    self._loaded = Tokenizer.from_file(str(path))
+                    break
+        return self._loaded
+
+    @property
+    def is_there(self) -> bool:
+        """Whether texts can be shown."""
+        with self._lock:
+            return self._tokenizer() is not None
+
+    def of(self, token_ids: Sequence[int]) -> list[str] | None:
+        """Returns one text per token, None without a tokenizer.
+
+        Where several tokens make one character, the first gets it and the others are empty.
+        """
+        with self._lock:
+            tokenizer = self._tokenizer()
+            if tokenizer is None:
+                return None
+            missing = sorted({token for token in token_ids if token not in self._known})
+            self._known.update((token, self._alone(tokenizer, token)) for token in missing)
+            texts = [self._known[token] for token in token_ids]
+            place = 0
+            while place < len(texts):
+                if _UNKNOWN in texts[place]:
+                    place += self._join(tokenizer, token_ids, texts, place)
+                else:
+                    place += 1
+            return texts
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of tokens together, with special ones; ids where there is no tokenizer."""
+        with self._lock:
+            tokenizer = self._tokenizer()
+            if tokenizer is None:
+                return " ".join(f"#{token}" for token in token_ids)
+            return str(tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _alone(self, tokenizer: Tokenizer, token: int) -> str:
+        text = str(tokenizer.decode([token], skip_special_tokens=False))
+        raw = tokenizer.id_to_token(token)
+        if tokenizer.decoder is None:
+            # Without a decoder pieces are joined by spaces.
+            return f"{text} "
+        # A decoder of whole texts strips the space that begins a word.
+        return f" {text}" if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text
+
+    @staticmethod
+    def _join(tokenizer: Tokenizer, token_ids: Sequence[int], texts: list[str], place: int) -> int:
+        """Puts a character of several tokens where it begins; returns how many tokens were dealt with."""
+        for count in range(2, min(_LONGEST, len(texts) - place) + 1):
+            joined = str(tokenizer.decode(list(token_ids[place : place + count]), skip_special_tokens=False))
+            if _UNKNOWN not in joined:
+                texts[place : place + count] = [joined] + [""] * (count - 1)
+                return count
+        return 1

@@ -1,0 +1,173 @@
+"""Lists and searches: which trees match, newest first, a part at a time so that no answer takes long."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from treegraft.view.runs import Run, TreeFile
+from treegraft.view.shapes import summarise, texts
+
+MAX_FOUND = 100
+"""Trees of one answer; a further one is asked for with its cursor."""
+BUDGET_S = 1.0
+"""Longest work on one answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which trees are wanted; a leaf must meet all conditions on leaves at once. None and "" ask for nothing."""
+
+    text: str = ""
+    """Occurs, in whatever case, in a question, thought, call, result, answer or error."""
+    status: str = ""
+    """Some leaf ended so."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    min_tokens: int | None = None
+    """Length of a leaf's path."""
+    max_tokens: int | None = None
+    has_error: bool | None = None
+    """A tool call of the agent failed."""
+    has_graft: bool | None = None
+    has_branch: bool | None = None
+    is_mixed: bool | None = None
+    """The leaves' rewards differ, so that there is something to learn."""
+
+    def of_leaf(self, leaf: dict[str, Any]) -> bool:
+        """Returns whether a leaf meets the conditions on leaves."""
+        reward, tokens = leaf["reward"], leaf["num_tokens"]
+        limits = (
+            (self.min_reward, reward, lambda a, b: b >= a),
+            (self.max_reward, reward, lambda a, b: b <= a),
+            (self.min_tokens, tokens, lambda a, b: b >= a),
+            (self.max_tokens, tokens, lambda a, b: b <= a),
+        )
+        wanted = (
+            (self.has_error, leaf["num_errors"]),
+            (self.has_graft, leaf["num_grafts"]),
+            (self.has_branch, leaf["num_branches"]),
+        )
+        return (
+            (not self.status or leaf["status"] == self.status)
+            and all(limit is None or (value is not None and holds(limit, value)) for limit, value, holds in limits)
+            and all(flag is None or bool(count) is flag for flag, count in wanted)
+        )
+
+    def of_group(self, group: dict[str, Any]) -> list[int]:
+        """Returns the leaves that match, none where the group does not."""
+        is_mixed = group["reward_min"] != group["reward_max"]
+        if self.is_mixed is not None and is_mixed is not self.is_mixed:
+            return []
+        return [n for n, leaf in enumerate(group["leaves"]) if self.of_leaf(leaf)]
+
+
+def _needle(text: str) -> Callable[[bytes], bool]:
+    """Returns a test on the raw line that never misses what `_says` would find."""
+    wanted = text.lower()
+    # Lines hold characters as they are, or escaped where one line has a lone surrogate; letters beyond ASCII change their case in
+    # ways that bytes do not follow. Those lines are parsed.
+    if not wanted.isascii():
+        return lambda line: True
+    escaped = json.dumps(wanted)[1:-1].encode()
+    return lambda line: escaped in line.lower()
+
+
+def _says(tree: dict[str, Any], text: str) -> str | None:
+    """Returns the place where a text occurs, with what stands around it; None where it does not."""
+    wanted = text.lower()
+    for said in texts(tree):
+        place = said.lower().find(wanted)
+        if place >= 0:
+            first = max(0, place - 60)
+            return ("…" if first else "") + said[first : place + len(wanted) + 60]
+    return None
+
+
+def _candidates(run: Run, wanted: Filter, file: TreeFile, first: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """Gives each tree of a file with its summary, None for one that does not match."""
+    if not wanted.text:
+        for group in run.groups(file.name)[first:]:
+            yield int(group["n"]), group
+        return
+    may_match = _needle(wanted.text)
+    for number, line in run.raw_lines(file.name, first):
+        tree = json.loads(line) if may_match(line) else None
+        snippet = None if tree is None else _says(tree, wanted.text)
+        found = None if tree is None or snippet is None else summarise(tree) | {"file": file.name, "n": number, "snippet": snippet}
+        yield number, found
+
+
+def find(run: Run, wanted: Filter, *, file: str = "", cursor: str = "", kinds: str = "update") -> dict[str, Any]:
+    """Returns the trees that match, and where to go on.
+
+    Args:
+        file: look into this file only, in its order; else newest first.
+        cursor: "FILE:NUMBER" of an earlier answer.
+        kinds: "update", "eval" or "all" files.
+
+    Returns:
+        groups: summaries with `matches`, the leaves that match.
+        cursor: None when everything was seen.
+        num_seen, num_files: how far it came.
+    """
+    files = [
+        one for one in run.files() if (one.name == file if file else kinds in ("all", "update" if one.kind == "update" else "eval"))
+    ]
+    files = files if file else files[::-1]
+    name, _, number = cursor.partition(":")
+    names = [one.name for one in files]
+    place = names.index(name) if name in names else 0
+    first = int(number) if name in names and number.isdigit() else 0
+    began, groups = time.monotonic(), list[dict[str, Any]]()
+    for index in range(place, len(files)):
+        for n, group in _candidates(run, wanted, files[index], first):
+            matches = [] if group is None else wanted.of_group(group)
+            if group is not None and matches:
+                groups.append(group | {"matches": matches})
+            is_over = not file and (len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S)
+            if is_over:
+                return {"groups": groups, "cursor": f"{files[index].name}:{n + 1}", "num_seen": index, "num_files": len(files)}
+        first = 0
+    return {"groups": groups, "cursor": None, "num_seen": len(files), "num_files": len(files)}
+
+
+def task_history(run: Run, task_id: str) -> list[dict[str, Any]]:
+    """Returns the summaries of all trees of a task, in order of updates."""
+    return [summarise(run.tree(file.name, n)) | {"file": file.name, "n": n} for file, n in run.with_task(task_id)]
+
+
+def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any]:
+    """Returns where a trace of the buffer was grafted: file, tree, steps and the leaves below, newest first; a part at a time."""
+    needle = json.dumps(content_hash).encode()
+    files = run.files()[::-1]
+    names = [one.name for one in files]
+    place = names.index(cursor) if cursor in names else 0
+    began, found = time.monotonic(), list[dict[str, Any]]()
+    for index in range(place, len(files)):
+        if found and (time.monotonic() - began > BUDGET_S or len(found) >= MAX_FOUND):
+            return {"grafts": found, "cursor": files[index].name}
+        for number, line in run.raw_lines(files[index].name):
+            if needle in line:
+                found += _places(json.loads(line), content_hash, files[index].name, number)
+    return {"grafts": found, "cursor": None}
+
+
+def _places(tree: dict[str, Any], content_hash: str, file: str, number: int) -> Iterator[dict[str, Any]]:
+    for step in tree["steps"]:
+        cause = step["cause"]
+        if cause is None or cause["kind"] != "graft" or cause.get("content_hash") != content_hash:
+            continue
+        below = [(n, leaf) for n, leaf in enumerate(tree["leaves"]) if f"{leaf['step_id']}.".startswith(f"{step['id']}.")]
+        yield {
+            "file": file,
+            "n": number,
+            "step": step["id"],
+            "question": tree["task"]["question"],
+            "similarity": cause["similarity"],
+            "leaves": [n for n, _ in below],
+            "rewards": [leaf["reward"] for _, leaf in below],
+        }

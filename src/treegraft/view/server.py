@@ -1,0 +1,378 @@
+"""The viewer's server: JSON about run folders, and the pages that show it. GET only, nothing is ever written.
+
+    Browser  --GET /api/...-->  this server  --reads-->  the run folders that were named
+
+Foreign names in the Host header are refused, so that a page on the internet cannot read runs through a name that it points here
+(DNS rebinding). Files are served by name from a list, never by path, and what models wrote goes out as JSON alone.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import math
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from treegraft.errors import DataError, ModelError, SettingError, TreegraftError
+from treegraft.metrics import METRICS, find_meaning
+from treegraft.view.health import warnings_of
+from treegraft.view.pieces import Pieces
+from treegraft.view.query import Filter, find, grafts_of, task_history
+from treegraft.view.runs import Run
+from treegraft.view.shapes import draw, path_tokens
+from treegraft.view.shelf import Shelf
+
+CONTENT_SECURITY_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+"""No inline script, no foreign address, and no text that ever becomes markup: the browser refuses it even if a page tried."""
+HEADERS = {
+    "content-security-policy": CONTENT_SECURITY_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+    "cache-control": "no-store",
+}
+_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+
+
+class Guard:
+    """Lets through GET requests to names of this machine, and puts the safety headers on every answer."""
+
+    def __init__(self, app: ASGIApp, host: str) -> None:
+        self._app, self._host = app, host
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+
+        async def send_guarded(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
+                message = {**message, "headers": [*message["headers"], *extra]}
+            await send(message)
+
+        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        if len(hosts) != 1 or not is_own_name(hosts[0], self._host):
+            refusal = Response("refused: this viewer answers to names of its own machine only", 421, media_type="text/plain")
+            await refusal(scope, receive, send_guarded)
+        elif scope["method"] not in ("GET", "HEAD"):
+            await Response("refused: this viewer only reads", 405, media_type="text/plain")(scope, receive, send_guarded)
+        else:
+            await self._app(scope, receive, send_guarded)
+
+
+def is_own_name(header: str, host: str) -> bool:
+    """Returns whether a Host header names this server: "localhost", the `host` it was started for, or an address in figures
+    that it can have been reached by (loopback; any where it was opened beyond loopback). A name that others control is none."""
+    name = header.strip().lower()
+    if name.startswith("["):
+        name, _, rest = name[1:].partition("]")
+        if rest and not (rest.startswith(":") and rest[1:].isdigit()):
+            return False
+    elif name.count(":") == 1:
+        name, _, port = name.partition(":")
+        if not port.isdigit():
+            return False
+    if name in ("localhost", host.lower()):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return not is_loopback(host) and name == socket.gethostname().lower()
+    return address.is_loopback or not is_loopback(host)
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches a server that listens there."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no NaN."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list | tuple) else value
+
+
+def _json(data: Any, status: int = 200) -> Response:
+    try:
+        text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        body = text.encode()
+    except UnicodeEncodeError:  # lone surrogates, which exist in no encoding
+        body = json.dumps(_finite(data), separators=(",", ":")).encode()
+    except ValueError:
+        return _json(_finite(data), status)
+    return Response(body, status, media_type="application/json")
+
+
+@cache
+def _static() -> dict[str, tuple[bytes, str]]:
+    """Every file of the pages with its type, by the path under which it is served."""
+    root = resources.files("treegraft.view").joinpath("static")
+    found: dict[str, tuple[bytes, str]] = {}
+    folders = [("", root)]
+    while folders:
+        prefix, folder = folders.pop()
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                folders.append((f"{prefix}{entry.name}/", entry))
+            elif (kind := _TYPES.get(Path(entry.name).suffix)) is not None:
+                found[f"{prefix}{entry.name}"] = (entry.read_bytes(), kind)
+    return found
+
+
+def _page(request: Request) -> Response:
+    path = request.path_params.get("path") or "index.html"
+    if path not in _static():
+        return Response("not found", 404, media_type="text/plain")
+    body, kind = _static()[path]
+    return Response(body, media_type=kind)
+
+
+def _number(request: Request, name: str) -> float | None:
+    text = request.query_params.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise SettingError(f"{name}: got '{text:.40}', expected a number") from error
+
+
+def _flag(request: Request, name: str) -> bool | None:
+    return {"1": True, "0": False}.get(request.query_params.get(name, ""))
+
+
+def _whole(request: Request, name: str) -> int | None:
+    value = _number(request, name)
+    return None if value is None or not math.isfinite(value) else int(value)
+
+
+class Api:
+    """What the pages ask for. Its methods run in threads, since all of them read files."""
+
+    def __init__(self, runs: Mapping[str, Run], buffer: Path | None = None) -> None:
+        self._runs = dict(runs)
+        self._pieces = {name: Pieces(run.path) for name, run in self._runs.items()}
+        self._shelves = {name: Shelf(run.path, buffer) for name, run in self._runs.items()}
+
+    def _run(self, request: Request) -> Run:
+        name = request.path_params["run"]
+        if name not in self._runs:
+            raise DataError(f"there is no run '{name:.80}'; expected one of {', '.join(self._runs)}")
+        return self._runs[name]
+
+    def runs(self, request: Request) -> Any:
+        """The runs that were named, with what changes while they write."""
+        return [{"name": name, "path": str(run.path), **run.state()} for name, run in self._runs.items()]
+
+    def run(self, request: Request) -> Any:
+        """One run: its settings, its files of trees, and what can be shown of it."""
+        run = self._run(request)
+        files = [{"name": f.name, "kind": f.kind, "update": f.update, "size": f.size} for f in run.files()]
+        return {
+            "name": run.name,
+            "config": run.config(),
+            "files": files,
+            "has_texts": self._pieces[run.name].is_there,
+            **run.state(),
+        }
+
+    def metrics(self, request: Request) -> Any:
+        """Metrics from line `first` on, with warnings; all of them where the era is another."""
+        run = self._run(request)
+        era, lines = run.metrics()
+        warnings = warnings_of(lines)
+        first = _whole(request, "first") or 0
+        if _whole(request, "era") not in (None, era):
+            first = 0
+        evaluations = [file for file in run.files() if file.kind != "update"]
+        num_eval = run.num_trees(evaluations[0].name) if evaluations else None
+        return {
+            "era": era,
+            "first": first,
+            "lines": [line | {"warnings": found} for line, found in zip(lines[first:], warnings[first:], strict=True)],
+            "num_eval": num_eval or run.config().get("tasks", {}).get("num_eval"),
+        }
+
+    def meanings(self, request: Request) -> Any:
+        """What each metric means."""
+        asked = request.query_params.getlist("key")
+        return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
+
+    def groups(self, request: Request) -> Any:
+        """Trees that match, of one file or of all."""
+        asked = request.query_params
+        wanted = Filter(
+            text=asked.get("q", "")[:500],
+            status=asked.get("status", ""),
+            min_reward=_number(request, "min_reward"),
+            max_reward=_number(request, "max_reward"),
+            min_tokens=_whole(request, "min_tokens"),
+            max_tokens=_whole(request, "max_tokens"),
+            has_error=_flag(request, "error"),
+            has_graft=_flag(request, "graft"),
+            has_branch=_flag(request, "branch"),
+            is_mixed=_flag(request, "mixed"),
+        )
+        kinds = asked.get("kinds", "update")
+        return find(self._run(request), wanted, file=asked.get("file", ""), cursor=asked.get("cursor", ""), kinds=kinds)
+
+    def tree(self, request: Request) -> Any:
+        """One tree as it is drawn, with its neighbours in the file."""
+        run, name, number = self._run(request), request.path_params["file"], request.path_params["n"]
+        raw = run.tree(name, number)
+        pieces = self._pieces[run.name]
+        drawn = draw(raw) | {"file": name, "n": number, "num_trees": run.num_trees(name), "has_texts": pieces.is_there}
+        for step, recorded in zip(drawn["steps"], raw["steps"], strict=True):
+            # What the format could not read is shown to the letter.
+            says_nothing = not any(recorded["content"][part] for part in ("thought", "calls", "observations", "answer"))
+            if recorded["violation"] is not None or says_nothing:
+                step["wrote"] = pieces.decode(recorded["token_ids"])
+        return drawn
+
+    def tokens(self, request: Request) -> Any:
+        """The tokens of one path, with every column that was recorded."""
+        run, name, number = self._run(request), request.path_params["file"], request.path_params["n"]
+        tree, leaf = run.tree(name, number), _whole(request, "leaf") or 0
+        if not 0 <= leaf < len(tree["leaves"]):
+            raise DataError(f"'{name}', tree {number} has {len(tree['leaves'])} leaves; there is no leaf {leaf}")
+        steps = path_tokens(tree, leaf)
+        for step in steps:
+            step["texts"] = self._pieces[run.name].of(step["token_ids"])
+        return {"leaf": leaf, "steps": steps}
+
+    def task(self, request: Request) -> Any:
+        """One task across updates and evaluations."""
+        return task_history(self._run(request), request.query_params.get("id", ""))
+
+    def buffer(self, request: Request) -> Any:
+        """What is in the buffer, and a page of traces: those that say something, or those nearest to a history."""
+        shelf, asked = self._shelves[self._run(request).name], request.query_params
+        stats = shelf.stats()
+        if not stats["is_there"]:
+            return {"stats": stats, "total": 0, "offset": 0, "rows": []}
+        text, source = asked.get("q", "")[:4000], asked.get("source", "")
+        if asked.get("near") == "1" and text.strip():
+            return {"stats": stats} | shelf.nearest(text, source=source, allow_terminal=_flag(request, "terminal") is not False)
+        offset = max(0, _whole(request, "offset") or 0)
+        return {"stats": stats} | shelf.browse(
+            text=text, source=source, task=asked.get("task", ""), order=asked.get("order", "stored"), offset=offset
+        )
+
+    def trace(self, request: Request) -> Any:
+        """One trace with its trajectory."""
+        return self._shelves[self._run(request).name].trace(request.path_params["hash"])
+
+    def grafts(self, request: Request) -> Any:
+        """Where a trace was grafted."""
+        return grafts_of(self._run(request), request.path_params["hash"], cursor=request.query_params.get("cursor", ""))
+
+
+def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    def answer(request: Request) -> Response:
+        try:
+            return _json(method(request))
+        except (DataError, SettingError) as error:
+            return _json({"error": str(error)}, 404)
+        except (ModelError, TreegraftError) as error:
+            return _json({"error": str(error)}, 409)
+
+    return answer
+
+
+def build_app(runs: Mapping[str, Run], *, host: str = "127.0.0.1", buffer: Path | None = None) -> ASGIApp:
+    """Returns the viewer as an ASGI application.
+
+    Args:
+        runs: by name, from `open_runs`.
+        host: where it listens, for the check of the Host header.
+        buffer: a Step-Trace Buffer outside the run folders to show with them; None for the runs' own.
+    """
+    api = Api(runs, buffer)
+    paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
+        ("/api/runs", api.runs),
+        ("/api/meanings", api.meanings),
+        ("/api/runs/{run}", api.run),
+        ("/api/runs/{run}/metrics", api.metrics),
+        ("/api/runs/{run}/groups", api.groups),
+        ("/api/runs/{run}/trees/{file}/{n:int}", api.tree),
+        ("/api/runs/{run}/tokens/{file}/{n:int}", api.tokens),
+        ("/api/runs/{run}/task", api.task),
+        ("/api/runs/{run}/buffer", api.buffer),
+        ("/api/runs/{run}/buffer/{hash}", api.trace),
+        ("/api/runs/{run}/grafts/{hash}", api.grafts),
+    )
+    routes = [Route(path, _answer(method)) for path, method in paths]
+    routes += [Route("/", _page), Route("/static/{path:path}", _page)]
+    return Guard(Starlette(routes=routes), host)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens. Raises SettingError: the address is taken or none of this machine's."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except BaseException:
+            made.close()
+            raise
+        return made
+    except OSError as error:
+        raise SettingError(f"cannot listen on {host} port {port} ({error}); expected a free one. --port 0 takes any") from error
+
+
+def address_of(made: socket.socket, host: str) -> str:
+    """Returns what to type into a browser."""
+    port = made.getsockname()[1]
+    shown = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
+
+
+def serve(app: ASGIApp, made: socket.socket, on_ready: Callable[[], None]) -> None:
+    """Answers until Ctrl-C, which ends it quietly."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            on_ready()
+
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+    try:
+        Server(config).run(sockets=[made])
+    except KeyboardInterrupt:
+        return
+    finally:
+        made.close()

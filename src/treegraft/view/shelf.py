@@ -1,0 +1,188 @@
+"""The Step-Trace Buffer of a run, read only: its file is never changed, not even opened for writing."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from heapq import nlargest
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+
+from treegraft.errors import DataError
+from treegraft.traces.embed import Encoder, build_encoder
+from treegraft.traces.store import APPLICATION_ID, COLUMNS, content_from_json
+
+PAGE = 50
+"""Traces of one answer."""
+_ORDERS = {
+    "stored": "id",
+    "reward": "reward DESC, id",
+    "task": "task_id, position, id",
+    "source": "source, task_id, position, id",
+    "longest": "length(value) DESC, id",
+}
+_PIECE = 4096
+
+
+class Shelf:
+    """The buffer that a run used, as far as it lies in its folder or was named."""
+
+    def __init__(self, run_dir: Path, named: Path | None = None) -> None:
+        """Args: named: a buffer outside the run folder that the user wants to see; None for the run's own alone."""
+        self._run_dir, self._named = run_dir, named
+        self._lock = threading.Lock()
+        self._encoder: Encoder | None = None
+
+    def note(self) -> dict[str, Any]:
+        """Returns what buffer.json says; empty where the run had no buffer."""
+        place = self._run_dir / "buffer.json"
+        try:
+            found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
+        except ValueError:
+            found = {}
+        return found if isinstance(found, dict) else {}
+
+    def path(self) -> Path | None:
+        """Returns the file, None where there is none that may be read."""
+        if self._named is not None:
+            return self._named
+        inside = self._run_dir.resolve()
+        named = self.note().get("path", "buffer/traces.sqlite")
+        path = (inside / str(named)).resolve()
+        return path if path.is_file() and path.is_relative_to(inside) else None
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        path = self.path()
+        if path is None:
+            raise DataError(f"this run has no Step-Trace Buffer in its folder{self._elsewhere()}")
+        # A write-ahead log means that a run is at work; without one the file is whole, and may lie on a read-only disk.
+        has_log = path.with_name(f"{path.name}-wal").exists()
+        address = f"file:{quote(str(path))}?mode=ro{'' if has_log else '&immutable=1'}"
+        try:
+            with closing(sqlite3.connect(address, uri=True, timeout=5.0)) as connection:
+                connection.row_factory = sqlite3.Row
+                (application,) = connection.execute("PRAGMA application_id").fetchone()
+                if application != APPLICATION_ID:
+                    raise DataError(f"'{path.name}' is not a Step-Trace Buffer")
+                yield connection
+        except sqlite3.Error as error:
+            raise DataError(f"the buffer '{path.name}' cannot be read ({error})") from error
+
+    def _elsewhere(self) -> str:
+        named = self.note().get("path")
+        return f"; it used '{named}', which lies outside. To see it: treegraft view RUN --buffer FILE" if named else ""
+
+    def stats(self) -> dict[str, Any]:
+        """Returns what there is: counts, sources with their mean rewards, the encoder. `is_there` False: why not."""
+        if self.path() is None:
+            return {
+                "is_there": False,
+                "why": f"This run has no Step-Trace Buffer in its folder{self._elsewhere()}.",
+                "note": self.note(),
+            }
+        with self._open() as connection:
+            total, terminal, tasks = connection.execute(
+                "SELECT count(*), coalesce(sum(terminal), 0), count(DISTINCT task_id) FROM traces WHERE evicted_at IS NULL"
+            ).fetchone()
+            (evicted,) = connection.execute("SELECT count(*) FROM traces WHERE evicted_at IS NOT NULL").fetchone()
+            sources = connection.execute(
+                "SELECT source, count(*) AS num, avg(reward) AS reward FROM traces WHERE evicted_at IS NULL "
+                "GROUP BY source ORDER BY source"
+            ).fetchall()
+            (encoder,) = connection.execute("SELECT value FROM meta WHERE name = 'encoder'").fetchone() or ("",)
+        return {
+            "is_there": True,
+            "num_traces": total,
+            "num_terminal": terminal,
+            "num_tasks": tasks,
+            "num_evicted": evicted,
+            "sources": [dict(row) for row in sources],
+            "encoder": encoder,
+            "note": self.note(),
+        }
+
+    def browse(self, *, text: str = "", source: str = "", task: str = "", order: str = "stored", offset: int = 0) -> dict[str, Any]:
+        """Returns traces whose key or value contains a text, of a source and a task where given, a page from `offset` on."""
+        where, values = ["evicted_at IS NULL"], list[Any]()
+        if text:
+            # Stored as JSON, so that a quote or a line break inside is escaped.
+            pattern = json.dumps(text, ensure_ascii=False)[1:-1].replace("!", "!!").replace("%", "!%").replace("_", "!_")
+            where.append("(key LIKE ? ESCAPE '!' OR value LIKE ? ESCAPE '!')")
+            values += [f"%{pattern}%"] * 2
+        for name, value in (("source", source), ("task_id", task)):
+            if value:
+                where.append(f"{name} = ?")
+                values.append(value)
+        condition = " AND ".join(where)
+        with self._open() as connection:
+            (total,) = connection.execute(f"SELECT count(*) FROM traces WHERE {condition}", values).fetchone()
+            rows = connection.execute(
+                f"SELECT hash, {COLUMNS} FROM traces WHERE {condition} ORDER BY {_ORDERS.get(order, 'id')} LIMIT ? OFFSET ?",
+                [*values, PAGE, offset],
+            ).fetchall()
+        return {"total": total, "offset": offset, "rows": [_shown(row) for row in rows]}
+
+    def nearest(self, key: str, *, source: str = "", allow_terminal: bool = True, k: int = 20) -> dict[str, Any]:
+        """Returns the traces whose keys are most like a history, with their cosines, best first: what a retrieval would see.
+
+        Raises:
+            DataError: there is no buffer.
+            ModelError: its encoder cannot be loaded here.
+        """
+        with self._open() as connection:
+            (name,) = connection.execute("SELECT value FROM meta WHERE name = 'encoder'").fetchone()
+            with self._lock:
+                if self._encoder is None or self._encoder.name != name:
+                    self._encoder = build_encoder(str(name))
+                wanted = self._encoder.encode([key])[0]
+            condition = (
+                "t.evicted_at IS NULL" + (" AND t.source = ?" if source else "") + ("" if allow_terminal else " AND NOT t.terminal")
+            )
+            cursor = connection.execute(
+                f"SELECT v.id, v.vector FROM vectors v JOIN traces t ON t.id = v.id WHERE {condition}", [source] if source else []
+            )
+            best: list[tuple[float, int]] = []
+            # Piece by piece: all vectors of a large buffer at once would not fit what a viewer may take.
+            while rows := cursor.fetchmany(_PIECE):
+                cosines = np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1) @ wanted
+                best = nlargest(k, [*best, *((float(s), -int(row[0])) for s, row in zip(cosines, rows, strict=True))])
+            found = []
+            for similarity, negative in best:
+                row = connection.execute(f"SELECT hash, {COLUMNS} FROM traces WHERE id = ?", [-negative]).fetchone()
+                found.append(_shown(row) | {"similarity": similarity})
+        return {"total": len(found), "offset": 0, "rows": found}
+
+    def trace(self, content_hash: str) -> dict[str, Any]:
+        """Returns a trace with the whole trajectory that it is a step of. Raises DataError: there is none."""
+        with self._open() as connection:
+            row = connection.execute(
+                f"SELECT hash, id, evicted_at, {COLUMNS} FROM traces WHERE hash = ? ORDER BY evicted_at IS NOT NULL", [content_hash]
+            ).fetchone()
+            if row is None:
+                raise DataError(f"the buffer holds no trace '{content_hash}'")
+            prefixed = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
+            steps = connection.execute(
+                f"SELECT t.hash, m.position AS place, {prefixed} FROM members m JOIN traces t ON t.id = m.trace "
+                "WHERE m.source = ? AND m.task_id = ? AND m.trajectory = ? ORDER BY m.position, t.id",
+                [row["source"], row["task_id"], row["trajectory"]],
+            ).fetchall()
+        return _shown(row) | {"is_evicted": row["evicted_at"] is not None, "steps": [_shown(step) for step in steps]}
+
+
+def _shown(row: sqlite3.Row) -> dict[str, Any]:
+    value = content_from_json(json.loads(row["value"]))
+    found = {name: row[name] for name in ("hash", "reward", "source", "task_id", "position", "trajectory", "policy_version")}
+    return found | {
+        "terminal": bool(row["terminal"]),
+        "key": json.loads(row["key"]),
+        "text": value if isinstance(value, str) else None,
+        "content": None if isinstance(value, str) else asdict(value),
+    }

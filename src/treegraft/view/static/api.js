@@ -1,0 +1,48 @@
+// What the server says, and where pages are. A page's address holds all that it shows.
+
+export async function get(path, query) {
+  const asked = new URLSearchParams();
+  for (const [name, value] of Object.entries(query ?? {})) if (value !== "" && value !== null && value !== undefined) asked.set(name, value);
+  const text = asked.toString();
+  const answer = await fetch(`/api/${path}${text ? `?${text}` : ""}`);
+  const data = await answer.json();
+  if (!answer.ok) throw new Error(data.error ?? `the server answered ${answer.status}`);
+  return data;
+}
+
+export const runPath = (run, rest = "") => `runs/${encodeURIComponent(run)}${rest}`;
+
+export function link(parts, query) {
+  const asked = new URLSearchParams();
+  for (const [name, value] of Object.entries(query ?? {})) if (value !== "" && value !== null && value !== undefined) asked.set(name, value);
+  const text = asked.toString();
+  return `#/${parts.map((part) => encodeURIComponent(part)).join("/")}${text ? `?${text}` : ""}`;
+}
+
+export const to = {
+  overview: (query) => link([], query),
+  updates: (run) => link(["r", run]),
+  search: (run, query) => link(["r", run, "s"], query),
+  groups: (run, file, query) => link(["r", run, "t", file], query),
+  tree: (run, file, n, query) => link(["r", run, "t", file, n], query),
+  versus: (run, file, n, query) => link(["r", run, "t", file, n, "vs"], query),
+  task: (run, id) => link(["r", run, "task"], { id }),
+  buffer: (run, query) => link(["r", run, "buffer"], query),
+  trace: (run, hash) => link(["r", run, "buffer", hash]),
+};
+
+export function here() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  return { parts: path.split("/").filter(Boolean).map(decodeURIComponent), query: Object.fromEntries(new URLSearchParams(query)) };
+}
+
+// Changes the address without a new page, so that it can be copied at any moment.
+export function note(changes) {
+  const { parts, query } = here();
+  history.replaceState(null, "", link(parts, { ...query, ...changes }));
+}
+
+export function fileTitle(name) {
+  const [kind, update, which] = name.split("-");
+  return kind === "update" ? `update ${Number(update)}` : `evaluation after update ${Number(update)}, ${which}`;
+}

@@ -1,0 +1,147 @@
+// The tree as a drawing: steps as nodes (size by tokens, ring by who wrote their tokens), branches and grafts marked where they arose.
+
+import { hideTip, flat, num, plain, s, showTip, signed } from "./dom.js";
+import { author, causeWords, headline, leafChip, ORIGINS, shade, STATUS_WORDS } from "./marks.js";
+
+const ROW = 42;
+const TOP = 26;
+const LEFT = 26;
+const CHIP = 176;
+
+const radius = (step) => Math.max(4.5, Math.min(14, 2.5 + 1.35 * Math.sqrt(step.num_tokens)));
+
+function places(tree, width) {
+  const depth = Math.max(...tree.steps.map((step) => step.depth));
+  const column = Math.max(92, Math.min(210, (width - LEFT - CHIP) / Math.max(1, depth)));
+  const tools = new Set(tree.steps.flatMap((step) => step.content.calls.map((call) => call.name)));
+  const children = new Map();
+  for (const step of tree.steps) if (step.parent !== null) children.set(step.parent, [...(children.get(step.parent) ?? []), step.id]);
+  const at = new Map();
+  let next = 0;
+  // Depth first from the back, so that children stand before their parents are placed.
+  for (const step of tree.steps) if (!children.has(step.id)) at.set(step.id, { x: LEFT + step.depth * column, y: TOP + ROW * next++ });
+  for (const step of [...tree.steps].reverse()) {
+    const below = children.get(step.id);
+    if (below) at.set(step.id, { x: LEFT + step.depth * column, y: (at.get(below[0]).y + at.get(below.at(-1)).y) / 2 });
+  }
+  return { at, column, children, isOneTool: tools.size === 1, width: LEFT + depth * column + CHIP, height: TOP + ROW * next };
+}
+
+// Two arcs of a ring would be four numbers each; a dashed circle per origin says the same.
+function ring(step, r) {
+  const around = 2 * Math.PI * r;
+  const total = Object.values(step.origins).reduce((a, b) => a + b, 0) || 1;
+  let done = 0;
+  return ORIGINS.filter((name) => step.origins[name]).map((name) => {
+    const length = (around * step.origins[name]) / total;
+    const arc = s("circle", { r, class: `ring by-${name}`, "stroke-dasharray": `${length} ${around - length}`, "stroke-dashoffset": -done, transform: "rotate(-90)" });
+    done += length;
+    return arc;
+  });
+}
+
+function causeMark(step, column) {
+  const cause = step.cause;
+  if (cause?.kind === "branch") return s("text", { class: "mark branch", x: 0, y: 24, "text-anchor": "middle" }, `├ ΔH ${signed(cause.entropy_change, 2)} p ${num(cause.probability, 2)}`);
+  if (cause?.kind === "graft") return s("text", { class: "mark graft", x: 0, y: 26, "text-anchor": "middle" }, `◆ ${flat(cause.source, Math.max(6, column / 6.5 - 9))} sim ${num(cause.similarity, 2)}`);
+  return null;
+}
+
+function node(step, place, column, isOneTool) {
+  const r = radius(step);
+  const most = Math.max(6, Math.floor((column - r - 14) / 6.7));
+  const label = step.cause === null ? "prompt" : flat(headline(step, isOneTool), most);
+  const graft = step.cause?.kind === "graft";
+  return s("g", { class: `node ${step.cause?.kind ?? "root"} by-${step.origin}`, "data-step": step.id, transform: `translate(${place.x},${place.y})`, tabindex: -1 },
+    graft && s("rect", { x: -r - 4, y: -r - 4, width: 2 * r + 8, height: 2 * r + 8, rx: 3, class: "graftbox" }),
+    s("circle", { r, class: "fill" }), ring(step, r),
+    s("text", { class: "label foreign", x: r + 5, y: -6 }, label),
+    causeMark(step, column));
+}
+
+function edge(from, to, step) {
+  const bend = from.x + (to.x - from.x) * 0.45;
+  return s("path", { class: `edge ${step.cause?.kind ?? ""}`, "data-step": step.id, d: `M${from.x},${from.y} C${bend},${from.y} ${bend},${to.y} ${to.x},${to.y}` });
+}
+
+function leafEnd(leaf, n, place, step, column, best, scale) {
+  const x = place.x + radius(step) + 8;
+  const verdict = leaf.is_correct ? "✓" : leaf.is_correct === false ? "✗" : "·";
+  const length = leaf.advantage === null ? 0 : (26 * Math.abs(leaf.advantage)) / scale.advantage;
+  const status = leaf.status === "completed" ? "" : ` ${STATUS_WORDS[leaf.status]}`;
+  return s("g", { class: `leaf ${leaf.status} ${leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : ""}`, "data-leaf": n, transform: `translate(${x},${place.y})` },
+    s("rect", { x: -4, y: -2, width: CHIP - 22, height: 18, rx: 4, class: "hit" }),
+    s("text", { x: 0, y: 11, class: "leaftext" }, `${verdict} ${leaf.reward === null ? "no reward" : num(leaf.reward)}${status}${n === best ? " ★ best" : ""}`),
+    s("line", { x1: 92, x2: 92, y1: -1, y2: 15, class: "axis" }),
+    s("rect", { x: leaf.advantage >= 0 ? 92 : 92 - length, y: 2, width: length, height: 10, class: leaf.advantage >= 0 ? "gain" : "loss" }),
+    s("text", { x: 120, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
+}
+
+export class Drawing {
+  constructor(tree, { width, scale, onLeaf, onStep }) {
+    this.tree = tree;
+    this.scale = scale;
+    const laid = places(tree, width);
+    this.laid = laid;
+    const steps = new Map(tree.steps.map((step) => [step.id, step]));
+    this.steps = steps;
+    const edges = tree.steps.filter((step) => step.parent !== null).map((step) => edge(laid.at.get(step.parent), laid.at.get(step.id), step));
+    this.nodes = tree.steps.map((step) => node(step, laid.at.get(step.id), laid.column, laid.isOneTool));
+    const ends = tree.leaves.map((leaf, n) => leafEnd(leaf, n, laid.at.get(leaf.step_id), steps.get(leaf.step_id), laid.column, tree.best, scale));
+    this.edges = edges;
+    this.ends = ends;
+    this.element = s("svg", { class: "drawing", width: laid.width, height: laid.height, role: "img", "aria-label": `a tree of ${tree.steps.length} steps and ${tree.leaves.length} leaves` }, edges, ends, this.nodes);
+    this.element.addEventListener("click", (event) => {
+      const leaf = event.target.closest("[data-leaf]");
+      const step = event.target.closest("[data-step]");
+      if (leaf) onLeaf(Number(leaf.dataset.leaf));
+      else if (step) onStep(step.dataset.step);
+    });
+    this.element.addEventListener("mousemove", (event) => {
+      const step = event.target.closest?.("[data-step]");
+      const leaf = event.target.closest?.("[data-leaf]");
+      if (step) showTip(event, this.stepTip(steps.get(step.dataset.step)));
+      else if (leaf) showTip(event, this.leafTip(Number(leaf.dataset.leaf)));
+      else hideTip();
+    });
+    this.element.addEventListener("mouseleave", hideTip);
+  }
+
+  stepTip(step) {
+    const rows = [[`step ${step.id}`], ["written by", author(step)], ["here because", causeWords(step)], ["tokens", ORIGINS.filter((name) => step.origins[name]).map((name) => `${step.origins[name]} ${name}`).join(", ")]];
+    if (step.entropy_mean !== null) rows.push(["entropy, mean and largest", `${step.entropy_mean} · ${step.entropy_max}`]);
+    if (step.advantage !== null && step.num_loss) rows.push([step.is_hard ? "advantage (shared)" : "advantage, mean of its leaves", String(step.advantage)]);
+    if (step.ratio_mean !== null && step.is_learned) rows.push(["ratio", `${step.ratio_min} to ${step.ratio_max}`]);
+    if (step.violation) rows.push(["broke the format", plain(step.violation)]);
+    return rows;
+  }
+
+  leafTip(n) {
+    const leaf = this.tree.leaves[n];
+    return [[`leaf ${n}`], ["ended", STATUS_WORDS[leaf.status]], ["reward", String(leaf.reward)], ["advantage", String(leaf.advantage)], ["answer", flat(leaf.answer ?? "none", 80)], ["tokens", String(leaf.num_tokens)]];
+  }
+
+  paint(overlay) {
+    const scale = { ...this.scale, entropy: this.scale.meanEntropy };
+    for (const element of this.nodes) {
+      const step = this.steps.get(element.dataset.step);
+      const name = overlay === "none" ? "" : shade(overlay, { origin: step.origin, entropy: step.entropy_mean, advantage: step.advantage, ratio: step.is_learned ? step.ratio_mean : null, loss: step.num_loss > 0 }, scale);
+      element.querySelector(".fill").setAttribute("class", `fill ${name}`);
+    }
+  }
+
+  select(leaf, step) {
+    const end = this.tree.leaves[leaf]?.step_id ?? "";
+    const on = (id) => end === id || end.startsWith(`${id}.`);
+    for (const element of [...this.nodes, ...this.edges]) {
+      element.classList.toggle("on", on(element.dataset.step));
+      element.classList.toggle("sel", element.dataset.step === step);
+    }
+    this.ends.forEach((element, n) => element.classList.toggle("on", n === leaf));
+  }
+
+  // Where a step is drawn, for scrolling there.
+  place(step) {
+    return this.laid.at.get(step);
+  }
+}

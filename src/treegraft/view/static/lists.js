@@ -1,0 +1,267 @@
+// Lists: the updates of a run, the groups of an update, a search through all, one task across updates.
+
+import { fileTitle, get, here, note, runPath, to } from "./api.js";
+import { chart, runColour } from "./charts.js";
+import { flat, h, num, percent, plain, plural, replace } from "./dom.js";
+
+// ---- tables that can be sorted
+
+function table({ columns, rows, address, sort, down, onSort, empty, id }) {
+  const column = columns.find((one) => one.key === sort) ?? columns[0];
+  const order = (row) => column.of(row);
+  const sorted = [...rows].sort((a, b) => {
+    const [x, y] = [order(a), order(b)];
+    if (x === y || (x == null && y == null)) return 0;
+    if (x == null || y == null) return x == null ? 1 : -1;
+    return (x < y ? -1 : 1) * (down ? -1 : 1);
+  });
+  const head = columns.map((one) =>
+    h("th", { class: one.text ? "text" : null, "aria-sort": one === column ? (down ? "descending" : "ascending") : null },
+      h("button", { onclick: () => onSort(one.key, one === column ? !down : !one.text), title: one.title ?? null }, one.label, one === column ? (down ? " ▼" : " ▲") : "")));
+  const body = sorted.map((row) =>
+    h("tr", { "data-href": address(row), tabindex: -1, class: row.warnings?.length ? "warned" : null },
+      columns.map((one, n) => {
+        const shown = one.show ? one.show(row) : num(one.of(row));
+        return h("td", { class: one.text ? "text" : null }, n === 0 ? h("a", { href: address(row) }, shown) : shown);
+      })));
+  const made = h("table", { class: "list", id }, h("thead", null, h("tr", null, head)), h("tbody", null, body));
+  made.addEventListener("click", (event) => {
+    const row = event.target.closest("tr[data-href]");
+    if (row && !event.target.closest("a,button") && !getSelection().toString()) location.hash = row.dataset.href;
+  });
+  return rows.length ? made : h("p", { class: "notice" }, empty);
+}
+
+// j and k move through the rows, Enter opens one.
+function rowKeys(page) {
+  const move = (by) => {
+    const rows = [...page.querySelectorAll("tr[data-href]")];
+    if (!rows.length) return;
+    const at = rows.findIndex((row) => row.classList.contains("at"));
+    const next = rows[Math.min(rows.length - 1, Math.max(0, at + by))];
+    rows[at]?.classList.remove("at");
+    next.classList.add("at");
+    next.scrollIntoView({ block: "nearest" });
+  };
+  const open = () => {
+    const row = page.querySelector("tr.at");
+    if (row) location.hash = row.dataset.href;
+  };
+  return [["j ArrowDown", "next row", () => move(1)], ["k ArrowUp", "row before", () => move(-1)], ["Enter", "open the row", open]];
+}
+
+// ---- updates
+
+export async function updates(page, { run, query }) {
+  let sort = query.sort ?? "update";
+  let down = query.down !== "0";
+  let only = query.only ?? "";
+  const columns = [
+    { key: "update", label: "update", of: (row) => row.update + (row.kind === "update" ? 0 : 0.5), show: (row) => fileTitle(row.name), text: true },
+    { key: "reward", label: "reward", of: (row) => row.m["reward/mean"] },
+    { key: "accuracy", label: "correct", of: (row) => (row.kind === "update" ? row.m["rollout/accuracy"] : row.m[row.kind === "greedy" ? "eval/accuracy" : "eval/accuracy_sampled"]), show: (row) => percent(columns[2].of(row)) },
+    { key: "calls", label: "calls", of: (row) => row.m[row.kind === "update" ? "rollout/tool_calls_mean" : "eval/tool_calls_mean"] },
+    { key: "entropy", label: "entropy", of: (row) => row.m["learn/entropy"] },
+    { key: "branches", label: "branches", of: (row) => row.m["branch/num_branches"] },
+    { key: "grafts", label: "grafts", of: (row) => row.m["graft/num_grafts"] },
+    { key: "skipped", label: "no variance", title: "share of groups without variance of reward, skipped in learning", of: (row) => row.m["learn/skipped_groups_frac"], show: (row) => percent(row.m["learn/skipped_groups_frac"]) },
+    { key: "ratio", label: "largest ratio", of: (row) => row.m["learn/ratio_max"] },
+    { key: "tokens", label: "tokens", of: (row) => row.m["rollout/num_sampled_tokens"] },
+    { key: "time", label: "seconds", of: (row) => row.m["time/update_s"] },
+    { key: "warnings", label: "warnings", of: (row) => row.warnings.length, show: (row) => (row.warnings.length ? h("span", { class: "warn" }, `⚠ ${row.warnings.join("; ")}`) : ""), text: true },
+  ];
+  const place = h("div");
+  const chooser = h("select", { "aria-label": "which", onchange: (event) => { only = event.target.value; note({ only }); draw(); } },
+    [["", "updates and evaluations"], ["update", "updates"], ["eval", "evaluations"], ["warned", "with warnings"]].map(([value, label]) => h("option", { value }, label)));
+  chooser.value = only;
+  replace(page, h("h1", null, run), h("div", { class: "tools" }, chooser, searchBox(run)), place);
+  let data = null;
+  const load = async () => {
+    const [one, metrics] = await Promise.all([get(runPath(run)), get(runPath(run, "/metrics"))]);
+    const by = new Map(metrics.lines.map((line) => [line.update, line]));
+    data = one.files.map((file) => {
+      const line = by.get(file.update) ?? { warnings: [] };
+      return { ...file, m: line, warnings: file.kind === "update" ? line.warnings : [] };
+    });
+    draw();
+  };
+  const draw = () => {
+    const rows = data.filter((row) => !only || (only === "warned" ? row.warnings.length : only === "eval" ? row.kind !== "update" : row.kind === only));
+    replace(place, table({ id: "updates", columns, rows, sort, down, address: (row) => to.groups(run, row.name), empty: data.length ? "No row is like that." : "No trees are recorded yet (or track.record_trees is off).",
+      onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "" : "0" }); draw(); } }));
+  };
+  await load();
+  return { title: "updates", refresh: load, keys: rowKeys(page) };
+}
+
+function searchBox(run) {
+  return h("form", { onsubmit: (event) => { event.preventDefault(); location.hash = to.search(run, { q: event.target.q.value }); } },
+    h("input", { type: "search", name: "q", placeholder: "search all updates   /", "aria-label": "search all updates" }));
+}
+
+// ---- groups
+
+const FLAGS = [["", "any"], ["1", "yes"], ["0", "no"]];
+const FILTERS = [
+  ["q", "text", "search"],
+  ["status", "status", [["", "any"], ["completed", "completed"], ["truncated", "truncated"], ["format_violation", "format violation"], ["failed", "failed"]]],
+  ["min_reward", "reward ≥", "number"],
+  ["max_reward", "≤", "number"],
+  ["min_tokens", "tokens ≥", "number"],
+  ["max_tokens", "≤", "number"],
+  ["error", "tool error", FLAGS],
+  ["graft", "graft", FLAGS],
+  ["branch", "branch", FLAGS],
+  ["mixed", "rewards differ", FLAGS],
+];
+
+function filters(query, onChange) {
+  const values = Object.fromEntries(FILTERS.map(([name]) => [name, query[name] ?? ""]));
+  let later = null;
+  const change = (name, value) => {
+    values[name] = value.trim();
+    note({ [name]: values[name] });
+    clearTimeout(later);
+    later = setTimeout(() => onChange(values), 200);
+  };
+  const fields = FILTERS.map(([name, label, kind]) => {
+    const field = Array.isArray(kind)
+      ? h("select", { id: `f-${name}`, onchange: (event) => change(name, event.target.value) }, kind.map(([value, text]) => h("option", { value }, text)))
+      : h("input", { id: `f-${name}`, type: kind, step: "any", placeholder: kind === "search" ? "question, thought, call, result, answer   /" : "", oninput: (event) => change(name, event.target.value) });
+    field.value = values[name];
+    return h("label", { class: kind === "search" ? "wide" : null }, label, " ", field);
+  });
+  return { values, element: h("div", { class: "tools filters" }, fields), cancel: () => clearTimeout(later) };
+}
+
+const STATUS = { completed: "completed", truncated: "truncated", format_violation: "violation", failed: "failed" };
+
+// One mark per leaf: height by reward, colour by correctness or status; those that match are full.
+function strip(group) {
+  const low = Math.min(0, group.reward_min ?? 0);
+  const high = Math.max(1, group.reward_max ?? 1);
+  return h("span", { class: "strip", title: "one mark per leaf, height by reward" }, group.leaves.map((leaf, n) => {
+    const mark = h("i", { class: [leaf.status, leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : "", group.matches.includes(n) ? "" : "off"].join(" ") });
+    mark.style.height = `${leaf.reward === null ? 2 : 3 + (13 * (leaf.reward - low)) / (high - low)}px`;
+    return mark;
+  }));
+}
+
+const GROUP_COLUMNS = [
+  { key: "n", label: "group", of: (row) => row.n, show: (row) => `group ${row.n}` },
+  { key: "question", label: "question", of: (row) => row.question, text: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 140)), row.snippet && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
+  { key: "category", label: "category", of: (row) => row.category, text: true, show: (row) => plain(row.category) },
+  { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), show: strip },
+  { key: "reward", label: "reward", of: (row) => row.reward_mean },
+  { key: "max", label: "best", of: (row) => row.reward_max },
+  { key: "spread", label: "spread", title: "highest less lowest reward; 0: nothing to learn", of: (row) => (row.reward_max === null ? null : row.reward_max - row.reward_min) },
+  { key: "correct", label: "correct", of: (row) => row.num_correct, show: (row) => `${row.num_correct}/${row.num_leaves}` },
+  { key: "longest", label: "longest", title: "tokens of the longest path", of: (row) => row.longest },
+  { key: "branches", label: "branches", of: (row) => row.num_branches },
+  { key: "grafts", label: "grafts", of: (row) => row.num_grafts },
+  { key: "errors", label: "tool errors", of: (row) => row.num_errors },
+  { key: "status", label: "ended", of: (row) => row.statuses.completed ?? 0, text: true, show: (row) => Object.entries(row.statuses).map(([name, count]) => h("span", { class: `status ${name}` }, `${count} ${STATUS[name]} `)) },
+];
+
+const treeAddress = (run) => (row) => to.tree(run, row.file, row.n, row.matches && row.matches.length < row.num_leaves ? { leaf: row.matches[0] } : {});
+
+export async function groups(page, { run, query }, file) {
+  let sort = query.sort ?? "n";
+  let down = query.down === "1";
+  const found = h("div");
+  const count = h("span", { class: "dim", id: "count" });
+  let rows = [];
+  const draw = () => replace(found, table({ id: "groups", columns: GROUP_COLUMNS, rows, sort, down, address: treeAddress(run), empty: "No tree is like that.",
+    onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "1" : "" }); draw(); } }));
+  let turn = 0;
+  const load = async (values) => {
+    const mine = ++turn;
+    const got = await get(runPath(run, "/groups"), { ...values, file });
+    if (mine !== turn) return;
+    rows = got.groups;
+    count.textContent = plural(rows.length, "tree");
+    draw();
+  };
+  const chosen = filters(query, load);
+  const one = await get(runPath(run));
+  const same = one.files.filter((f) => (f.kind === "update") === file.startsWith("update"));
+  const at = same.findIndex((f) => f.name === file);
+  const step = (by) => { const next = same[at + by]; if (at >= 0 && next) location.hash = to.groups(run, next.name, { ...here().query }); };
+  replace(page,
+    h("div", { class: "title" }, h("h1", null, fileTitle(file)), h("button", { disabled: at <= 0, onclick: () => step(-1), title: "key [" }, "‹ before"), h("button", { disabled: at + 1 >= same.length, onclick: () => step(1), title: "key ]" }, "next ›"), count),
+    chosen.element, found);
+  await load(chosen.values);
+  return { title: fileTitle(file), close: chosen.cancel, keys: [["[", "update before", () => step(-1)], ["]", "next update", () => step(1)], ...rowKeys(page)] };
+}
+
+// ---- search
+
+export async function search(page, { run, query }) {
+  let sort = query.sort ?? "file";
+  let down = query.down !== "0";
+  let kinds = query.kinds ?? "update";
+  const columns = [{ key: "file", label: "where", of: (row) => row.file + String(999999 - row.n), show: (row) => `${fileTitle(row.file)}, group ${row.n}`, text: true }, ...GROUP_COLUMNS.slice(1)];
+  const found = h("div");
+  const count = h("span", { class: "dim", id: "count" });
+  const more = h("button", { hidden: true, onclick: () => goOn() }, "look further back");
+  let [rows, cursor, turn, values] = [[], null, 0, {}];
+  const draw = () => replace(found, table({ id: "groups", columns, rows, sort, down, address: treeAddress(run), empty: cursor ? "Nothing yet." : "No tree is like that.",
+    onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "" : "0" }); draw(); } }));
+  const ask = async (mine) => {
+    const got = await get(runPath(run, "/groups"), { ...values, kinds, cursor: cursor ?? "" });
+    if (mine !== turn) return;
+    rows = [...rows, ...got.groups];
+    cursor = got.cursor;
+    count.textContent = `${plural(rows.length, "tree")} in ${got.num_seen} of ${plural(got.num_files, "file")}`;
+    more.hidden = !cursor;
+    draw();
+    // A rare text may be far back: looks on by itself until there is a page of trees.
+    if (cursor && rows.length < 50) await ask(mine);
+  };
+  const goOn = () => ask(++turn);
+  const load = (now) => {
+    values = now;
+    [rows, cursor] = [[], null];
+    return ask(++turn);
+  };
+  const chosen = filters(query, load);
+  const chooser = h("select", { "aria-label": "where", onchange: (event) => { kinds = event.target.value; note({ kinds }); load(chosen.values); } }, [["update", "updates"], ["eval", "evaluations"], ["all", "both"]].map(([value, label]) => h("option", { value }, label)));
+  chooser.value = kinds;
+  chosen.element.append(h("label", null, "in ", chooser));
+  replace(page, h("div", { class: "title" }, h("h1", null, `Search ${run}`), count), chosen.element, found, more);
+  page.querySelector("input[type=search]").focus({ preventScroll: true });
+  await load(chosen.values);
+  return { title: "search", close: () => { chosen.cancel(); turn++; }, keys: rowKeys(page) };
+}
+
+// ---- one task
+
+export async function task(page, { run }, id) {
+  const rows = (await get(runPath(run, "/task"), { id })).map((row) => ({ ...row, matches: row.leaves.map((_, n) => n) }));
+  const columns = [{ key: "file", label: "where", of: (row) => Number(row.file.split("-")[1]), show: (row) => fileTitle(row.file), text: true }, ...GROUP_COLUMNS.slice(3),
+    { key: "answers", label: "answers", text: true, of: (row) => row.leaves.length, show: (row) => h("span", { class: "foreign" }, answers(row)) }];
+  const place = h("div", { class: "plot" });
+  const found = h("div");
+  let [sort, down] = ["file", false];
+  const draw = () => replace(found, table({ id: "groups", columns, rows, sort, down, address: (row) => to.tree(run, row.file, row.n), empty: "This task occurs nowhere in this run.", onSort: (key, way) => { [sort, down] = [key, way]; draw(); } }));
+  replace(page, h("h1", null, "One task across updates"), h("p", { class: "foreign question" }, plain(rows[0]?.question ?? "")), h("p", { class: "dim" }, plain(id)),
+    h("section", { class: "card" }, h("h2", null, "Reward: mean, and lowest to highest"), place), found);
+  draw();
+  const made = [];
+  const paint = () => {
+    made.splice(0).forEach((plot) => plot.destroy());
+    const x = [...new Set(rows.map((row) => Number(row.file.split("-")[1])))];
+    place.parentElement.hidden = x.length < 2;
+    if (x.length < 2) return;
+    const at = (read) => x.map((u) => read(rows.find((row) => Number(row.file.split("-")[1]) === u)));
+    made.push(chart(place, { x, series: [{ label: "reward", colour: runColour(0), values: at((r) => r.reward_mean), low: at((r) => r.reward_min), high: at((r) => r.reward_max), points: true }] }));
+  };
+  paint();
+  return { title: "task", restyle: paint, close: () => made.forEach((plot) => plot.destroy()), keys: rowKeys(page) };
+}
+
+function answers(row) {
+  const counts = new Map();
+  for (const leaf of row.leaves) counts.set(leaf.answer ?? "none", (counts.get(leaf.answer ?? "none") ?? 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1]).slice(0, 5).map(([answer, count]) => `${count}× ${flat(answer, 30)}`).join("  ");
+}

@@ -1,0 +1,69 @@
+// A path to read: who wrote each step and why it is there, then what it says; markup is folded away.
+
+import { to } from "./api.js";
+import { author, causeWords, STATUS_WORDS } from "./marks.js";
+import { h, num, plain, plural, signed } from "./dom.js";
+
+const part = (name, label, text, ...marks) => h("div", { class: `part ${name}` }, h("span", { class: "label" }, label, marks), h("pre", { class: "foreign" }, plain(text)));
+
+export function contentParts(content) {
+  const found = [];
+  if (content.thought.trim()) found.push(part("thought", "thought", content.thought.trim()));
+  content.calls.forEach((call, n) => {
+    found.push(part("call", plain(call.name), call.body.trim()));
+    const seen = content.observations[n];
+    if (!seen) return;
+    const marks = [seen.is_error && "error", seen.is_truncated && "cut", seen.is_cached && "cached"].filter(Boolean).map((mark) => h("em", { class: mark === "error" ? "bad" : null }, ` ${mark}`));
+    found.push(part(seen.is_error ? "result error" : "result", "result", seen.text, marks));
+  });
+  if (content.answer !== null && content.answer !== undefined) found.push(part("answer", "answer", content.answer));
+  return found;
+}
+
+export function stepFacts(step, leaf) {
+  const facts = [plural(step.num_tokens, "token")];
+  if (step.entropy_mean !== null) facts.push(`entropy ${num(step.entropy_mean)} (largest ${num(step.entropy_max)})`);
+  if (step.num_loss) {
+    const advantage = step.is_hard ? step.advantage : leaf?.advantage;
+    facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}`}`);
+  } else if (step.cause) facts.push("no loss");
+  if (step.ratio_mean !== null && step.is_learned) facts.push(`ratio ${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`);
+  if (step.num_lesson) facts.push(`${step.num_lesson} lesson tokens`);
+  return facts.join(" · ");
+}
+
+export function stepCard(step, { run, leaf, onPick, selected, raw }) {
+  const kind = step.cause?.kind ?? "prompt";
+  const effect = leaf?.effects?.[step.id];
+  const notes = [];
+  if (kind === "graft") {
+    if (effect) notes.push(h("p", null, `Mean entropy of the policy's steps: ${num(effect[0])} before it, ${num(effect[1])} after it (${signed(effect[1] - effect[0])}).`));
+    if (step.cause.content_hash) notes.push(h("p", null, h("a", { href: to.trace(run, step.cause.content_hash) }, "its trace in the buffer")));
+  }
+  const said = contentParts(step.content);
+  const body = kind === "prompt" ? [part("thought", "question", step.content.thought)] : said;
+  if (step.violation) body.push(part("violation", "broke the format", step.violation));
+  if (step.wrote !== undefined && kind !== "prompt") body.push(part("wrote", "wrote, to the letter", step.wrote));
+  const details = raw && h("details", { class: "raw", ontoggle: (event) => event.target.open && raw(event.target) }, h("summary", null, "as written, with markup"), h("pre", { class: "foreign" }));
+  return h("article", { class: `step ${kind} by-${step.origin}${selected ? " sel" : ""}`, "data-step": step.id },
+    h("header", null,
+      h("button", { class: "stepid", onclick: () => onPick?.(step.id), title: "select this step" }, kind === "prompt" ? "prompt" : step.id),
+      h("span", { class: "who" }, h("i", { class: `dot by-${step.origin}` }), kind === "prompt" ? "the task" : `written by ${author(step)}`),
+      h("span", { class: "facts" }, stepFacts(step, leaf))),
+    kind !== "prompt" && kind !== "continuation" && h("p", { class: `cause ${kind}` }, `Here because it is ${causeWords(step)}.`),
+    notes, body, details);
+}
+
+export function leafFacts(leaf, task) {
+  const rows = [];
+  const expected = task.reference.length ? task.reference.map((one) => plain(one)).join(" or ") : null;
+  rows.push(["ended", `${STATUS_WORDS[leaf.status]}${leaf.error ? `: ${plain(leaf.error)}` : ""}`]);
+  rows.push(["answer", h("span", { class: "foreign" }, leaf.answer === null ? "none" : plain(leaf.answer), leaf.is_correct === null ? "" : leaf.is_correct ? " ✓ correct" : ` ✗ wrong${expected ? `, expected ${expected}` : ""}`)]);
+  const parts = Object.entries(leaf.reward_parts).map(([name, value]) => `${name} ${num(value)}`).join(", ");
+  rows.push(["reward", `${num(leaf.reward)}${parts ? ` = ${parts}` : ""}`]);
+  const own = leaf.outcome_advantage;
+  const differs = own !== null && own !== undefined && leaf.advantage !== null && Math.abs(own - leaf.advantage) > 1e-9;
+  rows.push(["advantage", `${signed(leaf.advantage, 4)}${differs ? ` (of the reward alone ${signed(own, 4)}; retrieval reward ${signed(leaf.retrieval_reward, 3)})` : ""}${leaf.has_loss ? "" : "; no loss on this path"}`]);
+  rows.push(["length", `${plural(leaf.num_tokens, "token")}, ${plural(leaf.num_steps, "step")}, ${plural(leaf.num_calls, "tool call")}${leaf.retrieved_frac ? `, ${num(100 * leaf.retrieved_frac)} % retrieved` : ""}`]);
+  return h("dl", { class: "leaffacts" }, rows.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
+}

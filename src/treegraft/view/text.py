@@ -1,0 +1,123 @@
+"""The viewer in a terminal: the list of an update, one tree, one trajectory."""
+
+from __future__ import annotations
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree as Drawing
+
+from treegraft.errors import DataError
+from treegraft.interfaces import Tokenizer
+from treegraft.record import tree_from_json
+from treegraft.terminal import plain, transcript
+from treegraft.types import BranchCause, GraftCause, Leaf, Step, Tree
+from treegraft.view.pieces import Pieces
+from treegraft.view.runs import Run
+from treegraft.view.shapes import best_leaf
+
+_STYLES = {"policy": "cyan", "retrieved": "magenta", "forced": "yellow", "prompt": "dim", "tool": "blue"}
+
+
+def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
+    """Returns the name of a file of trees: of an update, of an evaluation after one, or the newest update's.
+
+    Raises:
+        DataError: there is none.
+    """
+    files = run.files()
+    wanted = [
+        file.name
+        for file in files
+        if (file.kind == "update" if evaluation is None else file.kind != "update")
+        and (update is None or file.update == update)
+        and (evaluation is None or file.update == evaluation)
+    ]
+    if not wanted:
+        there = sorted({file.update for file in files if (file.kind == "update") is (evaluation is None)})
+        span = f"{there[0]} to {there[-1]}" if there else "none"
+        asked = "" if update is None and evaluation is None else f" {update if evaluation is None else evaluation}"
+        kind = "update" if evaluation is None else "evaluation"
+        raise DataError(f"run '{run.name}' recorded no trees of {kind}{asked}; there are: {span}")
+    return wanted[-1] if update is None and evaluation is None else wanted[0]
+
+
+def show(run: Run, file: str, group: int | None, leaf: int | None) -> RenderableType:
+    """Returns the list of groups of a file; with `group` (from 0) its tree and best transcript, with `leaf` that transcript.
+
+    Raises:
+        DataError: there is no such group or leaf.
+    """
+    if group is None:
+        return _list(run, file)
+    tree = tree_from_json(run.line(file, group).decode())
+    if leaf is not None and not 0 <= leaf < len(tree.leaves):
+        raise DataError(
+            f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1}; there is no leaf {leaf}"
+        )
+    pieces = Pieces(run.path)
+    chosen = leaf if leaf is not None else best_leaf(run.groups(file)[group]["leaves"])
+    parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
+    if chosen is not None:
+        title = f"leaf {chosen} of {len(tree.leaves)}" + ("" if leaf is not None else ", the best by reward")
+        parts += [Text(title, style="bold"), transcript(tree.trajectories()[chosen], _decoder(pieces))]
+    return Group(*parts)
+
+
+def _decoder(pieces: Pieces) -> Tokenizer | None:
+    return _Decoder(pieces) if pieces.is_there else None  # type: ignore[return-value]  # a transcript only decodes
+
+
+class _Decoder:
+    def __init__(self, pieces: Pieces) -> None:
+        self._pieces = pieces
+
+    def decode(self, token_ids: list[int], **kwargs: object) -> str:
+        return self._pieces.decode(token_ids)
+
+
+def _list(run: Run, file: str) -> Table:
+    table = Table(title=Text(f"{run.name}, {file}"), title_justify="left", box=None, padding=(0, 1), header_style="dim")
+    for name in ("group", "reward", "min", "max", "correct", "leaves", "branches", "grafts", "errors", "longest"):
+        table.add_column(name, justify="right")
+    table.add_column("question", overflow="ellipsis", no_wrap=True)
+    for row in run.groups(file):
+        rewards = [_number(row[name]) for name in ("reward_mean", "reward_min", "reward_max")]
+        counts = [str(row[name]) for name in ("num_correct", "num_leaves", "num_branches", "num_grafts", "num_errors", "longest")]
+        table.add_row(str(row["n"]), *rewards, *counts, Text(plain(" ".join(row["question"].split()), 200)))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _drawing(tree: Tree) -> Drawing:
+    leaves = {leaf.step_id: (number, leaf) for number, leaf in enumerate(tree.leaves)}
+    root = Drawing(Text(plain(tree.task.question, 300), style="bold"))
+    drawn = {tree.root.id: root}
+    for step in tree.steps[1:]:
+        drawn[step.id] = drawn[str(step.parent)].add(_label(step, leaves.get(step.id)))
+    return root
+
+
+def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
+    said = [f"{call.name} {call.body}" for call in step.content.calls]
+    said += [] if step.content.answer is None else [f"answer {step.content.answer}"]
+    author = step.origin.name.lower()
+    text = Text(f"{step.id} ", style="dim")
+    text.append(author, style=_STYLES[author])
+    text.append(f" {len(step.token_ids)} tokens  {plain(' '.join(' '.join(said).split()) or step.content.thought, 60)}")
+    if isinstance(step.cause, BranchCause):
+        text.append(f"  branch: entropy change {step.cause.entropy_change:+.4g}, p {step.cause.probability:.3f}", style="yellow")
+    if isinstance(step.cause, GraftCause):
+        text.append(f"  graft from {plain(step.cause.source, 40)}, similarity {step.cause.similarity:.3f}", style="magenta")
+    if leaf is not None:
+        number, end = leaf
+        style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"
+        advantage = "" if end.advantage is None else f", advantage {end.advantage:+.2f}"
+        text.append(f"  [leaf {number}: {end.status}, reward {_number(end.reward)}{advantage}]", style=style)
+    return text
+
+
+__all__ = ["pick_file", "show"]

@@ -1,0 +1,364 @@
+"""The viewer without a browser: what it reads of run folders, what it answers, and whom it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.testclient import TestClient
+from tests.viewed import copy_without_checkpoints, expert_hash, grown_tree, metrics_of, write_run, write_update
+from typer.testing import CliRunner
+
+from treegraft.cli import app as command_line
+from treegraft.errors import CheckpointError, DataError
+from treegraft.record import RunFolder, tree_to_json
+from treegraft.view.health import warnings_of
+from treegraft.view.runs import Run, open_runs
+from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app, is_own_name
+from treegraft.view.shapes import draw, path_tokens, summarise
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "first")
+
+
+@pytest.fixture(scope="module")
+def client(run_dir: Path) -> TestClient:
+    return TestClient(build_app(open_runs([run_dir])), base_url="http://127.0.0.1:8000")
+
+
+def ask(client: TestClient, path: str, **query: Any) -> Any:
+    answer = client.get(f"/api/runs/first{path}", params=query)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def test_a_group_is_summed_up() -> None:
+    group = summarise(json.loads(tree_to_json(grown_tree(1, "t/1"))))
+    assert (group["num_leaves"], group["num_grafts"], group["num_branches"], group["num_errors"]) == (4, 1, 1, 1)
+    assert (group["reward_mean"], group["reward_min"], group["reward_max"], group["best"]) == (0.25, 0.0, 1.0, 0)
+    # pppp + ssstt + rrrr + ss; the graft's own call is another agent's.
+    assert [leaf["num_tokens"] for leaf in group["leaves"]] == [15, 12, 14, 12]
+    assert [leaf["num_calls"] for leaf in group["leaves"]] == [1, 1, 2, 0]
+    assert group["statuses"] == {"completed": 3, "truncated": 1}
+
+
+def test_a_tree_is_drawn_with_its_reasons() -> None:
+    drawn = draw(json.loads(tree_to_json(grown_tree(1, "t/1"))))
+    steps = {step["id"]: step for step in drawn["steps"]}
+    assert steps["0.0.1"]["cause"] == {"kind": "branch", "entropy_change": 0.25, "probability": 0.625, "rule": "threshold"}
+    assert steps["0.0.0"]["origin"] == "retrieved" and steps["0.0.0"]["origins"] == {"retrieved": 4}
+    assert steps["0.0"]["origins"] == {"policy": 3, "tool": 2}
+    # 0.0 lies on two leaves of equal weight: (1.5 - 0.5) / 2.
+    assert steps["0.0"]["advantage"] == pytest.approx(0.5)
+    # The policy's step before the graft has entropies .1 .2 .3, the one after it .1 .2.
+    assert drawn["leaves"][0]["effects"]["0.0.0"] == pytest.approx([0.2, 0.15])
+    assert drawn["grafted"] == {"with": {"num": 1, "reward": 1.0}, "without": {"num": 3, "reward": 0.0}}
+
+
+def test_tokens_carry_what_was_recorded() -> None:
+    steps = path_tokens(json.loads(tree_to_json(grown_tree(1, "t/1"))), 0)
+    assert [step["id"] for step in steps] == ["0", "0.0", "0.0.0", "0.0.0.0"]
+    assert steps[1]["origins"] == [[1, 3], [2, 2]] and steps[1]["loss_mask"] == [[1, 3], [0, 2]]
+    assert steps[1]["ratios"] == pytest.approx([1.1, 1.2, 1.3]) and steps[1]["advantage"] == 1.5
+
+
+def test_metrics_are_followed_and_a_cut_is_noticed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", num_updates=2, with_buffer=False)
+    run = Run(path)
+    era, lines = run.metrics()
+    assert (era, [line["update"] for line in lines]) == (0, [0, 1, 2])
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"update": 3, "reward/mean": NaN}\n{"update": 4, "rew')
+    assert [(line["update"], line.get("reward/mean")) for line in run.metrics()[1][3:]] == [(3, "nan")]
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('ard/mean": 0.5}\n')
+    assert run.metrics()[1][-1] == {"update": 4, "reward/mean": 0.5}
+    RunFolder(path).cut_to(1, len((path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0]))
+    assert run.metrics() == (1, [lines[0]])
+
+
+def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
+    run = Run(path)
+    assert len(run.groups("update-000001")) == 2
+    file = path / "trees" / "update-000001.jsonl"
+    file.write_text(file.read_text().splitlines()[0] + "\n")
+    assert len(run.groups("update-000001")) == 1 and run.num_trees("update-000001") == 1
+    write_update(path, 2)
+    assert [f.name for f in run.files()] == ["update-000001", "update-000002", "eval-000002-greedy"]
+
+
+def test_warnings_say_what_is_wrong() -> None:
+    found = warnings_of([{"update": n, **metrics_of(n)} for n in range(5)])
+    assert [bool(some) for some in found] == [False, False, False, True, False]
+    assert found[3] == ["trajectories were lost to failures of ours: 25.0%"]
+    assert warnings_of([{"update": 1, "learn/loss": "nan"}]) == [["learn/loss is nan"]]
+    assert "entropy fell to 1.0%" in warnings_of([{"learn/entropy": 1.0}, {"learn/entropy": 0.01}])[1][0]
+
+
+def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
+    other = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
+    assert list(open_runs([run_dir, other, run_dir])) == ["first", "first-2"]
+    with pytest.raises(CheckpointError, match="not a run folder"):
+        open_runs([tmp_path])
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_every_page_has_what_it_asks_for(client: TestClient) -> None:
+    (run,) = client.get("/api/runs").json()
+    assert (run["name"], run["update"], run["num_updates"], run["is_live"]) == ("first", 4, 10, True)
+    assert [f["name"] for f in ask(client, "")["files"]][:3] == ["update-000001", "update-000002", "eval-000002-greedy"]
+    assert [bool(line["warnings"]) for line in ask(client, "/metrics")["lines"]] == [False, False, False, True, False]
+    assert [line["update"] for line in ask(client, "/metrics", first=4, era=0)["lines"]] == [4]
+    assert len(ask(client, "/metrics", first=4, era=7)["lines"]) == 5
+    assert [row["file"] for row in ask(client, "/task", id="t/1")] == [f"update-00000{n}" for n in (1, 2, 3, 4)]
+    assert ask(client, "/trees/update-000001/0")["best"] == 0
+    tokens = ask(client, "/tokens/update-000001/0", leaf=0)
+    assert tokens["steps"][0]["texts"] == ["? ", "search ", "e1 ", "e2 "]
+
+
+@pytest.mark.parametrize(
+    ("query", "leaves"),
+    [
+        ({"graft": 1}, [0]),
+        ({"graft": 0, "status": "completed"}, [1, 2]),
+        ({"branch": 1}, [1]),
+        ({"error": 1}, [2]),
+        ({"status": "truncated"}, [3]),
+        ({"min_reward": 0.5}, [0]),
+        ({"max_reward": 0.5, "branch": 0}, [2, 3]),
+        ({"min_tokens": 14}, [0, 2]),
+        ({"mixed": 1, "max_tokens": 12}, [1, 3]),
+        ({"q": "NONSENSE"}, [0, 1, 2, 3]),
+        ({"q": "r2 of e2 is e3", "graft": 1}, [0]),
+        ({"graft": 1, "error": 1}, None),
+        ({"q": "nowhere"}, None),
+        ({"mixed": 0, "status": "completed"}, None),
+    ],
+)
+def test_filters(client: TestClient, query: dict[str, Any], leaves: list[int] | None) -> None:
+    found = ask(client, "/groups", file="update-000001", **query)["groups"]
+    assert [group["matches"] for group in found] == ([] if leaves is None else [leaves])
+    everywhere = ask(client, "/groups", **query)
+    assert everywhere["cursor"] is None and [g["file"] for g in everywhere["groups"]] == (
+        [] if leaves is None else [f"update-00000{n}" for n in (4, 3, 2, 1)]
+    )
+
+
+def test_a_search_goes_on_where_it_stopped(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treegraft.view.query.MAX_FOUND", 1)
+    seen, cursor = [], ""
+    while cursor is not None:
+        part = ask(client, "/groups", q="nonsense", cursor=cursor)
+        seen += [group["file"] for group in part["groups"]]
+        cursor = part["cursor"]
+    assert seen == [f"update-00000{n}" for n in (4, 3, 2, 1)]
+
+
+def test_text_beyond_ascii_and_lone_surrogates_are_found(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "first", num_updates=1, with_buffer=False, note="Ünïcode \ud800 İ \u202e end")
+    client = TestClient(build_app(open_runs([path])), base_url="http://localhost")
+    assert len(ask(client, "/groups", q="ünïcode")["groups"]) == 1
+    assert ask(client, "/trees/update-000001/0")["steps"][1]["content"]["thought"].endswith("\u202e end")
+
+
+def test_from_a_graft_to_its_trace_and_back(client: TestClient, run_dir: Path) -> None:
+    before = {p.name: p.stat().st_mtime_ns for p in (run_dir / "buffer").iterdir()}
+    trace = ask(client, f"/buffer/{expert_hash()}")
+    assert trace["key"] == "r2 of e2 ?" and [step["position"] for step in trace["steps"]] == [0, 1]
+    back = ask(client, f"/grafts/{expert_hash()}")["grafts"]
+    assert [(one["file"], one["step"], one["rewards"]) for one in back][:2] == [
+        ("update-000004", "0.0.0", [1.0]),
+        ("update-000003", "0.0.0", [1.0]),
+    ]
+    nearest = ask(client, "/buffer", q="r2 of e2 ?", near=1)["rows"][0]
+    assert nearest["hash"] == expert_hash() and nearest["similarity"] == pytest.approx(1.0)
+    assert ask(client, "/buffer", q="100%_'")["total"] == 0 and ask(client, "/buffer", q="E3")["total"] == 2
+    assert {p.name: p.stat().st_mtime_ns for p in (run_dir / "buffer").iterdir()} == before
+
+
+def test_a_copied_folder_without_checkpoints_and_buffer(run_dir: Path, tmp_path: Path) -> None:
+    copy = copy_without_checkpoints(run_dir, tmp_path / "first")
+    shutil.rmtree(copy / "buffer")
+    for folder in (copy / "trees", copy):
+        folder.chmod(0o555)
+    client = TestClient(build_app(open_runs([copy])), base_url="http://localhost")
+    assert ask(client, "/tokens/update-000001/0", leaf=0)["steps"][0]["texts"] is None
+    assert "lies outside" in ask(client, "/buffer")["stats"]["why"]
+    for folder in (copy, copy / "trees"):
+        folder.chmod(0o755)
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
+    with (path / "trees" / "update-000001.jsonl").open("a") as file:
+        file.write('{"group_id": "half')
+    answer = TestClient(build_app(open_runs([path])), base_url="http://localhost").get("/api/runs/first/groups?file=update-000001")
+    assert answer.status_code == 404 and "line 3" in answer.json()["error"]
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:80", "localhost:9", "LOCALHOST", "[::1]", "[::1]:80", "127.1.2.3"])
+def test_own_names(host: str) -> None:
+    assert is_own_name(host, "127.0.0.1")
+
+
+FOREIGN = [
+    "evil.example",
+    "evil.example:8000",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "",
+    "10.0.0.1",
+    "[::1]x",
+    "a@localhost",
+]
+FOREIGN += ["localhost:80:80", "169.254.169.254", "localhost:x", "127.0.0.1, evil.example"]
+
+
+@pytest.mark.parametrize("host", FOREIGN)
+def test_foreign_names_are_refused(client: TestClient, host: str) -> None:
+    answer = client.get("/api/runs", headers={"host": host})
+    assert answer.status_code == 421 and "first" not in answer.text
+
+
+def test_an_open_server_still_refuses_names_of_others() -> None:
+    assert is_own_name("10.0.0.1:8000", "0.0.0.0") and is_own_name("box.lan", "box.lan")
+    assert not is_own_name("evil.example", "0.0.0.0") and not is_own_name("10.0.0.1", "127.0.0.1")
+
+
+PATHS = [
+    "/static/../server.py",
+    "/static/..%2fserver.py",
+    "/static/%2e%2e/server.py",
+    "/static//etc/passwd",
+    "/static/....//server.py",
+    "/../../etc/passwd",
+    "/api/runs/..",
+    "/api/runs/first/trees/..%2f..%2fconfig/0",
+    "/api/runs/first/trees/update-000001.jsonl/0",
+    "/api/runs/first/trees/update-000001%00/0",
+    "/api/runs/first/groups?file=../../secret",
+    "/api/runs/first/trees/update-000009/0",
+    "/api/runs/first/trees/update-000001/99",
+    "/api/runs/%2fetc/metrics",
+    "/api/runs/first/buffer/..%2f..%2fx",
+    "/static/vendor",
+    "/server.py",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_lead_nowhere(client: TestClient, path: str, run_dir: Path) -> None:
+    (run_dir.parent / "secret.jsonl").write_text('{"secret": 1}')
+    answer = client.get(path)
+    is_empty_list = answer.status_code == 200 and answer.json().get("groups") == []
+    assert is_empty_list or answer.status_code in (404, 405), answer.text
+    assert "secret" not in answer.text.replace("../../secret", "") and "root:" not in answer.text
+
+
+def test_links_that_lead_out_are_not_followed(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "first", num_updates=1)
+    outside = write_run(tmp_path / "other", num_updates=1)
+    (path / "trees" / "update-000007.jsonl").symlink_to(outside / "trees" / "update-000001.jsonl")
+    (path / "buffer" / "traces.sqlite").unlink()
+    (path / "buffer" / "traces.sqlite").symlink_to(outside / "buffer" / "traces.sqlite")
+    run = Run(path)
+    assert [file.update for file in run.files()] == [1, 2]
+    with pytest.raises(DataError):
+        run.tree("update-000007", 0)
+    client = TestClient(build_app({"first": run}), base_url="http://localhost")
+    assert ask(client, "/buffer")["stats"]["is_there"] is False
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_is_written(client: TestClient, method: str) -> None:
+    assert client.request(method, "/api/runs").status_code == 405
+
+
+@pytest.mark.parametrize("path", ["/", "/api/runs", "/static/app.js", "/nowhere"])
+def test_every_answer_carries_the_policy(client: TestClient, path: str) -> None:
+    headers = client.get(path).headers
+    assert headers["content-security-policy"] == CONTENT_SECURITY_POLICY and headers["x-content-type-options"] == "nosniff"
+    assert "unsafe" not in CONTENT_SECURITY_POLICY and "access-control-allow-origin" not in headers
+
+
+def test_pages_load_nothing_from_elsewhere_and_never_make_markup_of_text() -> None:
+    static = Path(__file__).resolve().parents[1] / "src" / "treegraft" / "view" / "static"
+    for file in [*static.glob("*.js"), *static.glob("*.html"), *static.glob("*.css")]:
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(
+            r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|style=\"", text
+        ), file
+    assert "MIT License" in (static / "vendor" / "uplot.LICENSE.txt").read_text()
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
+    shown = CliRunner().invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0 and "update-000004" in shown.output and "r2 of r1 of e1 ?" in shown.output
+    shown = CliRunner().invoke(
+        command_line, ["view", str(run_dir), "--text", "--update", "1", "--group", "0"], env={"COLUMNS": "200"}
+    )
+    assert "entropy change +0.25, p 0.625" in shown.output and "graft from expert, similarity 0.875" in shown.output
+    assert "leaf 0 of 4, the best by reward" in shown.output
+    arguments = ["view", str(run_dir), "--text", "--eval", "2", "--group", "0", "--leaf", "2"]
+    shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"})
+    assert "no such entity" in shown.output and "wrong" in shown.output and "graft from" not in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--text", "--update", "9"], "there are: 1 to 4"),
+        (["--text", "--leaf", "0"], "needs --group"),
+        (["--text", "--group", "7"], "holds 2 trees"),
+        (["--text", "--group", "0", "--leaf", "4"], "has 4 leaves"),
+        (["--text", "--update", "1", "--eval", "2"], "give one of them"),
+        (["--update", "1"], "no effect without --text"),
+        (["--buffer", "nowhere.sqlite"], "no such file"),
+    ],
+)
+def test_what_does_not_go_together_is_said(run_dir: Path, arguments: list[str], said: str) -> None:
+    error = CliRunner().invoke(command_line, ["view", str(run_dir), *arguments]).exception
+    assert error is not None and said in str(error)
+
+
+def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
+    command = [sys.executable, "-m", "treegraft", "view", str(run_dir), "--port", "0", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+        try:
+            assert process.stdout is not None
+            address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
+            assert address is not None
+            assert httpx.get(f"{address[0]}api/runs", timeout=60).json()[0]["name"] == "first"
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, out, err) == (0, "viewer ended\n", "")
+
+
+def test_the_viewer_starts_without_torch() -> None:
+    code = "import sys, treegraft.view.server, treegraft.view.command; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,348 @@
+"""The viewer's pages in a real headless Chromium: each view, keys, filters, addresses, following, foreign text."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.viewed import copy_without_checkpoints, expert_hash, metrics_of, plain_tree, served, step, write_run, write_update
+
+from treegraft.record import RunFolder, write_trees
+from treegraft.types import Leaf, StartCause, Status, StepContent, Task, Tree
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
+    # Playwright's own loop leaves a transport to the collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),
+]
+
+INJECTIONS = [
+    "<script>window.hacked=1</script>",
+    "<img src=x onerror=window.hacked=1>",
+    "<svg onload=window.hacked=1>",
+    "<svg><script>window.hacked=1</script></svg>",
+    "<iframe srcdoc='<script>parent.hacked=1</script>'></iframe>",
+    "<body onload=window.hacked=1>",
+    "<a href=javascript:window.hacked=1>link</a>",
+    "<details open ontoggle=window.hacked=1>",
+    "<input autofocus onfocus=window.hacked=1>",
+    "<video><source onerror=window.hacked=1></video>",
+    "<math><mtext><script>window.hacked=1</script></mtext></math>",
+    "<style>*{display:none}</style>",
+    "<link rel=stylesheet href=//evil.example/x.css>",
+    "<meta http-equiv=refresh content='0;url=//evil.example'>",
+    "<base href=//evil.example/>",
+    "<form action=//evil.example><button>go</button></form>",
+    "<object data=//evil.example></object>",
+    "<embed src=//evil.example>",
+    "<template><script>window.hacked=1</script></template>",
+    "</pre></article></main><script>window.hacked=1</script>",
+    "--><script>window.hacked=1</script><!--",
+    "]]><script>window.hacked=1</script>",
+    '"><script>window.hacked=1</script>',
+    "'onmouseover='window.hacked=1",
+    '" onmouseover="window.hacked=1',
+    "` onmouseover=`window.hacked=1",
+    "javascript:window.hacked=1",
+    "data:text/html,<script>parent.hacked=1</script>",
+    "{{constructor.constructor('window.hacked=1')()}}",
+    "${window.hacked=1}",
+    "&lt;script&gt;window.hacked=1&lt;/script&gt;",
+    "\\u003cscript\\u003ewindow.hacked=1\\u003c/script\\u003e",
+    "<scr\u0000ipt>window.hacked=1</script>",
+    "\u202e<script>window.hacked=1</script>",
+    "<noscript><p title='</noscript><img src=x onerror=window.hacked=1>'>",
+    "__proto__",
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    return write_run(folder / "first"), write_run(folder / "second", num_updates=3, with_buffer=False)
+
+
+@pytest.fixture(scope="module")
+def address(runs: tuple[Path, Path]) -> Iterator[str]:
+    with served(*runs) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=180_000)
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser: Any, address: str) -> Iterator[Any]:
+    made = browser.new_page(viewport={"width": 1280, "height": 800})
+    made.set_default_timeout(60_000)
+    problems: list[str] = []
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    # Nothing leaves the machine, whatever a page says.
+    foreign: list[str] = []
+    made.on(
+        "request", lambda request: None if request.url.startswith(("http://127.0.0.1:", "data:")) else foreign.append(request.url)
+    )
+    yield made
+    made.close()
+    assert problems == [] and foreign == []
+
+
+def show(page: Any, address: str, place: str) -> None:
+    """Opens a page and waits until it is drawn."""
+    page.goto("about:blank")
+    page.goto(f"{address}{place}")
+    page.wait_for_selector("#page[data-ready]")
+
+
+def until(page: Any, expression: str) -> None:
+    """Waits for JavaScript to hold. Playwright's own way evaluates text inside the page, which the pages' policy forbids."""
+    for _ in range(600):
+        if page.evaluate(expression):
+            return
+        page.wait_for_timeout(100)
+    pytest.fail(f"never came true: {expression}")
+
+
+def text(page: Any, selector: str) -> str:
+    return str(page.inner_text(selector))
+
+
+def query(page: Any) -> str:
+    return str(page.evaluate("location.hash"))
+
+
+def test_overview(page: Any, address: str) -> None:
+    show(page, address, "")
+    cards = [card.get_attribute("data-card") for card in page.query_selector_all("section.card")]
+    assert cards[:7] == ["Reward", "Held-out accuracy", "Entropy", "Tool calls", "Retrieved", "Branched", "Time"]
+    assert "Updates with warnings (2)" in text(page, ".warnings") and "trajectories were lost" in text(page, ".warnings")
+    box = page.query_selector("[data-card='Reward'] .u-over").bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 20)
+    assert "update 4" in text(page, "#tip") and "0.4" in text(page, "#tip")
+    page.keyboard.press("+")
+    assert "smooth=0.1" in query(page)
+    page.click("button.run >> text=second")
+    assert "Updates with warnings (1)" in text(page, ".warnings") and "runs=first" in query(page)
+
+
+def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> None:
+    show(page, address, "#/r/first")
+    first = "#updates tbody tr:first-child td:first-child"
+    assert text(page, first) == "update 4" and page.locator("tr.warned").count() == 1
+    page.click("#updates th >> text=reward")
+    page.click("#updates th >> text=reward")
+    assert text(page, first) == "update 1"
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#groups")
+    assert query(page).startswith("#/r/first/t/update-000001")
+    page.keyboard.press("]")
+    until(page, "location.hash.includes('update-000002')")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("#updates")
+
+
+def test_filters_stand_in_the_address(page: Any, address: str) -> None:
+    show(page, address, "#/r/first/t/update-000001")
+    assert text(page, "#count") == "2 trees"
+    page.select_option("#f-graft", "1")
+    until(page, "document.getElementById('count').textContent === '1 tree'")
+    assert "graft=1" in query(page)
+    page.select_option("#f-error", "1")
+    until(page, "document.getElementById('count').textContent === '0 trees'")
+    show(page, address, "#/r/first/t/update-000001?status=failed")
+    assert "why ?" in text(page, "#groups")
+    show(page, address, "#/r/first/s?q=nonsense")
+    assert text(page, "#count") == "4 trees in 4 of 4 files" and "update 4, group 0" in text(page, "#groups")
+
+
+def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
+    show(page, address, "#/r/first/t/update-000001/0")
+    assert "Best: leaf 0" in text(page, ".findings") and "Grafts: reward 1 over 1 leaves with, 0 over 3 without" in text(
+        page, ".findings"
+    )
+    assert page.locator("svg.drawing .node").count() == 9 and page.locator(".edge.branch").count() == 1
+    assert "├ ΔH +0.25 p 0.63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(page, ".node.graft")
+    graft = text(page, "article.step.graft")
+    assert "another agent" in graft and "similarity 0.875" in graft and "0.2 before it, 0.15 after it" in graft
+    page.click(".leaf[data-leaf='1']")
+    page.wait_for_selector(".pathpane[data-leaf='1']")
+    assert "entropy changed by +0.25" in text(page, "article.step.branch") and "leaf=1" in query(page)
+    page.keyboard.press("j")
+    page.wait_for_selector(".pathpane[data-leaf='2']")
+    assert "no such entity" in text(page, ".part.result.error")
+    page.keyboard.press("b")
+    page.wait_for_selector(".pathpane[data-leaf='0']")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".node.sel[data-step='0.0']")
+    page.hover(".node[data-step='0.0.0'] .graftbox", position={"x": 2, "y": 2})
+    assert "retrieved from" in text(page, "#tip")
+    page.keyboard.press("m")
+    until(page, "[...document.querySelectorAll('details.raw pre')].some((p) => p.textContent.includes('search'))")
+
+
+def test_a_deep_link_shows_its_step(page: Any, address: str) -> None:
+    show(page, address, "#/r/first/t/update-000001/0?step=0.1.0&over=entropy")
+    assert page.get_attribute(".pathpane", "data-leaf") == "2" and page.locator("article.step.sel[data-step='0.1.0']").count() == 1
+    assert page.get_attribute("[data-overlay='entropy']", "aria-pressed") == "true"
+
+
+def test_token_overlays_are_switched_by_keys_and_hovering_is_exact(page: Any, address: str) -> None:
+    show(page, address, "#/r/first/t/update-000001/0?leaf=0&mode=tokens")
+    classes = lambda: [span.get_attribute("class").split()[-1] for span in page.query_selector_all(".tok")]  # noqa: E731
+    page.keyboard.press("1")
+    # pppp ssstt rrrr ss
+    assert classes()[-15:] == ["o-prompt"] * 4 + ["o-policy"] * 3 + ["o-tool"] * 2 + ["o-retrieved"] * 4 + ["o-policy"] * 2
+    page.keyboard.press("5")
+    spans = page.query_selector_all(".tokenview .tok")
+    assert [span.get_attribute("class").split()[-1] for span in spans].count("has-loss") == 5
+    page.keyboard.press("3")
+    assert spans[4].get_attribute("class") == "tok p10" and spans[0].get_attribute("class") == "tok nothing"
+    page.keyboard.press("2")
+    # Entropies 0.1, 0.2, 0.3 of at most 0.8.
+    assert [span.get_attribute("class") for span in spans[4:7]] == ["tok s1", "tok s3", "tok s4"]
+    page.keyboard.press("4")
+    page.wait_for_selector(".tokenview .tok.p1, .tokenview .tok.p2")
+    page.query_selector_all(".tokenview .tok")[5].hover()
+    shown = text(page, "#tip")
+    assert "0.2" in shown and "1.2" in shown and "0.1823215567939546" in shown and "policy" in shown and "1.5" in shown
+
+
+def test_side_by_side(page: Any, address: str) -> None:
+    show(page, address, "#/r/first/t/update-000001/0/vs?a=0&b=1")
+    page.wait_for_selector(".versus[data-ready='0,1']")
+    assert "They part after 9 tokens" in text(page, ".findings") and "The left one earned 1, the right one 0" in text(
+        page, ".findings"
+    )
+    assert "common: 2 steps, 9 tokens" in text(page, "details.common summary") and page.locator(".step.parts").count() == 2
+    page.keyboard.press("j")
+    page.wait_for_selector(".versus[data-ready='0,2']")
+    # The first steps of both starts have the same tokens, written twice.
+    assert "1 step was written twice" in text(page, ".findings")
+    page.keyboard.press("t")
+    page.wait_for_selector("#first-difference")
+
+
+def test_one_task_across_updates(page: Any, address: str) -> None:
+    show(page, address, "#/r/first/task?id=t%2F1")
+    assert page.locator("#groups tbody tr").count() == 4 and "1\u00d7 e3" in text(page, "#groups tbody tr:first-child")
+
+
+def test_buffer_from_a_graft_to_its_trace_and_back(page: Any, address: str) -> None:
+    show(page, address, "#/r/first/t/update-000001/0?leaf=0")
+    page.click("text=its trace in the buffer")
+    page.wait_for_selector("#grafts[data-ready]")
+    assert expert_hash() in query(page) and "4 grafts" in text(page, "#grafts")
+    page.click("#grafts a >> text=update 2, group 0")
+    page.wait_for_selector("article.step.graft.sel")
+    show(page, address, "#/r/first/buffer?q=r2%20of%20e2%20%3F&near=1")
+    assert "cosine 1" in text(page, ".trace:first-child") and expert_hash() == page.get_attribute(".trace:first-child", "data-hash")
+    show(page, address, "#/r/second/buffer")
+    assert "no Step-Trace Buffer" in text(page, "#page")
+
+
+def test_keys_themes_and_addresses_that_lead_nowhere(page: Any, address: str) -> None:
+    show(page, address, "#/r/nobody")
+    assert "There is no run" in text(page, "#page")
+    before = page.get_attribute("html", "data-theme")
+    page.keyboard.press("d")
+    assert page.get_attribute("html", "data-theme") != before
+    page.keyboard.press("?")
+    assert "overview, updates, search, buffer" in text(page, "#help")
+    page.keyboard.press("Escape")
+    page.keyboard.press("1")
+    page.wait_for_selector("section.card")
+
+
+def test_a_run_is_followed_while_it_writes(browser: Any, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
+    with served(path) as address:
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        show(page, address, "")
+        assert page.get_attribute(".cards", "data-points") == "2" and "running" in text(page, "#live")
+        write_update(path, 2)
+        RunFolder(path).append_metrics(2, metrics_of(2))
+        page.wait_for_selector(".cards[data-points='3']")
+        show(page, address, "#/r/live/t/update-000002/0?leaf=1")
+        page.keyboard.press("f")
+        write_update(path, 3)
+        RunFolder(path).append_metrics(3, metrics_of(3))
+        until(page, "location.hash.includes('update-000003')")
+        page.close()
+
+
+def test_a_copied_folder_shows_ids(browser: Any, runs: tuple[Path, Path], tmp_path: Path) -> None:
+    with served(copy_without_checkpoints(runs[0], tmp_path / "copy")) as address:
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        show(page, address, "#/r/copy/t/update-000001/0?mode=tokens")
+        assert "tokens are shown as ids" in text(page, ".pathpane") and re.match(r"#\d+", text(page, ".tokenview .tok"))
+        page.close()
+
+
+def hostile_tree() -> Tree:
+    """Returns a tree whose every text is an injection, one leaf for each."""
+    steps = [step("0", "pp", StepContent(thought=" ".join(INJECTIONS)), None)]
+    leaves = []
+    for n, foreign in enumerate(INJECTIONS):
+        steps.append(step(f"0.{n}", "ss", StepContent(thought=foreign, answer=foreign), StartCause(), ids=n))
+        leaves.append(
+            Leaf(
+                step_id=f"0.{n}",
+                status=Status.COMPLETED,
+                reward=0.0,
+                answer=foreign,
+                is_correct=False,
+                advantage=0.0,
+                reward_parts={foreign: 0.0},
+            )
+        )
+    task = Task(id=INJECTIONS[0], question=" ".join(INJECTIONS), reference=(INJECTIONS[1],), category=INJECTIONS[2])
+    return Tree(task=task, group_id=f"1/{INJECTIONS[0]}", steps=tuple(steps), leaves=tuple(leaves))
+
+
+def test_what_models_write_is_shown_as_text(browser: Any, tmp_path: Path) -> None:
+    assert len(INJECTIONS) >= 30
+    path = write_run(tmp_path / "hostile", num_updates=1, with_buffer=False)
+    write_trees(RunFolder(path).trees_path(1), [hostile_tree(), plain_tree(1, "t/2")])
+    with served(path) as address:
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        tree = "#/r/hostile/t/update-000001/0"
+        for place in (
+            "#/r/hostile/t/update-000001",
+            tree,
+            f"{tree}/vs?a=1&b=2",
+            f"{tree}?mode=tokens",
+            "#/r/hostile/s?q=script",
+            "#/<script>window.hacked=1</script>",
+        ):
+            show(page, address, place)
+            assert page.evaluate("window.hacked") is None, place
+            assert (
+                page.locator("#page script, #page iframe, #page object, #page embed, #page style, #page link, #page base").count()
+                == 0
+            )
+            assert page.evaluate(
+                "[...document.querySelectorAll('#page *')].every((e) => [...e.attributes].every((a) => !a.name.startsWith('on')))"
+            )
+        for n, foreign in enumerate(INJECTIONS):
+            show(page, address, f"{tree}?leaf={n}")
+            shown = page.locator("article.step .part.answer pre").text_content()
+            assert shown == foreign.replace("\u0000", "\u2400").replace("\u202e", "\ufffd")
+            assert page.evaluate("window.hacked") is None, foreign
+        page.close()
