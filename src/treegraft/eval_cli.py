@@ -70,28 +70,34 @@ def evaluate(
     On the held-out tasks of its own run, on those of a recipe or a file, or on suites of evaluation sets. An interrupted suite
     goes on with the same command.
     """
-    own = {"question-column": question_column, "reference-column": reference_column, "category-column": category_column}
-    own |= {"reference-after": reference_after}
+    own = {
+        "question-column": question_column,
+        "reference-column": reference_column,
+        "category-column": category_column,
+        "reference-after": reference_after,
+    }
     of_suites: dict[str, object] = {
         "data-dir": data_dir,
         "samples": samples,
         "temperature": temperature,
         "shuffle-seed": shuffle_seed,
         "into": into,
+        "judge": judge,
+        "judge-model": judge_model,
+        "judge-key-env": judge_key_env,
     }
-    of_suites |= {"judge": judge, "judge-model": judge_model, "judge-key-env": judge_key_env}
     if compare is not None:
         _refuse("--compare", {"CHECKPOINT": checkpoint, "suite": suite, "data": data, "recipe": recipe, "num": num, "out": out})
-        _refuse("--compare", of_suites | own)
+        _refuse("--compare", {**of_suites, **own})
         _compare(*compare, report, as_json)
         return
     if checkpoint is None:
         raise SettingError("command line: `treegraft eval` got no checkpoint; expected a run folder, or --compare A B.")
     if suite is None:
-        _refuse_without("--suite", of_suites | {"report": report})
+        _refuse_without("--suite", {**of_suites, "report": report})
         _held_out(checkpoint, overrides or [], recipe, data, num, own, out, as_json)
         return
-    _refuse("--suite", own | {"data": data, "out": out})
+    _refuse("--suite", {**own, "data": data, "out": out})
     from treegraft.evals.run import SuitePlan
 
     plan = SuitePlan(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -278,8 +278,7 @@ class _Suite:
 
     def _warn(self, text: str) -> None:
         if self._display is not None:
-            warn: Callable[[str], None] = self._display.warn
-            warn(text)
+            self._display.warn(text)
 
 
 def in_order(one: EvalSet, trees: Mapping[str, Tree]) -> list[Tree]:

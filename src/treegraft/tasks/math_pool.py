@@ -25,7 +25,7 @@ NUM_WORKERS = 2
 START_DEADLINE_S = 120.0
 """Longest wait for a worker to start or to become free, in seconds."""
 WALL_FACTOR = 10.0
-"""A comparison's deadline is processor time of its worker, so that a busy machine makes nothing wrong; it may last this much longer."""
+"""A deadline is processor time of the worker, so that a busy machine makes nothing wrong; the wait may be this much longer."""
 MEMORY_OF_VERDICTS = 8192
 """Pairs whose verdict is remembered, so that one pair has one verdict however busy the machine is."""
 

@@ -1,7 +1,7 @@
 """The child process behind `math_pool`: reads pairs of answers, writes verdicts. Run by file path, never imported.
 
-One JSON array `[prediction, reference, processor seconds, seconds]` a line comes in on standard input, one word a line goes out: "equal",
-"different" or "unparsed" (neither side's mathematics could be read). The end of the input ends the process.
+One JSON array `[prediction, reference, processor seconds, seconds]` a line comes in on standard input, one word a line goes out:
+"equal", "different" or "unparsed" (neither side's mathematics could be read). The end of the input ends the process.
 """
 
 from __future__ import annotations

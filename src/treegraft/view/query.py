@@ -17,6 +17,13 @@ BUDGET_S = 1.0
 """Longest work on one answer."""
 
 
+def _is_within(least: float | None, value: float | None, most: float | None) -> bool:
+    """Whether a value lies between two limits, either of which may be missing; without a value it lies in none."""
+    if value is None:
+        return least is None and most is None
+    return (least is None or value >= least) and (most is None or value <= most)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
     """Which trees are wanted; a leaf must meet all conditions on leaves at once. None and "" ask for nothing."""
@@ -40,12 +47,7 @@ class Filter:
     def of_leaf(self, leaf: dict[str, Any]) -> bool:
         """Returns whether a leaf meets the conditions on leaves."""
         reward, tokens = leaf["reward"], leaf["num_tokens"]
-        limits = (
-            (self.min_reward, reward, lambda a, b: b >= a),
-            (self.max_reward, reward, lambda a, b: b <= a),
-            (self.min_tokens, tokens, lambda a, b: b >= a),
-            (self.max_tokens, tokens, lambda a, b: b <= a),
-        )
+        limits = ((self.min_reward, reward, self.max_reward), (self.min_tokens, tokens, self.max_tokens))
         wanted = (
             (self.has_error, leaf["num_errors"]),
             (self.has_graft, leaf["num_grafts"]),
@@ -53,7 +55,7 @@ class Filter:
         )
         return (
             (not self.status or leaf["status"] == self.status)
-            and all(limit is None or (value is not None and holds(limit, value)) for limit, value, holds in limits)
+            and all(_is_within(*limit) for limit in limits)
             and all(flag is None or bool(count) is flag for flag, count in wanted)
         )
 

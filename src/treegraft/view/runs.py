@@ -233,7 +233,7 @@ def _task_of(line: bytes) -> str:
 
 def _parsed(line: bytes, name: str, number: int) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(line)
+        found = json.loads(line)
         if not isinstance(found, dict) or "steps" not in found:
             raise ValueError("no steps")
     except ValueError as error:
