@@ -1,4 +1,4 @@
-"""The command line: `treegraft train | sft | eval | run | buffer | config | doctor`.
+"""The command line: `treegraft train | sft | eval | run | buffer | serve | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
 or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
@@ -23,6 +23,7 @@ from rich.text import Text
 from treegraft import __version__
 from treegraft.buffer_cli import buffer_app
 from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
+from treegraft.serve_cli import serve_app
 
 if TYPE_CHECKING:
     from treegraft.config import Config
@@ -40,6 +41,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(buffer_app)
+app.add_typer(serve_app)
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")]
 Overrides = Annotated[

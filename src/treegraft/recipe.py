@@ -22,9 +22,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config, Settings
+from treegraft.config import BUILT_IN, FOREIGN_NAMES, Config
 from treegraft.errors import SettingError, nearest
 from treegraft.idle import EVALUATION_IGNORES, IDLE_RULES
+from treegraft.settings import Settings
 
 COMMAND_LINE = "command line"
 

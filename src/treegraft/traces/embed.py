@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,8 +70,11 @@ def encoder_name(name: str) -> str:
     return name
 
 
-def build_encoder(name: str) -> Encoder:
+def build_encoder(name: str, *, keeps: Literal["end", "beginning"] = "end") -> Encoder:
     """Returns "hashing", "minilm", or the sentence-transformers model of a folder, hub id or "pypi:PACKAGE".
+
+    Args:
+        keeps: what a sentence-transformers model reads of a text that is too long for it.
 
     Raises:
         SettingError: the name is none of these.
@@ -80,7 +83,7 @@ def build_encoder(name: str) -> Encoder:
     name = encoder_name(name)
     if name == "hashing":
         return HashingEncoder()
-    return SentenceEncoder(name, _locate(name))
+    return SentenceEncoder(name, _locate(name), keeps=keeps)
 
 
 def _locate(name: str) -> str:
@@ -115,10 +118,10 @@ class SentenceEncoder:
 
     For that a text is padded to a length that depends on it alone, always by a token or more (else attention takes the path
     without a mask), and runs with texts of that length only. Keys longer than the model reads lose their beginning, so that
-    the latest step survives.
+    the latest step survives; passages may lose their end instead, so that their title survives.
     """
 
-    def __init__(self, name: str, location: str) -> None:
+    def __init__(self, name: str, location: str, *, keeps: Literal["end", "beginning"] = "end") -> None:
         """Loads it to the CPU or the first GPU.
 
         Raises:
@@ -139,7 +142,7 @@ class SentenceEncoder:
             ) from error
         self._model.eval()
         self._tokenizer: Any = self._model.tokenizer
-        self._tokenizer.truncation_side = "left"
+        self._tokenizer.truncation_side = "left" if keeps == "end" else "right"
         self.max_tokens = int(self._model.max_seq_length or min(self._tokenizer.model_max_length, 512))
         """Longest text in tokens, its special ones included."""
         self.name = name
@@ -149,7 +152,7 @@ class SentenceEncoder:
         )
         self.dim = int(getattr(self._model, of_dim)())
         self.num_cut = 0
-        """Texts so far that lost their beginning; those answered from the cache are not counted again."""
+        """Texts so far that were cut; those answered from the cache are not counted again."""
         self._cache: OrderedDict[str, npt.NDArray[np.float32]] = OrderedDict()
         self._lock = threading.Lock()
 
