@@ -348,13 +348,14 @@ def test_what_is_asked_meanwhile_is_answered_together(tmp_path: Path) -> None:
         assert (await search.search(["5"], 1))[0][0].score == 5.0
 
     asyncio.run(work())
+
+    async def give_up() -> None:
+        task = asyncio.create_task(search.search(["1"], 1))
+        await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(give_up())
     # Another event loop, after one that was left in the middle.
-    loop = asyncio.new_event_loop()
-    task = loop.create_task(search.search(["1"], 1))
-    loop.run_until_complete(asyncio.sleep(0.01))
-    task.cancel()
-    loop.run_until_complete(asyncio.sleep(0))
-    loop.close()
     assert asyncio.run(search.search(["2"], 1))[0][0].score == 2.0
     asyncio.run(search.close())
 

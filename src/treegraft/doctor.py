@@ -343,8 +343,12 @@ def placement(config: Config) -> Iterator[Finding]:
     yield Finding("learner", f"{where}, {config.model.dtype}")
     yield Finding("engine", f"{where}, in this process" if config.engine.kind == "native" else config.engine.kind)
     for tool in config.tools.use:
-        workers = f"{config.tools.python.num_workers} worker processes" if tool == "python" else "in this process"
-        yield Finding(f"tool {tool}", workers)
+        where = "in this process"
+        if tool in ("python", "browse"):
+            where = f"{getattr(config.tools, tool).num_workers} worker processes"
+        elif tool == "search" and config.tools.search.kind in ("http", "web"):
+            where = config.tools.search.url if config.tools.search.kind == "http" else config.tools.search.provider
+        yield Finding(f"tool {tool}", where)
 
 
 def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:

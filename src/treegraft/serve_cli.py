@@ -55,7 +55,7 @@ def search(
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     listener = listen(host, port)
     try:
-        backend = open_corpus(corpus, kind.value, encoder=encoder, index_dir=index_dir)  # type: ignore[arg-type]
+        backend = open_corpus(corpus, "dense" if kind is Kind.DENSE else "bm25", encoder=encoder, index_dir=index_dir)
     except BaseException:
         listener.close()
         raise

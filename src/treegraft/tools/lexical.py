@@ -16,6 +16,7 @@ import mmap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import bm25s
 import numpy as np
@@ -67,11 +68,11 @@ class LexicalIndex:
             mapped: leave the files on disk; False reads them, so that the folder is needed no more.
         """
 
-        def load(name: str) -> npt.NDArray[np.generic]:
-            found: npt.NDArray[np.generic] = np.load(folder / name, mmap_mode="r" if mapped else None)
+        def load(name: str) -> npt.NDArray[Any]:
+            found: npt.NDArray[Any] = np.load(folder / name, mmap_mode="r" if mapped else None)
             return found
 
-        self.offsets = load("offsets.npy").view(np.uint64)
+        self.offsets: npt.NDArray[np.uint64] = load("offsets.npy")
         """[passages] where each begins in the corpus, in bytes."""
         self._starts, self._rows, self._scores = load("starts.npy"), load("rows.npy"), load("scores.npy")
         self._ends = load("words.npy")
@@ -143,7 +144,7 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 def _count(
     texts: list[list[str]], vocabulary: dict[str, int], lengths: array.array[int], found_in: array.array[int]
-) -> npt.NDArray[np.void]:
+) -> npt.NDArray[Any]:
     """Returns the postings of these texts in order; takes down words, lengths, and how many texts have each word."""
     postings: list[tuple[int, int, int]] = []
     for words in texts:
@@ -183,12 +184,12 @@ def _save_postings(
     np.save(folder / "starts.npy", starts)
     weight = np.log(1 + (len(lengths) - per_rank + 0.5) / (per_rank + 0.5))
     damping = K1 * (1 - B + B * lengths / lengths.mean())
-    sizes = {"shape": (int(starts[-1]),), "mode": "w+"}
-    rows = np.lib.format.open_memmap(folder / "rows.npy", dtype=np.uint32, **sizes)
-    scores = np.lib.format.open_memmap(folder / "scores.npy", dtype=np.float32, **sizes)
+    num = int(starts[-1])
+    rows = np.lib.format.open_memmap(folder / "rows.npy", "w+", np.uint32, (num,))
+    scores = np.lib.format.open_memmap(folder / "scores.npy", "w+", np.float32, (num,))
     free = starts[:-1].copy()
-    for first in range(0, int(starts[-1]), _POSTINGS):
-        some = np.fromfile(spill, _POSTING, min(_POSTINGS, int(starts[-1]) - first), offset=first * _POSTING.itemsize)
+    for first in range(0, num, _POSTINGS):
+        some = np.fromfile(spill, _POSTING, min(_POSTINGS, num - first), offset=first * _POSTING.itemsize)
         terms = ranks[some["term"]]
         order = np.argsort(terms, kind="stable")
         some, terms = some[order], terms[order]
