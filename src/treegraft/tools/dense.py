@@ -27,8 +27,8 @@ from treegraft.traces.index import BLOCK, FLAT_LIMIT, NUM_CANDIDATES, NUM_PROBES
 
 FORMAT = 1
 """Of the files; raised whenever they are made in another way."""
-SHARD = 1 << 20
-"""Rows of the index that are in memory together while it is made; 400 MB of MiniLM's."""
+SHARD = 1 << 21
+"""Rows of one file of the index, which is in memory while it is made; 800 MB of MiniLM's."""
 PROBED_FRAC = 1 / 32
 """Share of the lists that a query looks at, where that is more than NUM_PROBES."""
 _REPORT_S = 10.0
@@ -53,11 +53,13 @@ class DenseIndex:
         self._encoder = encoder
         shape = (len(self.offsets), encoder.dim)
         self._vectors: npt.NDArray[np.floating[Any]] = np.memmap(folder / "vectors.f16", np.float16, "r", shape=shape)
-        self._index: Any = None
+        self._shards: list[Any] = []
         if len(self.offsets) > FLAT_LIMIT:
             faiss = _faiss()
-            self._index = faiss.read_index(str(folder / "index.faiss"), faiss.IO_FLAG_ONDISK_SAME_DIR | faiss.IO_FLAG_READ_ONLY)
-            self._num_probes = max(NUM_PROBES, round(self._index.nlist * PROBED_FRAC))
+            flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY
+            self._shards = [faiss.read_index(str(path), flags) for path in shard_paths(folder, len(self.offsets))]
+            for shard in self._shards:
+                shard.nprobe = max(NUM_PROBES, round(shard.nlist * PROBED_FRAC))
         else:
             self._vectors = self._vectors.astype(np.float32)
         self._threads = ThreadPoolExecutor(
@@ -70,7 +72,7 @@ class DenseIndex:
 
     def search_vectors(self, queries: npt.NDArray[np.float32], top_k: int) -> list[Found]:
         """Returns the same for [queries, dim] vectors of unit length."""
-        if self._index is None:
+        if not self._shards:
             everything = np.ones(len(self._vectors), bool)
             return search_exactly(self._vectors.astype(np.float32, copy=False), queries, [everything] * len(queries), top_k)
         return list(self._threads.map(lambda query: self._nearest(query, top_k), queries))
@@ -80,10 +82,16 @@ class DenseIndex:
         self._threads.shutdown()
 
     def _nearest(self, query: npt.NDArray[np.float32], top_k: int) -> Found:
-        parameters = _faiss().SearchParametersIVF(nprobe=self._num_probes)
-        _, near = self._index.search(query[None], NUM_CANDIDATES + 4 * top_k, params=parameters)
+        num = NUM_CANDIDATES + 4 * top_k
+        # All shards have the same centroids.
+        first = self._shards[0]
+        nearness, lists = first.quantizer.search(query[None], first.nprobe)
+        found = [shard.search_preassigned(query[None], num, lists, nearness) for shard in self._shards]
+        rough = np.concatenate([scores[0] for scores, _ in found])
+        rows = np.concatenate([rows[0] + number * SHARD * (rows[0] >= 0) for number, (_, rows) in enumerate(found)])
+        best = rows[np.argsort(-rough, kind="stable")[:num]]
         # In the order of the file, which reads best.
-        return score(self._vectors, np.sort(near[0][near[0] >= 0]), query, top_k)
+        return score(self._vectors, np.sort(best[best >= 0]), query, top_k)
 
     @staticmethod
     def build(rows: Iterable[Row], folder: Path, encoder: Encoder) -> None:
@@ -133,29 +141,32 @@ def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield block
 
 
-def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
-    """Writes an index of [rows, dim] unit vectors: lists around centroids (index.faiss) and what is in them (lists.ivfdata)."""
-    faiss = _faiss()
-    from faiss.contrib.ondisk import merge_ondisk
+def shard_paths(folder: Path, num_rows: int) -> list[Path]:
+    """Returns the files of an index of so many rows, in order; each holds SHARD rows, the last one the rest."""
+    return [folder / f"lists-{number}.faiss" for number in range(-(-num_rows // SHARD))]
 
-    for left in folder.glob("shard-*.faiss"):
-        left.unlink()
-    _log.warning("fitting centroids for %d passages", len(vectors))
-    empty = fit(vectors[: num_fitted(len(vectors))], lambda: False)
-    shards = []
-    for first in range(0, len(vectors), SHARD):
+
+def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
+    """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids; those already there are kept."""
+    faiss = _faiss()
+    # Of this thread only; a sum over several would depend on their number.
+    faiss.omp_set_num_threads(1)
+    empty: Any = None
+    for number, path in enumerate(shard_paths(folder, len(vectors))):
+        if path.exists():
+            continue
+        if empty is None:
+            _log.warning("fitting centroids for %d passages", len(vectors))
+            empty = fit(vectors[: num_fitted(len(vectors))], lambda: False)
         shard = faiss.clone_index(empty)
-        last = min(first + SHARD, len(vectors))
-        for start in range(first, last, BLOCK):
+        last = min((number + 1) * SHARD, len(vectors))
+        for start in range(number * SHARD, last, BLOCK):
             shard.add(vectors[start : min(start + BLOCK, last)].astype(np.float32))
-        shards.append(str(folder / f"shard-{first}.faiss"))
-        faiss.write_index(shard, shards[-1])
+        partial = path.with_suffix(".partial")
+        faiss.write_index(shard, str(partial))
+        os.replace(partial, path)
         del shard
         _log.warning("%d of %d passages indexed", last, len(vectors))
-    merge_ondisk(empty, shards, str(folder / "lists.ivfdata"), shift_ids=True)
-    faiss.write_index(empty, str(folder / "index.faiss"))
-    for name in shards:
-        os.unlink(name)
 
 
 def _faiss() -> Any:
