@@ -62,7 +62,10 @@ class ExtractPool:
         worker: _Worker | None = None
         answer: dict[str, Any] | None = None
         try:
-            worker = place if place is not None and place.process.poll() is None else self._start()
+            if place is not None and place.process.poll() is not None:
+                place.kill()  # it died meanwhile; its pipes are still open
+                place = None
+            worker = place or self._start()
             worker.wait_until_ready()
             answer = worker.ask(page, deadline_s)
         finally:
