@@ -1,4 +1,4 @@
-"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | config | doctor`.
+"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
 or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
@@ -25,6 +25,7 @@ from treegraft.buffer_cli import buffer_app
 from treegraft.data_cli import data_app
 from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
 from treegraft.eval_cli import evaluate
+from treegraft.serve_cli import serve_app
 
 if TYPE_CHECKING:
     from treegraft.config import Config
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.add_typer(buffer_app)
 app.add_typer(data_app)
+app.add_typer(serve_app)
 
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")]
 Overrides = Annotated[
@@ -247,7 +249,7 @@ def doctor(
         except ModelError as error:
             parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
         sections["memory estimate"] = [*parts, total]
-        sections["data and own parts"] = [*checks.data_files(config), *checks.import_paths(config)]
+        sections["data and own parts"] = [*checks.data_files(config), *checks.services(config), *checks.import_paths(config)]
         sections["what runs where"] = list(checks.placement(config))
     if as_json:
         print(json.dumps({title: checks.as_dict(findings) for title, findings in sections.items()}, indent=2))

@@ -10,25 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from treegraft.settings import Settings
+from treegraft.settings_search import BrowseToolSettings, SearchToolSettings
 
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "tasks.kind": ("search_world", "arithmetic", "dataset"),
-    "tools.use": ("python", "search"),
+    "tools.use": ("python", "search", "browse"),
     "reward.funcs": ("hierarchical", "exact_match", "f1", "math"),
     "explore.explorers": ("independent", "entropy", "graft"),
     "engine.kind": ("native",),
     "track.trackers": ("tensorboard",),
 }
 """Settings that take a name of ours or an import path "package.module:name", and the names."""
-
-
-class Settings(BaseModel):
-    """A frozen table of settings that refuses unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
-    )
 
 
 class RunSettings(Settings):
@@ -173,13 +168,6 @@ class PythonToolSettings(Settings):
     """Worker processes ("monty") or sandboxes ("bwrap")."""
 
 
-class SearchToolSettings(Settings):
-    corpus: str = ""
-    """JSONL file with "id" and "contents"; variables are expanded."""
-    top_k: int = Field(3, ge=1)
-    """Passages returned by one search."""
-
-
 class McpSettings(Settings):
     name: str
     """What messages call the server."""
@@ -206,7 +194,7 @@ class McpSettings(Settings):
 
 class ToolsSettings(Settings):
     use: list[str] = []
-    """"python", "search", or import paths "package.module:function"; the tasks' own tools are always on."""
+    """"python", "search", "browse", or import paths "package.module:function"; the tasks' own tools are always on."""
     deadline_s: float = Field(30.0, gt=0)
     """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
     max_output_chars: int = Field(2000, ge=16)
@@ -230,6 +218,7 @@ class ToolsSettings(Settings):
     mcp: list[McpSettings] = []
     """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url = ...}; their tools are on besides
     those of `use`."""
+    browse: BrowseToolSettings = BrowseToolSettings()
 
 
 class RewardSettings(Settings):

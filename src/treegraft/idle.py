@@ -51,6 +51,18 @@ _ONLY_SIGN = (
     "entropy rose, by however little; change base_prob or threshold, or take rule = 'bernoulli'"
 )
 
+_SEARCH_KIND = "tools.search.kind is '{c.tools.search.kind}'"
+_SEARCH_RULES = (
+    IdleRule("tools.search.corpus", lambda c: c.tools.search.kind in ("http", "web"), _SEARCH_KIND),
+    IdleRule("tools.search.index_dir", lambda c: c.tools.search.kind in ("http", "web"), _SEARCH_KIND),
+    IdleRule("tools.search.encoder", lambda c: c.tools.search.kind != "dense", _SEARCH_KIND),
+    IdleRule("tools.search.url", lambda c: c.tools.search.kind != "http", _SEARCH_KIND),
+    IdleRule("tools.search.provider", lambda c: c.tools.search.kind != "web", _SEARCH_KIND),
+    IdleRule("tools.search.base_url", lambda c: c.tools.search.kind != "web", _SEARCH_KIND),
+    IdleRule("tools.search.timeout_s", lambda c: c.tools.search.kind in ("bm25", "dense"), _SEARCH_KIND),
+    IdleRule("tools.browse.", lambda c: "browse" not in c.tools.use, "tools.use is {c.tools.use}, without 'browse'"),
+)
+
 IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("tasks.search_world.", lambda c: c.tasks.kind != "search_world", f"{_KIND}; add tasks.kind=search_world"),
     IdleRule("tasks.arithmetic.", lambda c: c.tasks.kind != "arithmetic", f"{_KIND}; add tasks.kind=arithmetic"),
@@ -72,6 +84,7 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("tools.search.", lambda c: "search" not in c.tools.use, "tools.use is {c.tools.use}, without 'search'"),
     IdleRule("format.chat_template", lambda c: c.format.kind != "chat", _FORMAT),
     IdleRule("format.template_options", lambda c: c.format.kind != "chat", _FORMAT),
+    *_SEARCH_RULES,
     IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),
     IdleRule("explore.entropy.", _without("entropy"), _EXPLORERS + "'entropy'"),
     IdleRule(

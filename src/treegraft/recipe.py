@@ -22,10 +22,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from treegraft.config import BUILT_IN, Config, Settings
+from treegraft.config import BUILT_IN, Config
 from treegraft.errors import SettingError, nearest
 from treegraft.foreign import FOREIGN_NAMES
 from treegraft.idle import EVALUATION_IGNORES, IDLE_RULES
+from treegraft.settings import Settings
 
 COMMAND_LINE = "command line"
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treegraft.config import BUILT_IN, PythonToolSettings, ToolsSettings
 from treegraft.errors import SettingError, nearest
 from treegraft.interfaces import Tool
 from treegraft.plugins import load_object
+from treegraft.settings_search import SearchToolSettings
 from treegraft.tools.function import FunctionTool
+
+if TYPE_CHECKING:
+    from treegraft.tools.search import SearchBackend
 
 
 def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
@@ -50,7 +54,11 @@ def _build(entry: str, settings: ToolsSettings) -> Tool:
     if entry == "search":
         from treegraft.tools.search import SearchTool
 
-        return SearchTool(settings.search.corpus, top_k=settings.search.top_k)
+        return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
+    if entry == "browse":
+        from treegraft.tools.browse import BrowseTool
+
+        return BrowseTool(settings.browse)
     if ":" in entry:
         return _as_tool(load_object(entry), entry)
     known = BUILT_IN["tools.use"]
@@ -78,6 +86,26 @@ def _build_python(settings: PythonToolSettings) -> Tool:
         max_threads=settings.max_threads,
         num_workers=settings.num_workers,
     )
+
+
+def open_search(settings: SearchToolSettings) -> SearchBackend:
+    """Returns where the search tool's passages come from; a server has answered by then.
+
+    Raises `SettingError`, `DataError` and `ModelError` for what cannot be had.
+    """
+    if settings.kind == "http":
+        from treegraft.tools.remote import RemoteSearch
+
+        remote = RemoteSearch(settings.url, timeout_s=settings.timeout_s)
+        remote.check()
+        return remote
+    if settings.kind == "web":
+        from treegraft.tools.web import WebSearch
+
+        return WebSearch(settings.provider, base_url=settings.base_url, timeout_s=settings.timeout_s)
+    from treegraft.tools.search import open_corpus
+
+    return open_corpus(settings.corpus, settings.kind, encoder=settings.encoder, index_dir=settings.index_dir)
 
 
 def _as_tool(found: Any, entry: str) -> Tool:

@@ -1,27 +1,63 @@
-"""The search tool: BM25 over a JSONL corpus of {"id", "contents"} rows (the format of FlashRAG and Search-R1)."""
+"""The search tool, and search over a corpus of one's own: by words (BM25) or by meaning (dense)."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
-import os
-import re
+import functools
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
-import bm25s
 import numpy as np
+import numpy.typing as npt
 
-from treegraft.errors import DataError, SettingError, ToolError
+from treegraft.errors import ToolError
 from treegraft.interfaces import Capability, Signature
+from treegraft.tools.corpus import Corpus, Passage, checksum, corpus_path, read_rows
+from treegraft.tools.index_home import SMALL_BYTES, find_or_make, index_home
 from treegraft.types import Task
 
 NO_MATCH = "No passage matches the query."
 """What the agent reads when nothing was found."""
-_WORDS = r"(?u)\b\w+\b"
+
+
+class SearchBackend(Protocol):
+    """Where passages come from."""
+
+    is_remote: bool
+    """Whether a service elsewhere answers, so that calls are retried and their rate is limited."""
+
+    @property
+    def fingerprint(self) -> str:
+        """What results depend on beside the query."""
+        ...
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """Returns for each query its best passages, best first, `top_k` at most.
+
+        Raises `ToolUnavailable` where the service behind it is down, and `ToolError` for a query that it refuses.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class PassageIndex(Protocol):
+    """Rows of a corpus by query; called from one thread at a time."""
+
+    @property
+    def offsets(self) -> npt.NDArray[np.uint64]: ...
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[tuple[npt.NDArray[np.int64], Any]]: ...
+
+    def close(self) -> None: ...
 
 
 class SearchTool:
-    """Finds the passages of a corpus that best match a query, by BM25 (Lucene's variant)."""
+    """Finds the passages that best match a query."""
 
     name = "search"
     description = "Searches a collection of texts and shows the passages that best match the query."
@@ -29,108 +65,166 @@ class SearchTool:
     capability = Capability.STATELESS
     cacheable = True
 
-    def __init__(self, corpus: str, *, top_k: int = 3) -> None:
-        """Reads and indexes the corpus.
-
-        Args:
-            corpus: path of the JSONL file; "~" and variables such as $TREEGRAFT_DATA are expanded.
+    def __init__(self, source: SearchBackend | str, *, top_k: int = 3) -> None:
+        """Args:
+            source: where passages come from, closed with the tool; the path of a corpus stands for BM25 over it.
             top_k: passages returned by one search, at most.
 
-        Raises `SettingError` for an empty path and `DataError` for a missing file, a bad row or a corpus without words.
+        Raises what `open_corpus` raises.
         """
-        if not corpus.strip():
-            raise SettingError("tools.search.corpus is empty; set it to a JSONL file of rows with 'id' and 'contents'.")
-        self.path = os.path.expanduser(os.path.expandvars(corpus))
+        self.backend: SearchBackend = open_corpus(source) if isinstance(source, str) else source
         self.top_k = top_k
-        self._passages = _read(self.path)
-        self._checksum = hashlib.sha256(json.dumps(self._passages).encode()).hexdigest()
-        words = _words(self._passages)
-        if not any(words):
-            raise DataError(f"corpus '{self.path}': none of its {len(words)} rows contains a searchable word.")
-        self._index = bm25s.BM25(method="lucene", backend="numpy")
-        self._index.index(words, show_progress=False)
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether a service elsewhere answers."""
+        return self.backend.is_remote
 
     @property
     def fingerprint(self) -> str:
         """What results depend on beside the query."""
-        return f"bm25, top {self.top_k} of {self._checksum}"
-
-    def __len__(self) -> int:
-        """Returns the number of passages."""
-        return len(self._passages)
+        return f"{self.backend.fingerprint}, top {self.top_k}"
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns one "Doc N: ..." line per passage, best first; equal scores in the order of the corpus.
 
-        Raises `ToolError` for an empty query.
+        Raises `ToolError` for an empty query, and what the backend raises.
         """
         query = body.strip()
         if not query:
             raise ToolError("the search query is empty")
-        return await asyncio.to_thread(self._search, query)
+        (found,) = await self.backend.search([query], self.top_k)
+        lines = [f"Doc {rank}: {' '.join(passage.contents.split())}" for rank, passage in enumerate(found, start=1)]
+        return "\n".join(lines) or NO_MATCH
 
     async def close(self) -> None:
-        """Nothing to release."""
-
-    def _search(self, query: str) -> str:
-        known = [word for word in _words([query])[0] if word in self._index.vocab_dict]
-        if not known:
-            return NO_MATCH
-        scores = np.asarray(self._index.get_scores(known))
-        found = [int(row) for row in _best(scores, self.top_k)]
-        if not found:
-            return NO_MATCH
-        return "\n".join(f"Doc {rank}: {self._passages[row]}" for rank, row in enumerate(found, start=1))
+        """Closes the backend."""
+        await self.backend.close()
 
 
-def _best(scores: np.ndarray, top_k: int) -> np.ndarray:
-    """Returns the rows of the `top_k` largest positive scores, best first, ties by row."""
-    if top_k < len(scores):
-        # Everything that ties with the last place stays in, so that the row and not the partition decides.
-        threshold = np.partition(scores, -top_k)[-top_k]
-        rows = np.flatnonzero((scores >= threshold) & (scores > 0))
-    else:
-        rows = np.flatnonzero(scores > 0)
-    order = np.argsort(-scores[rows], kind="stable")
-    return np.asarray(rows[order][:top_k])
+def open_corpus(
+    corpus: str, kind: Literal["bm25", "dense"] = "bm25", *, encoder: str = "minilm", index_dir: str = ""
+) -> CorpusSearch:
+    """Returns a search over a JSONL file of {"id", "contents"} rows; its index is made where there is none.
+
+    A BM25 index of a corpus of up to 64 MiB is made anew each time, which takes seconds; others are kept (see `index_home`).
+
+    Args:
+        encoder: for "dense", as in [tools.search].
+        index_dir: where indexes are kept; empty for beside the corpus.
+
+    Raises:
+        SettingError: an empty path, an unknown encoder, or a place that cannot be written to.
+        DataError: a missing file, a bad row or a corpus without words.
+        ModelError: an encoder that cannot be loaded.
+    """
+    path = corpus_path(corpus)
+    index = _open_dense(path, encoder, index_dir) if kind == "dense" else _open_lexical(path, index_dir)
+    return CorpusSearch(Corpus(path, index.offsets), index, f"dense by {encoder}" if kind == "dense" else "bm25")
 
 
-def _words(texts: list[str]) -> list[list[str]]:
-    words: list[list[str]] = bm25s.tokenize(texts, token_pattern=_WORDS, stopwords="en", return_ids=False, show_progress=False)
-    return words
+def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
+    from treegraft.tools.lexical import FORMAT, LexicalIndex
+
+    if path.stat().st_size <= SMALL_BYTES:
+        with tempfile.TemporaryDirectory(prefix="treegraft-bm25-") as folder:
+            LexicalIndex.build(read_rows(path), Path(folder), path)
+            return LexicalIndex(Path(folder), mapped=False)
+    home = index_home(path, "bm25", index_dir)
+    recipe = {"kind": "bm25", "format": FORMAT}
+    return LexicalIndex(find_or_make(path, home, recipe, lambda folder: LexicalIndex.build(read_rows(path), folder, path)))
 
 
-def _read(path: str) -> list[str]:
-    """Returns the contents of all rows, each on one line."""
-    unset = re.search(r"\$\{?\w+\}?", path)
-    if not os.path.isfile(path):
-        hint = f" The variable {unset.group()} is not set." if unset else " Check tools.search.corpus."
-        raise DataError(f"corpus '{path}': there is no such file.{hint}")
-    passages: list[str] = []
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    passages.append(_contents(line, f"corpus '{path}', line {number}"))
-    except OSError as error:
-        raise DataError(f"corpus '{path}': it cannot be read: {error.strerror}") from error
-    if not passages:
-        raise DataError(f'corpus \'{path}\': it has no rows; each line should be {{"id": ..., "contents": ...}}.')
-    return passages
+def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
+    from treegraft.tools.dense import FORMAT, DenseIndex
+    from treegraft.traces.embed import build_encoder
+
+    made = build_encoder(encoder, keeps="beginning")
+    home = index_home(path, "dense", index_dir)
+    recipe = {"kind": "dense", "format": FORMAT, "encoder": made.name, "dim": made.dim}
+    return DenseIndex(find_or_make(path, home, recipe, lambda folder: DenseIndex.build(read_rows(path), folder, made)), made)
 
 
-def _contents(line: bytes, place: str) -> str:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start}).") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not JSON ({error}).") from error
-    if not isinstance(row, dict):
-        raise DataError(f"{place}: got a JSON {type(row).__name__}, expected an object with 'id' and 'contents'.")
-    for key, kinds in (("id", (str, int)), ("contents", (str,))):
-        if key not in row:
-            raise DataError(f"{place}: it has no '{key}'; it has {', '.join(sorted(row)) or 'no keys'}.")
-        if not isinstance(row[key], kinds):
-            raise DataError(f"{place}: '{key}' is {type(row[key]).__name__}, expected {kinds[0].__name__}.")
-    return " ".join(row["contents"].split())
+@dataclass(frozen=True, slots=True)
+class _Question:
+    queries: list[str]
+    top_k: int
+    answer: asyncio.Future[list[list[Passage]]]
+
+
+class CorpusSearch:
+    """Search over a corpus in this process: what is asked while a search is under way is answered together after it."""
+
+    is_remote = False
+
+    def __init__(self, corpus: Corpus, index: PassageIndex, kind: str) -> None:
+        """Takes over both, and closes them.
+
+        Args:
+            kind: how is searched, for the fingerprint.
+        """
+        self._corpus, self._index, self._kind = corpus, index, kind
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
+        self._waiting: list[_Question] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Kind and checksum of the corpus, which is read once for it."""
+        return f"{self._kind} over {checksum(self._corpus.path)}"
+
+    def __len__(self) -> int:
+        """Returns the number of passages."""
+        return len(self._corpus)
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """Returns for each query its best passages.
+
+        Raises:
+            ToolUnavailable: the corpus was changed meanwhile.
+        """
+        loop = asyncio.get_running_loop()
+        # A loop that is over took its worker and those who waited with it.
+        if self._worker is not None and self._worker.get_loop() is not loop:
+            self._waiting, self._worker = [], None
+        question = _Question(list(queries), top_k, loop.create_future())
+        self._waiting.append(question)
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        return await question.answer
+
+    async def close(self) -> None:
+        """Ends the thread, once the search under way is done, and closes the files."""
+        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        self._index.close()
+        self._corpus.close()
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting:
+                # Those who gave up meanwhile are not searched for.
+                batch, self._waiting = [one for one in self._waiting if not one.answer.done()], []
+                try:
+                    found = await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, batch)
+                except Exception as error:  # each call that asked fails by it
+                    for question in batch:
+                        if not question.answer.done():
+                            question.answer.set_exception(error)
+                    continue
+                for question, passages in zip(batch, found, strict=True):
+                    if not question.answer.done():
+                        question.answer.set_result(passages)
+        finally:
+            self._worker = None
+
+    def _answer(self, batch: Sequence[_Question]) -> list[list[list[Passage]]]:
+        answers: list[list[list[Passage]]] = [[] for _ in batch]
+        # How many are wanted decides how many are looked at, so only equals are asked together.
+        for top_k in {question.top_k for question in batch}:
+            places = [place for place, question in enumerate(batch) if question.top_k == top_k]
+            found = iter(self._index.search([query for place in places for query in batch[place].queries], top_k))
+            for place in places:
+                for _ in batch[place].queries:
+                    rows, scores = next(found)
+                    answers[place].append(self._corpus.read([int(row) for row in rows], [float(score) for score in scores]))
+        return answers

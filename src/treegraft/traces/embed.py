@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -74,8 +74,11 @@ def encoder_name(name: str) -> str:
     return name
 
 
-def build_encoder(name: str) -> Encoder:
+def build_encoder(name: str, *, keeps: Literal["end", "beginning"] = "end") -> Encoder:
     """Returns "hashing", "minilm", or the sentence-transformers model of a folder, hub id or "pypi:PACKAGE".
+
+    Args:
+        keeps: what a sentence-transformers model reads of a text that is too long for it.
 
     Raises:
         SettingError: the name is none of these.
@@ -84,7 +87,7 @@ def build_encoder(name: str) -> Encoder:
     name = encoder_name(name)
     if name == "hashing":
         return HashingEncoder()
-    return SentenceEncoder(name, _locate(name))
+    return SentenceEncoder(name, _locate(name), keeps=keeps)
 
 
 def _locate(name: str) -> str:
@@ -119,10 +122,10 @@ class SentenceEncoder:
 
     For that a text is padded to a length that depends on it alone, always by a token or more (else attention takes the path
     without a mask), and runs with texts of that length only. Keys longer than the model reads lose their beginning, so that
-    the latest step survives.
+    the latest step survives; passages may lose their end instead, so that their title survives.
     """
 
-    def __init__(self, name: str, location: str) -> None:
+    def __init__(self, name: str, location: str, *, keeps: Literal["end", "beginning"] = "end") -> None:
         """Loads it to the CPU or the first GPU.
 
         Raises:
@@ -143,7 +146,7 @@ class SentenceEncoder:
             ) from error
         self._model.eval()
         self._tokenizer: Any = self._model.tokenizer
-        self._tokenizer.truncation_side = "left"
+        self._tokenizer.truncation_side = "left" if keeps == "end" else "right"
         self.max_tokens = int(self._model.max_seq_length or min(self._tokenizer.model_max_length, 512))
         """Longest text in tokens, its special ones included."""
         self.name = name

@@ -44,7 +44,7 @@ Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 NOTHING: Found = (np.zeros(0, np.int64), np.zeros(0, np.float64))
 
 
-def score(vectors: npt.NDArray[np.float32], rows: npt.NDArray[np.int64], query: npt.NDArray[np.float32], k: int) -> Found:
+def score(vectors: npt.NDArray[np.floating[Any]], rows: npt.NDArray[np.int64], query: npt.NDArray[np.float32], k: int) -> Found:
     """Returns the k best of these rows: cosine to six decimals, best first, the earlier row where two are equal.
 
     The sums run row by row in float64, so that a similarity is the same in whatever company it is computed; rounding takes off
@@ -140,7 +140,7 @@ class IvfIndex:
         if before is not None and before.num_fitted == fitted:
             index, start = faiss.clone_index(before.faiss_index), before.num_rows
         else:
-            index, start = _fit(rows.vectors[:fitted], is_stopped), 0
+            index, start = fit(rows.vectors[:fitted], is_stopped), 0
         for first in range(start, end, BLOCK):
             if is_stopped():
                 return None
@@ -172,13 +172,16 @@ class IvfIndex:
         return score(rows.vectors, candidates, query, k)
 
 
-def _fit(vectors: npt.NDArray[np.float32], is_stopped: Callable[[], bool]) -> Any:
-    """Returns an empty index with centroids and 8-bit ranges fitted to these vectors, or None where it was stopped."""
+def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) -> Any:
+    """Returns an empty FAISS index with centroids and 8-bit ranges fitted to these vectors, or None where it was stopped.
+
+    Only a sample of the vectors is read, so they may lie in a file.
+    """
     faiss = _faiss()
     num, dim = vectors.shape
     num_lists = 1 << round(math.log2(LISTS_PER_ROOT * math.sqrt(num)))
     # Evenly spread instead of drawn: neighbours in the file are steps of one task.
-    sample = vectors[np.linspace(0, num - 1, min(num, POINTS_PER_LIST * num_lists)).astype(np.int64)]
+    sample = vectors[np.linspace(0, num - 1, min(num, POINTS_PER_LIST * num_lists)).astype(np.int64)].astype(np.float32)
     centroids = sample[np.linspace(0, len(sample) - 1, num_lists).astype(np.int64)].copy()
     clustering = faiss.ClusteringParameters()
     clustering.spherical, clustering.niter, clustering.seed = True, 1, 1

@@ -1,0 +1,387 @@
+"""Search over a corpus: rows by their place, BM25 against bm25s, dense against sorting, indexes that survive kills and changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import bm25s
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from treegraft.errors import DataError, SettingError, ToolUnavailable
+from treegraft.tools import dense, index_home, lexical
+from treegraft.tools.corpus import Corpus, read_rows
+from treegraft.tools.dense import DenseIndex
+from treegraft.tools.index_home import find_or_make
+from treegraft.tools.lexical import LexicalIndex, words_of
+from treegraft.tools.search import CorpusSearch, SearchTool, open_corpus
+from treegraft.traces.hashing import HashingEncoder
+from treegraft.types import Task
+
+TASK = Task(id="t", question="?", reference=())
+NAMES = ("Ash", "Birch", "Cedar", "Elm", "Fir", "Hazel", "Larch", "Maple", "Oak", "Pine", "Rowan", "Willow")
+
+
+def sentence(draw: random.Random, num_words: int = 12) -> str:
+    return " ".join(f"{draw.choice(NAMES).lower()}{draw.randrange(40)}" for _ in range(num_words))
+
+
+def write(path: Path, texts: Sequence[str]) -> Path:
+    """Rows in the wiki-18 dump's form: a title in quotes, a line break, the text."""
+    rows = [json.dumps({"id": str(n), "contents": f'"{NAMES[n % 12]}"\n{text}'}) for n, text in enumerate(texts)]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return path
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_rows_are_read_by_their_place(tmp_path: Path) -> None:
+    lines = [
+        b'\xef\xbb\xbf{"id": 7, "contents": "one"}',
+        b"",
+        b' {"contents": "zw\xc3\xb6lf", "id": "b"} \r',
+        b'{"id":"c","contents":""}',
+    ]
+    path = tmp_path / "c.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    rows = list(read_rows(path))
+    assert [(row.offset, row.id, row.contents) for row in rows] == [(0, 7, "one"), (33, "b", "zwölf"), (70, "c", "")]
+    corpus = Corpus(path, np.array([row.offset for row in rows], np.uint64))
+    assert [(p.id, p.contents, p.score) for p in corpus.read([2, 0, 1], [3.0, 2.0, 1.0])] == [
+        ("c", "", 3.0),
+        (7, "one", 2.0),
+        ("b", "zwölf", 1.0),
+    ]
+    with path.open("ab") as file:
+        file.write(b'\n{"id": "d", "contents": "x"}')
+    with pytest.raises(ToolUnavailable, match="was changed while it was in use"):
+        corpus.read([0], [1.0])
+    corpus.close()
+    corpus.close()
+
+
+# ---------------------------------------------------------------------- by words
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 60), st.integers(0, 2**32 - 1))
+def test_scores_are_those_of_bm25s(tmp_path_factory: pytest.TempPathFactory, num: int, seed: int) -> None:
+    draw = random.Random(seed)
+    texts = [
+        " ".join(draw.choice(["oak", "elm", "the", "fir", "ash", "Oak,", "ÄSCHE", "松", "42"]) for _ in range(draw.randrange(9)))
+        for _ in range(num)
+    ]
+    folder = tmp_path_factory.mktemp("bm25")
+    words = words_of([f'"{NAMES[n % 12]}"\n{text}' for n, text in enumerate(texts)])
+    theirs = bm25s.BM25(method="lucene", backend="numpy", k1=lexical.K1, b=lexical.B)
+    theirs.index(words, show_progress=False)
+    path = write(folder / "c.jsonl", texts)
+    # Passages and postings in groups of a few, so that the seams are crossed.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lexical, "_ROWS", 7)
+        patch.setattr(lexical, "_POSTINGS", 11)
+        LexicalIndex.build(read_rows(path), folder, path)
+    for mapped in (True, False):
+        ours = LexicalIndex(folder, mapped=mapped)
+        for query in ("oak", "elm fir oak oak", "äsche 松", "zebra", ""):
+            known = [word for word in words_of([query])[0] if word in theirs.vocab_dict]
+            expected = theirs.get_scores(known) if known else np.zeros(num)
+            assert ours._scores_of(query) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+            ((rows, scores),) = ours.search([query], 5)
+            order = sorted((row for row in range(num) if expected[row] > 0), key=lambda row: (-ours._scores_of(query)[row], row))
+            assert list(rows) == order[:5] and list(scores) == sorted(scores, reverse=True)
+        ours.close()
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """20 MB of text: what Python and numpy hold at the peak stays below 10 MB, and far below it while searching."""
+    path, draw = tmp_path / "large.jsonl", random.Random(0)
+    filler = sentence(draw, 50) + " -" * 2_800
+    with path.open("w") as file:
+        for number in range(3_600):
+            file.write(json.dumps({"id": number, "contents": f'"needle{number}"\n{filler}'}) + "\n")
+    assert path.stat().st_size > 17_000_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lexical, "_ROWS", 50)
+        patch.setattr(lexical, "_POSTINGS", 1 << 15)
+        patch.setattr("treegraft.tools.search.SMALL_BYTES", 0)
+        tracemalloc.start()
+        search = open_corpus(str(path))
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        before, _ = tracemalloc.get_traced_memory()
+        ((found,),) = asyncio.run(search.search(["needle1234"], 3))
+        _, after = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert (found.id, found.contents[:12]) == (1234, '"needle1234"')
+    assert peak < 10_000_000
+    assert after - before < 1_000_000
+    assert (tmp_path / "large.jsonl.bm25" / "current.json").exists()
+    asyncio.run(search.close())
+
+
+# ---------------------------------------------------------------------- by meaning
+
+
+class Counting(HashingEncoder):
+    """Counts what it embeds."""
+
+    num_texts = 0
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.num_texts += len(texts)
+        return super().encode(texts)
+
+
+def test_the_nearest_passages_are_found_exactly(tmp_path: Path) -> None:
+    draw = random.Random(1)
+    texts = [sentence(draw) for _ in range(300)]
+    path = write(tmp_path / "c.jsonl", texts)
+    search = open_corpus(str(path), "dense", encoder="hashing")
+    encoder = HashingEncoder()
+    contents = [row.contents for row in read_rows(path)]
+    stored = encoder.encode(contents).astype(np.float16).astype(np.float64)
+    queries = [contents[17], sentence(draw), "Oak"]
+    found = asyncio.run(search.search(queries, 4))
+    for query, passages in zip(queries, found, strict=True):
+        cosines = (stored @ encoder.encode([query])[0].astype(np.float64)).clip(-1, 1).round(6)
+        expected = sorted(range(300), key=lambda row: (-cosines[row], row))[:4]
+        assert [passage.id for passage in passages] == [str(row) for row in expected]
+        assert [passage.score for passage in passages] == pytest.approx([cosines[row] for row in expected], abs=2e-6)
+        assert [passage.contents for passage in passages] == [contents[row] for row in expected]
+    assert found[0][0].id == "17" and found[0][0].score == pytest.approx(1.0, abs=1e-3)
+    asyncio.run(search.close())
+
+
+def clustered(num: int, dim: int) -> np.ndarray:
+    draw = np.random.default_rng(0)
+    centres = draw.normal(size=(200, dim))
+    vectors = centres[draw.integers(0, 200, num)] + 0.5 * draw.normal(size=(num, dim))
+    return (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float16)
+
+
+class Given:
+    """Stands in for a model of 16 dimensions: a text is the number of its vector."""
+
+    name, dim = "given", 16
+
+    def __init__(self, vectors: np.ndarray) -> None:
+        self.vectors = vectors
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        return self.vectors[[int(text) for text in texts]].astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DenseIndex, np.ndarray]]:
+    """21,500 vectors in lists, made in shards of 4,096; the making was broken off, and the folder moved."""
+    folder, vectors = tmp_path_factory.mktemp("large"), clustered(21_500, 16)
+    vectors.tofile(folder / "vectors.f16")
+    np.save(folder / "offsets.npy", np.arange(len(vectors), dtype=np.uint64))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "SHARD", 4_096)
+        dense.save_lists(vectors, folder)
+        shards = [path.read_bytes() for path in dense.shard_paths(folder, len(vectors))]
+        (folder / "lists-2.faiss").rename(folder / "lists-2.partial")
+        dense.save_lists(vectors, folder)
+        assert [path.read_bytes() for path in dense.shard_paths(folder, len(vectors))] == shards and len(shards) == 6
+        index = DenseIndex(folder.rename(folder.with_name("moved")), Given(vectors), num_threads=2)
+        yield index, vectors
+        index.close()
+
+
+def test_lists_on_disk_find_what_sorting_finds(large: tuple[DenseIndex, np.ndarray]) -> None:
+    index, vectors = large
+    rows = list(range(0, 21_500, 215))
+    found = index.search([str(row) for row in rows], 5)
+    hits = 0
+    for row, (places, scores) in zip(rows, found, strict=True):
+        cosines = vectors.astype(np.float64) @ vectors[row].astype(np.float64)
+        expected = np.lexsort((np.arange(len(vectors)), -cosines.clip(-1, 1).round(6)))[:5]
+        hits += len(set(expected) & set(places))
+        assert list(scores) == pytest.approx(cosines[places].clip(-1, 1), abs=2e-6) and len(places) == 5
+    assert hits >= 0.9 * 5 * len(rows)
+
+
+def test_what_is_found_does_not_depend_on_the_company(large: tuple[DenseIndex, np.ndarray]) -> None:
+    index, _ = large
+    queries = [str(row) for row in range(0, 21_500, 500)]
+    together = index.search(queries, 3)
+    for query, (rows, scores) in zip(queries, together, strict=True):
+        ((alone, alone_scores),) = index.search([query], 3)
+        assert list(rows) == list(alone) and list(scores) == list(alone_scores)
+
+
+# ---------------------------------------------------------------------- made once, and again when the corpus changes
+
+
+def build(path: Path, encoder: Counting) -> DenseIndex:
+    home = index_home.index_home(path, "dense", "")
+    folder = find_or_make(path, home, {"encoder": "hashing"}, lambda made: DenseIndex.build(read_rows(path), made, encoder))
+    return DenseIndex(folder, encoder, num_threads=1)
+
+
+def test_an_index_is_made_once_and_again_for_another_corpus(tmp_path: Path) -> None:
+    draw, encoder = random.Random(2), Counting()
+    path = write(tmp_path / "c.jsonl", [sentence(draw) for _ in range(50)])
+    old = build(path, encoder)
+    assert encoder.num_texts == 50
+    build(path, encoder).close()
+    os.utime(path, ns=(1, 1))  # another time, the same contents
+    build(path, encoder).close()
+    assert encoder.num_texts == 50
+    home = tmp_path / "c.jsonl.dense"
+    (home / "current.json").write_text("{")  # damaged: the vectors are still there
+    build(path, encoder).close()
+    assert encoder.num_texts == 50
+    write(path, [sentence(draw) for _ in range(50)])  # as many bytes, nearly
+    build(path, encoder).close()
+    assert encoder.num_texts == 100
+    assert len([one for one in home.iterdir() if one.is_dir()]) == 1
+    # Who had the old one open keeps it.
+    assert len(old.search(["x"], 3)[0][0]) == 3
+    old.close()
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from treegraft.tools import dense, index_home
+from treegraft.tools.corpus import read_rows
+from treegraft.traces.hashing import HashingEncoder
+class Slow(HashingEncoder):
+    def encode(self, texts):
+        import time
+        print("block", flush=True)
+        time.sleep(0.2)
+        return super().encode(texts)
+dense.BLOCK = 8
+path = Path(sys.argv[1])
+index_home.find_or_make(path, index_home.index_home(path, "dense", ""), {"encoder": "hashing"},
+                        lambda made: dense.DenseIndex.build(read_rows(path), made, Slow()))
+"""
+
+
+def test_a_build_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    draw, encoder = random.Random(3), Counting()
+    path = write(tmp_path / "c.jsonl", [sentence(draw) for _ in range(80)])
+    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    for _ in range(4):
+        assert child.stdout.readline() == "block\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    home = tmp_path / "c.jsonl.dense"
+    assert not (home / "current.json").exists()
+    (folder,) = (one for one in home.iterdir() if one.is_dir())
+    # A block that was cut off in the middle is made again.
+    with (folder / "vectors.f16").open("ab") as file:
+        file.write(b"half")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dense, "BLOCK", 8)
+        index = build(path, encoder)
+    assert 80 - 32 <= encoder.num_texts <= 80 - 16
+    contents = [row.contents for row in read_rows(path)]
+    assert (index._vectors == HashingEncoder().encode(contents).astype(np.float16)).all()
+    index.close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "c.jsonl", ["oak"])
+    (tmp_path / "c.jsonl.dense").write_text("in the way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    home = index_home.index_home(path, "dense", "")
+    assert home.parent == tmp_path / "cache" / "treegraft" and home.name.startswith("c.jsonl.dense-")
+    with pytest.raises(SettingError, match=r"tools\.search\.index_dir"):
+        index_home.index_home(path, "dense", str(path))
+
+
+# ---------------------------------------------------------------------- asked together
+
+
+class Slowly:
+    """An index that takes its time and remembers what it was asked with what."""
+
+    offsets = np.zeros(1, np.uint64)
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[str], int]] = []
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        self.asked.append((list(queries), top_k))
+        time.sleep(0.05)
+        if "bad" in queries:
+            raise DataError("broken")
+        return [(np.zeros(1, np.int64), np.full(1, float(query))) for query in queries]
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_is_asked_meanwhile_is_answered_together(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", ["oak"])
+    index = Slowly()
+    search = CorpusSearch(Corpus(path, index.offsets), index, "bm25")
+
+    async def work() -> None:
+        first = asyncio.create_task(search.search(["0"], 1))
+        await asyncio.sleep(0.01)
+        rest = [asyncio.create_task(search.search([str(n), str(-n)], 1 + n % 2)) for n in range(1, 7)]
+        found = await asyncio.gather(first, *rest)
+        assert [[p.score for (p,) in answer] for answer in found] == [[0.0], *([n, -n] for n in range(1, 7))]
+        assert len(index.asked) == 3 and {top_k for _, top_k in index.asked[1:]} == {1, 2}
+        for outcome in await asyncio.gather(search.search(["bad"], 1), search.search(["bad"], 2), return_exceptions=True):
+            assert isinstance(outcome, DataError)
+        assert (await search.search(["5"], 1))[0][0].score == 5.0
+
+    asyncio.run(work())
+
+    async def give_up() -> None:
+        task = asyncio.create_task(search.search(["1"], 1))
+        await asyncio.sleep(0.01)
+        task.cancel()
+
+    asyncio.run(give_up())
+    # Another event loop, after one that was left in the middle.
+    assert asyncio.run(search.search(["2"], 1))[0][0].score == 2.0
+    asyncio.run(search.close())
+
+
+def test_the_tool_shows_title_and_text_on_one_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", ["oak and elm", "fir"])
+    tool = SearchTool(open_corpus(str(path), "dense", encoder="hashing"), top_k=1)
+    assert asyncio.run(tool('"Ash"\noak and elm', TASK)) == 'Doc 1: "Ash" oak and elm'
+    asyncio.run(tool.close())
+
+
+def test_an_unknown_encoder_or_a_bad_row_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.jsonl", ["oak"])
+    with pytest.raises(SettingError, match="encoder 'minilmm'"):
+        open_corpus(str(path), "dense", encoder="minilmm")
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(DataError, match="line 1: it has no 'contents'"):
+        open_corpus(str(path), "dense", encoder="hashing")
+
+
+@pytest.mark.slow
+def test_minilm_finds_by_meaning(tmp_path: Path) -> None:
+    texts = ["The cat sleeps on the sofa.", "Stock prices fell sharply.", "A recipe for apple pie."]
+    path = write(tmp_path / "c.jsonl", texts)
+    search = open_corpus(str(path), "dense")
+    found = asyncio.run(search.search(["a pet is napping", "the market crashed", "how to bake a dessert"], 1))
+    assert [passages[0].id for passages in found] == ["0", "1", "2"]
+    asyncio.run(search.close())

@@ -1,0 +1,390 @@
+"""Search over HTTP and in the web: real servers on loopback, in each provider's documented shape, and servers that misbehave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import pytest
+
+from treegraft.config import ToolsSettings
+from treegraft.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.tools.build import build_tools
+from treegraft.tools.remote import RemoteSearch, retrieve_url
+from treegraft.tools.search import SearchTool, open_corpus
+from treegraft.tools.serve import accepted_hosts, listen, search_app, url_of
+from treegraft.tools.web import PROVIDERS, WebSearch
+from treegraft.types import Task
+
+TASK = Task(id="t", question="?", reference=())
+ROWS = [
+    {"id": "0", "contents": '"Paris"\nParis is the capital of France.'},
+    {"id": "1", "contents": '"Berlin"\nBerlin is the capital of Germany.'},
+    {"id": 2, "contents": '"Banana"\nA yellow fruit.'},
+]
+Answer = tuple[int, dict[str, str], bytes]
+
+
+@contextmanager
+def web_server(answer: Callable[[str, str, dict[str, str], bytes], Answer]) -> Iterator[str]:
+    """A server on loopback that answers with what `answer(method, path, headers, body)` says; gives its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _handle(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            status, headers, data = answer(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            try:
+                self.wfile.write(data)
+            except OSError:
+                self.close_connection = True
+
+        do_GET = do_POST = _handle
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def corpus(folder: Path) -> Path:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+@pytest.fixture
+def retrieval(tmp_path: Path) -> Iterator[str]:
+    """A retrieval server over ROWS; gives its address."""
+    import uvicorn
+
+    listener = listen("127.0.0.1", 0)
+    app = search_app(open_corpus(str(corpus(tmp_path))), default_top_k=2, hosts=accepted_hosts("127.0.0.1"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield url_of(listener)
+    server.should_exit = True
+    thread.join()
+    listener.close()
+
+
+# ---------------------------------------------------------------------- the retrieve protocol
+
+
+def test_the_server_speaks_search_r1s_protocol(retrieval: str) -> None:
+    asked = {"queries": ["capital of France", "yellow", "zebra"], "topk": 1, "return_scores": True}
+    answer = httpx.post(retrieval, json=asked, timeout=60).json()
+    first, second, third = answer["result"]
+    assert (first[0]["document"], second[0]["document"], third) == (ROWS[0], ROWS[2], [])
+    assert first[0]["score"] > 0 and set(first[0]) == {"document", "score"}
+    bare = httpx.post(retrieval, json={"queries": ["capital"]}, timeout=60).json()
+    assert bare == {"result": [ROWS[:2]]}  # without scores, and as many as the server's own top k
+    health = retrieval.replace("/retrieve", "/health")
+    assert httpx.get(health, timeout=60).json() == {"status": "ok"}
+    assert httpx.post(retrieval, json={"queries": []}, timeout=60).json() == {"result": []}
+
+
+def test_bad_requests_are_told_what_is_wrong(retrieval: str) -> None:
+    bad = {
+        b"{": "Expecting",
+        b"[]": "expected an object",
+        b"[" * 100_000: "nested",
+        b'{"queries": "x"}': "'queries'",
+        b'{"queries": [1]}': "'queries'",
+        b'{"queries": ["x"], "topk": 0}': "'topk'",
+        b'{"queries": ["x"], "topk": true}': "'topk'",
+        b'{"queries": ["x"], "topk": 1001}': "'topk'",
+    }
+    for body, part in bad.items():
+        answer = httpx.post(retrieval, content=body, timeout=60)
+        assert answer.status_code == 422 and part in answer.json()["detail"], body[:40]
+    # A page in a browser whose name was made to point here.
+    assert httpx.post(retrieval, json={"queries": ["x"]}, headers={"Host": "evil.example"}, timeout=60).status_code == 400
+    assert httpx.get(retrieval, timeout=60).status_code == 405
+
+
+def test_the_tool_asks_the_server(retrieval: str) -> None:
+    tool = SearchTool(RemoteSearch(retrieval), top_k=2)
+    expected = 'Doc 1: "Paris" Paris is the capital of France.\nDoc 2: "Berlin" Berlin is the capital of Germany.'
+
+    async def work() -> None:
+        answers = await asyncio.gather(*(tool("capital of France", TASK) for _ in range(20)))
+        assert set(answers) == {expected}
+        await tool.close()
+
+    asyncio.run(work())
+    # Another event loop, with the connections of the first one gone.
+    asyncio.run(work())
+    assert retrieve_url(retrieval.removesuffix("/retrieve")) == retrieval
+    settings = ToolsSettings.model_validate({"use": ["search"], "search": {"kind": "http", "url": retrieval}})
+    (built,) = build_tools(settings, ())
+    asyncio.run(built.close())
+
+
+def test_documents_in_other_servers_shapes() -> None:
+    result: list[Any] = [
+        {"document": {"id": "1", "contents": "one"}, "score": 0.5},
+        {"document": {"title": "T", "text": "two"}, "score": "0.4"},
+        {"text": "three"},
+        {"id": 4, "contents": "four"},
+    ]
+    with web_server(lambda *_: (200, {}, json.dumps({"result": [result]}).encode())) as url:
+        (found,) = asyncio.run(RemoteSearch(url).search(["x"], 4))
+    assert [(p.id, p.contents, p.score) for p in found] == [
+        *(("1", "one", 0.5), ("", '"T"\ntwo', 0.4), ("", "three", 0.0), (4, "four", 0.0)),
+    ]
+
+
+FLOOD = b"x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((200, {}, b"<html>"), "not JSON: <html>"),
+        ((200, {}, b'{"results": []}'), "does not keep to the protocol"),
+        ((200, {}, b'{"result": []}'), "gave 0 answers to 1 queries"),
+        ((200, {}, b'{"result": [[3]]}'), "does not keep to the protocol"),
+        ((200, {}, b"[" * 100_000), "not JSON"),
+        ((422, {}, b'{"detail": "no"}'), "422"),
+        ((500, {}, b"Internal Server Error"), "500 Internal Server Error"),
+        ((429, {}, b""), "too many requests"),
+        ((302, {"Location": "http://127.0.0.1:9/"}, b""), "302"),
+        ((200, {}, FLOOD * 12), "more than 10,000,000 bytes"),
+    ],
+)
+def test_a_broken_server_is_our_failure_not_the_agents(answer: Answer, message: str) -> None:
+    with web_server(lambda *_: answer) as url, pytest.raises(ToolUnavailable, match=message):
+        asyncio.run(RemoteSearch(url).search(["x"], 3))
+
+
+def test_a_slow_server_is_left_at_the_deadline() -> None:
+    released = threading.Event()
+
+    def slow(*_: Any) -> Answer:
+        released.wait(20)
+        return 200, {}, b'{"result": [[]]}'
+
+    with web_server(slow) as url:
+        began = time.monotonic()
+        with pytest.raises(ToolUnavailable, match=r"did not answer within 0\.2 s"):
+            asyncio.run(RemoteSearch(url, timeout_s=0.2).search(["x"], 3))
+        released.set()
+    assert time.monotonic() - began < 15
+
+
+def test_a_server_that_is_not_there_is_noticed_before_the_run() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        settings = ToolsSettings.model_validate({"use": ["search"], "search": {"kind": "http", "url": url}})
+        with pytest.raises(SettingError, match=r"tools\.search\.url: .* cannot be reached.*treegraft serve search CORPUS"):
+            build_tools(settings, ())
+    for wrong in ("", "127.0.0.1:8000", "ftp://x/retrieve", "http:///retrieve"):
+        with pytest.raises(SettingError, match=r"tools\.search\.url: got"):
+            RemoteSearch(wrong)
+
+
+def test_two_servers_cannot_share_a_port() -> None:
+    listener = listen("127.0.0.1", 0)
+    with pytest.raises(SettingError, match=r"cannot listen on 127\.0\.0\.1:.*choose another"):
+        listen("127.0.0.1", listener.getsockname()[1])
+    listener.close()
+    assert accepted_hosts("0.0.0.0") == ["*"] and "localhost" in accepted_hosts("127.0.0.1")
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "treegraft", "serve", "search", str(corpus(tmp_path)), "--kind", "dense"]
+    command += ["--encoder", "hashing", "--port", "0"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    line = child.stdout.readline()
+    assert line.startswith("3 passages of ") and "http://127.0.0.1:" in line
+    url = next(word for word in line.split() if word.startswith("http"))
+    ((entry,),) = httpx.post(url, json={"queries": [ROWS[1]["contents"]], "topk": 1}, timeout=60).json()["result"]
+    assert entry == ROWS[1]
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "")
+
+
+# ---------------------------------------------------------------------- the web
+
+
+SERPER = {
+    "searchParameters": {"q": "q", "type": "search", "num": 2},
+    "answerBox": {"title": "France / Capital", "answer": "Paris", "link": "https://a.example/"},
+    "knowledgeGraph": {"title": "Paris", "attributes": {"Mayor": "x"}},
+    "organic": [
+        {"title": "Paris", "link": "https://b.example/", "snippet": "Capital of France", "position": 1},
+        {"title": "No snippet", "link": "https://c.example/", "position": 2},
+    ],
+    "credits": 1,
+}
+BRAVE = {
+    "type": "search",
+    "query": {"original": "q"},
+    "web": {
+        "type": "search",
+        "results": [
+            {"title": "Paris &amp; more", "url": "https://b.example/", "description": "The <strong>capital</strong> of France"},
+            {"title": "Two", "url": "https://c.example/", "description": "1 < 2"},
+        ],
+    },
+}
+TAVILY = {
+    "query": "q",
+    "answer": None,
+    "images": [],
+    "results": [
+        {"title": "Paris", "url": "https://b.example/", "content": "Capital of France", "score": 0.9, "raw_content": None},
+        {"title": "Two", "url": "https://c.example/", "content": "Second\nline", "score": 0.4, "raw_content": None},
+    ],
+    "response_time": 1.2,
+}
+BING = {
+    "_type": "SearchResponse",
+    "queryContext": {"originalQuery": "q"},
+    "webPages": {
+        "webSearchUrl": "https://x.example",
+        "totalEstimatedMatches": 2,
+        "value": [
+            {"id": "#0", "name": "Paris", "url": "https://b.example/", "snippet": "Capital of France", "isFamilyFriendly": True},
+            {"id": "#1", "name": "Two", "url": "https://c.example/", "snippet": "Second"},
+        ],
+    },
+}
+CASES: dict[str, tuple[Any, str, tuple[str, str], list[str]]] = {
+    "serper": (
+        SERPER,
+        "POST /search",
+        ("x-api-key", "KEY"),
+        ["France / Capital | https://a.example/ | Paris", "Paris | https://b.example/ | Capital of France"],
+    ),
+    "brave": (
+        BRAVE,
+        "GET /res/v1/web/search",
+        ("x-subscription-token", "KEY"),
+        ["Paris & more | https://b.example/ | The capital of France", "Two | https://c.example/ | 1 < 2"],
+    ),
+    "tavily": (
+        TAVILY,
+        "POST /search",
+        ("authorization", "Bearer KEY"),
+        ["Paris | https://b.example/ | Capital of France", "Two | https://c.example/ | Second line"],
+    ),
+    "bing": (
+        BING,
+        "GET /v7.0/search",
+        ("ocp-apim-subscription-key", "KEY"),
+        ["Paris | https://b.example/ | Capital of France", "Two | https://c.example/ | Second"],
+    ),
+}
+"""Provider: its answer, what it must be asked by, the key's header, and what is read out of it."""
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for provider in PROVIDERS.values():
+        monkeypatch.setenv(provider.key_variable, "KEY")
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_provider_is_asked_and_read_as_it_documents(name: str, keys: None) -> None:
+    answer, line, (header, key), expected = CASES[name]
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    def provider(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
+        parts = urlsplit(path)
+        asked = json.loads(body) if body else {k: v[0] for k, v in parse_qs(parts.query).items()}
+        seen.append((f"{method} {parts.path}", asked))
+        assert headers[header] == key
+        return 200, {"Content-Type": "application/json"}, json.dumps(answer).encode()
+
+    with web_server(provider) as url:
+        tool = SearchTool(WebSearch(name, base_url=url + "/"), top_k=2)
+        text = asyncio.run(tool("capital of France?", TASK))
+    assert text == "\n".join(f"Doc {rank}: {one}" for rank, one in enumerate(expected, start=1))
+    ((asked_line, asked),) = seen
+    assert asked_line == line
+    query = asked.get("q") or asked.get("query")
+    assert query == "capital of France?" and 2 in [int(v) for k, v in asked.items() if k in ("num", "count", "max_results")]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_found_and_answers_of_another_shape(name: str, keys: None) -> None:
+    with web_server(lambda *_: (200, {}, b"{}")) as url:
+        assert asyncio.run(WebSearch(name, base_url=url).search(["x"], 3)) == [[]]
+    with web_server(lambda *_: (200, {}, b'["x"]')) as url, pytest.raises(ToolUnavailable, match="another shape"):
+        asyncio.run(WebSearch(name, base_url=url).search(["x"], 3))
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (401, ToolUnavailable, "check the API key"),
+        (402, ToolUnavailable, "no credit left"),
+        (403, ToolUnavailable, "check the API key"),
+        (429, ToolUnavailable, "too many requests"),
+        (503, ToolUnavailable, "503"),
+        (422, ToolError, "refuses the query"),
+        (400, ToolError, "refuses the query"),
+    ],
+)
+def test_whose_fault_it_was(status: int, kind: type[ToolError], message: str, keys: None) -> None:
+    with web_server(lambda *_: (status, {}, b"reason")) as url, pytest.raises(ToolError, match=message) as caught:
+        asyncio.run(WebSearch("brave", base_url=url).search(["x"], 3))
+    assert type(caught.value) is kind and "KEY" not in str(caught.value).replace("API key", "")
+
+
+def test_a_missing_key_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, provider in PROVIDERS.items():
+        monkeypatch.delenv(provider.key_variable, raising=False)
+        settings = ToolsSettings.model_validate({"use": ["search"], "search": {"kind": "web", "provider": name}})
+        with pytest.raises(SettingError, match=f"{provider.key_variable} is not set"):
+            build_tools(settings, ())
+    monkeypatch.setenv("BRAVE_API_KEY", "a\nb")
+    with pytest.raises(SettingError, match="BRAVE_API_KEY holds characters"):
+        WebSearch("brave")
+    monkeypatch.setenv("BRAVE_API_KEY", "KEY")
+    with pytest.raises(SettingError, match=r"tools\.search\.base_url: got 'localhost:1'"):
+        WebSearch("brave", base_url="localhost:1")
+    with pytest.raises(SettingError, match="Did you mean 'brave'"):
+        WebSearch("brve")
+
+
+def test_a_missing_corpus_is_an_error_before_the_run(tmp_path: Path) -> None:
+    for kind in ("bm25", "dense"):
+        search = {"kind": kind, "corpus": str(tmp_path / "nowhere.jsonl"), "encoder": "hashing"}
+        with pytest.raises(DataError, match="there is no such file"):
+            build_tools(ToolsSettings.model_validate({"use": ["search"], "search": search}), ())
+    assert os.listdir(tmp_path) == []
