@@ -22,49 +22,48 @@ if TYPE_CHECKING:
     from treegraft.evals.run import SuitePlan
 
 
+Checkpoint = Annotated[
+    str | None, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest.")
+]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as rollout.max_tool_calls=3.")
 ]
-DataFile = Annotated[str | None, typer.Option(metavar="FILE", help='Questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".')]
-TreesFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the trees here (.jsonl); suites keep theirs anyway.")]
+Data = Annotated[str | None, typer.Option(metavar="FILE", help='Questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".')]
+Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the trees here (.jsonl); suites keep theirs anyway.")]
 Suite = Annotated[
     str | None,
     typer.Option(metavar="NAME,...", help="Sets or groups (arpo, rapo, gsm8k, ...); NAME=FILE reads a set from there."),
 ]
-ResultsFolder = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of a suite's results; the same command goes on there.")
-]
-ReportFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a suite's or comparison's numbers here too (.json).")]
+Into = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of a suite's results; the same command goes on there.")]
+Report = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a suite's or comparison's numbers here too (.json).")]
 Judge = Annotated[str | None, typer.Option(metavar="URL", help="OpenAI-compatible server that judges a suite's answers.")]
-TwoResults = Annotated[
+Compare = Annotated[
     tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare the results of two suite evaluations, B against A.")
 ]
 
 
 def evaluate(
-    checkpoint: Annotated[
-        str | None, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest.")
-    ] = None,
+    checkpoint: Checkpoint = None,
     overrides: Overrides = None,
     recipe: Annotated[str | None, typer.Option(help="Evaluate by this recipe instead of the run's own settings.")] = None,
-    data: DataFile = None,
+    data: Data = None,
     question_column: Annotated[str | None, typer.Option(help="Column of the question in FILE.")] = None,
     reference_column: Annotated[str | None, typer.Option(help="Column of the reference in FILE.")] = None,
     category_column: Annotated[str | None, typer.Option(help="Column to break results down by.")] = None,
     reference_after: Annotated[str | None, typer.Option(help='Keep what follows this mark in the reference, e.g. "####".')] = None,
     num: Annotated[int | None, typer.Option(min=1, help="Questions to ask; with --suite of each set.")] = None,
-    out: TreesFile = None,
+    out: Out = None,
     suite: Suite = None,
     data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the sets' files; without it the hub.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Trajectories for each item of a suite; 1 by default.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, help="Of a suite; 0 for one sample, 1 for several.")] = None,
     shuffle_seed: Annotated[int | None, typer.Option(min=0, help="Ask --num items of this seed's order, not the first.")] = None,
-    into: ResultsFolder = None,
-    report: ReportFile = None,
+    into: Into = None,
+    report: Report = None,
     judge: Judge = None,
     judge_model: Annotated[str | None, typer.Option(help="Its model; not needed where it serves one.")] = None,
     judge_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment variable with its key.")] = None,
-    compare: TwoResults = None,
+    compare: Compare = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Measure a checkpoint.

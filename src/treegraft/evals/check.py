@@ -35,7 +35,7 @@ LONG_REFERENCE_CHARS = 300
 
 _PLACEHOLDERS = frozenset({"none", "null", "nan", "n/a", "na", "unknown", "todo", "?", "-", "[]", "{}"})
 _LIST = re.compile(r"^\s*\[\s*['\"].*['\"]\s*\]\s*$", re.DOTALL)
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_]+", re.UNICODE)
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+", re.UNICODE)
 
 
 @dataclass(frozen=True, slots=True)
