@@ -188,7 +188,6 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     page.keyboard.press("b")
     page.wait_for_selector(".pathpane[data-leaf='0']")
     page.keyboard.press("ArrowRight")
-    page.keyboard.press("ArrowRight")
     page.wait_for_selector(".node.sel[data-step='0.0']")
     page.hover(".node[data-step='0.0.0'] .graftbox", position={"x": 2, "y": 2})
     assert "retrieved from" in text(page, "#tip")

@@ -1,7 +1,7 @@
 """The viewer of a run with 500 updates of 32 trees with 16 leaves: what its server holds in memory.
 
-The files of trees are links to one, so that the run takes 2 MB of disk; the server cannot know. How long it takes to open is measured
-and printed, never asserted.
+The files of trees are links to one, so that the run takes 2 MB of disk; the server cannot know. How long it takes to open is
+measured and printed, never asserted.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def test_a_large_run_stays_small_in_memory(tmp_path: Path) -> None:
             process.wait(timeout=60)
         finally:
             process.kill()
-    print(
-        f"seconds: {opened}; largest memory {most:.0f} MB; a file of trees {(path / 'trees/update-000001.jsonl').stat().st_size / 1e6:.1f} MB"
-    )
+    size = (path / "trees" / "update-000001.jsonl").stat().st_size / 1e6
+    print(f"seconds: {opened}; largest memory {most:.0f} MB; a file of trees {size:.1f} MB")
     assert most < MOST_MB
