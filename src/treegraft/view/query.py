@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,12 +41,8 @@ class Filter:
     def of_leaf(self, leaf: dict[str, Any]) -> bool:
         """Returns whether a leaf meets the conditions on leaves."""
         reward, tokens = leaf["reward"], leaf["num_tokens"]
-        limits = (
-            (self.min_reward, reward, lambda a, b: b >= a),
-            (self.max_reward, reward, lambda a, b: b <= a),
-            (self.min_tokens, tokens, lambda a, b: b >= a),
-            (self.max_tokens, tokens, lambda a, b: b <= a),
-        )
+        limits = ((self.min_reward, reward, operator.le), (self.max_reward, reward, operator.ge))
+        lengths = ((self.min_tokens, tokens, operator.le), (self.max_tokens, tokens, operator.ge))
         wanted = (
             (self.has_error, leaf["num_errors"]),
             (self.has_graft, leaf["num_grafts"]),
@@ -53,7 +50,7 @@ class Filter:
         )
         return (
             (not self.status or leaf["status"] == self.status)
-            and all(limit is None or (value is not None and holds(limit, value)) for limit, value, holds in limits)
+            and all(limit is None or (value is not None and holds(limit, value)) for limit, value, holds in (*limits, *lengths))
             and all(flag is None or bool(count) is flag for flag, count in wanted)
         )
 
