@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,13 +16,6 @@ MAX_FOUND = 100
 """Trees of one answer; a further one is asked for with its cursor."""
 BUDGET_S = 1.0
 """Longest work on one answer."""
-
-
-def _is_within(least: float | None, value: float | None, most: float | None) -> bool:
-    """Whether a value lies between two limits, either of which may be missing; without a value it lies in none."""
-    if value is None:
-        return least is None and most is None
-    return (least is None or value >= least) and (most is None or value <= most)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +41,8 @@ class Filter:
     def of_leaf(self, leaf: dict[str, Any]) -> bool:
         """Returns whether a leaf meets the conditions on leaves."""
         reward, tokens = leaf["reward"], leaf["num_tokens"]
-        limits = ((self.min_reward, reward, self.max_reward), (self.min_tokens, tokens, self.max_tokens))
+        limits = ((self.min_reward, reward, operator.le), (self.max_reward, reward, operator.ge))
+        lengths = ((self.min_tokens, tokens, operator.le), (self.max_tokens, tokens, operator.ge))
         wanted = (
             (self.has_error, leaf["num_errors"]),
             (self.has_graft, leaf["num_grafts"]),
@@ -55,7 +50,7 @@ class Filter:
         )
         return (
             (not self.status or leaf["status"] == self.status)
-            and all(_is_within(*limit) for limit in limits)
+            and all(limit is None or (value is not None and holds(limit, value)) for limit, value, holds in (*limits, *lengths))
             and all(flag is None or bool(count) is flag for flag, count in wanted)
         )
 

@@ -233,11 +233,11 @@ def _task_of(line: bytes) -> str:
 
 def _parsed(line: bytes, name: str, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(line)
-        if not isinstance(found, dict) or "steps" not in found:
-            raise ValueError("no steps")
+        found: Any = json.loads(line)
     except ValueError as error:
         raise DataError(f"'{name}', line {number + 1}: not a recorded tree ({error})") from error
+    if not isinstance(found, dict) or "steps" not in found:
+        raise DataError(f"'{name}', line {number + 1}: not a recorded tree (it has no steps)")
     return found
 
 

@@ -6,7 +6,7 @@ import { author, causeWords, headline, leafChip, ORIGINS, shade, STATUS_WORDS } 
 const ROW = 42;
 const TOP = 26;
 const LEFT = 26;
-const CHIP = 176;
+const CHIP = 200;
 
 const radius = (step) => Math.max(4.5, Math.min(14, 2.5 + 1.35 * Math.sqrt(step.num_tokens)));
 
@@ -72,9 +72,9 @@ function leafEnd(leaf, n, place, step, column, best, scale) {
   return s("g", { class: `leaf ${leaf.status} ${leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : ""}`, "data-leaf": n, transform: `translate(${x},${place.y})` },
     s("rect", { x: -4, y: -2, width: CHIP - 22, height: 18, rx: 4, class: "hit" }),
     s("text", { x: 0, y: 11, class: "leaftext" }, `${verdict} ${leaf.reward === null ? "no reward" : num(leaf.reward)}${status}${n === best ? " ★ best" : ""}`),
-    s("line", { x1: 92, x2: 92, y1: -1, y2: 15, class: "axis" }),
-    s("rect", { x: leaf.advantage >= 0 ? 92 : 92 - length, y: 2, width: length, height: 10, class: leaf.advantage >= 0 ? "gain" : "loss" }),
-    s("text", { x: 120, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
+    s("line", { x1: 116, x2: 116, y1: -1, y2: 15, class: "axis" }),
+    s("rect", { x: leaf.advantage >= 0 ? 116 : 116 - length, y: 2, width: length, height: 10, class: leaf.advantage >= 0 ? "gain" : "loss" }),
+    s("text", { x: 144, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
 }
 
 export class Drawing {
