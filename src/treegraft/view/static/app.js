@@ -8,7 +8,7 @@ import { treePage } from "./tree.js";
 import { versus } from "./versus.js";
 import { bufferPage, tracePage } from "./buffer.js";
 
-const page = document.getElementById("page");
+let page = document.getElementById("page");
 const bar = document.getElementById("bar");
 const help = document.getElementById("help");
 let runs = [];
@@ -80,9 +80,15 @@ async function show() {
   current = null;
   const { parts, query } = here();
   let chosen = null;
+  // A page of its own for each address: one that is still loading when the reader has gone on draws where nobody looks.
+  const before = page;
+  page = before.cloneNode(false);
+  page.append(...before.childNodes);
+  before.replaceWith(page);
   page.className = "";
   try {
     chosen = choose(parts, query);
+    current = { up: chosen.up }; // the way up is open while the page loads
     drawBar(chosen, parts);
     const made = await chosen.make();
     if (mine !== turn) {
