@@ -125,6 +125,7 @@ def test_a_last_part_that_one_setting_has_stands_for_it() -> None:
         ("tasks.search_wrld.hops", "tasks.search_world.hops"),
         ("model.tiny.hidden", "model.tiny.hidden_size"),
         ("num_leavs", "explore.num_leaves"),
+        ("num_hybrids", "explore.graft.num_hybrid"),
     ],
 )
 def test_unknown_key_names_the_nearest(key: str, near: str, tmp_path: Path) -> None:

@@ -78,6 +78,9 @@ def suggestion(name: str) -> str:
     by_last: dict[str, str] = {}
     for leaf in leaves:
         by_last.setdefault(leaf.rpartition(".")[2], leaf)
+    close = [] if table else difflib.get_close_matches(last, by_last, n=1, cutoff=0.8)
+    if close:
+        return f" Did you mean '{by_last[close[0]]}'?"
     for candidates in (siblings, [*leaves, *sorted(tables)]):
         found = nearest(name, candidates)
         if found:
