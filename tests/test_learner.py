@@ -80,6 +80,7 @@ def slow_loss(
     total = torch.zeros((), dtype=torch.float32)
     paths = [path for tree in trees for path in tree.trajectories()]
     counted = [path for path in paths if LEARNING_RULES[path.status].in_denominator]
+    num_groups = sum(any(LEARNING_RULES[leaf.status].in_denominator for leaf in tree.leaves) for tree in trees)
     token_mean = sum(path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps) for path in counted)
     for path in paths:
         mask = [m for m, sampled in zip(path.loss_mask, path.sampled_mask, strict=True) if sampled]
@@ -89,9 +90,9 @@ def slow_loss(
         if loss.aggregation == "token-mean":
             factor = path.leaf.weight / token_mean
         elif loss.aggregation == "sequence-mean":
-            factor = path.leaf.weight / length / len(trees)
+            factor = path.leaf.weight / length / num_groups
         else:
-            factor = path.leaf.weight / constant / len(trees)
+            factor = path.leaf.weight / constant / num_groups
         logprobs = plain_scores(model, path)[0]
         with torch.no_grad():
             before = logprobs.detach() if old is None else plain_scores(old, path)[0]
@@ -199,7 +200,8 @@ def test_law_1_on_random_trees(trees: list[Tree], takes_flash: bool, aggregation
     if expected.requires_grad:
         expected.backward()
         theirs = gradient_of(twin)
-        assert (descent.gradients[0] - theirs).norm() <= 1e-5 * theirs.norm() + 1e-7
+        # Opposite advantages on a shared token cancel: exactly in the packed sum, down to the rounding of each part in the plain one.
+        assert (descent.gradients[0] - theirs).norm() <= 1e-5 * max(1.0, float(theirs.norm()))
 
 
 OBJECTIVES = {

@@ -139,7 +139,8 @@ def test_overview(page: Any, address: str) -> None:
     page.keyboard.press("+")
     assert "smooth=0.1" in query(page)
     page.click("button.run >> text=second")
-    assert "Updates with warnings (1)" in text(page, ".warnings") and "runs=first" in query(page)
+    until(page, "document.querySelector('.warnings').innerText.includes('Updates with warnings (1)')")
+    assert "runs=first" in query(page)
 
 
 def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> None:
