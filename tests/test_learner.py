@@ -200,7 +200,7 @@ def test_law_1_on_random_trees(trees: list[Tree], takes_flash: bool, aggregation
     if expected.requires_grad:
         expected.backward()
         theirs = gradient_of(twin)
-        # Opposite advantages on a shared token cancel: exactly in the packed sum, down to the rounding of each part in the plain one.
+        # Opposite advantages on a shared token cancel: exactly in the packed sum, down to rounding in the plain one.
         assert (descent.gradients[0] - theirs).norm() <= 1e-5 * max(1.0, float(theirs.norm()))
 
 
