@@ -7,3 +7,9 @@ import os
 # One thread unless a test says otherwise: the models are tiny, and two threads that wait for each other on a busy machine take
 # five times as long. Read by torch when it is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from hypothesis import settings
+
+# How long an example takes is a matter of the machine's other work.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
