@@ -161,7 +161,6 @@ class BufferBuild:
         return agent, format, scorer, toolbox.close
 
     def _endpoint_agent(self, format: TagsFormat, toolbox: Toolbox, tools: Sequence[Tool]) -> EndpointAgent:
-
         config, choice = self._config, self._choice
         key = api_key_from(choice.api_key_env)
         defaults = EndpointSettings(url=choice.agent, model="")
@@ -184,7 +183,6 @@ class BufferBuild:
         return EndpointAgent(settings, format, toolbox, seed=config.run.seed, source=choice.source or model)
 
     def _checkpoint_agent(self, tasks: TaskSource) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
-
         choice = self._choice
         place: Path | str = choice.agent
         config = self._config
