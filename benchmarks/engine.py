@@ -31,7 +31,7 @@ def main() -> None:
 
     async def group(rows: int) -> None:
         sampling, run = Sampling(max_new_tokens=TOKENS), next(runs)
-        requests = [engine.complete(prompt, sampling, noise_key=(run, row), num_shared=PROMPT) for row in range(rows)]
+        requests = [engine.complete(prompt, sampling, noise_key=(run, row)) for row in range(rows)]
         await asyncio.gather(*requests)
         engine.forget(prompt)
 

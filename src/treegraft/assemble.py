@@ -153,7 +153,7 @@ def _build_engine(config: Config, model: Any, tokenizer: Any) -> Engine:
     if config.engine.kind == "native":
         from treegraft.engine.native import NativeEngine
 
-        return NativeEngine(model, tokenizer, config.engine, num_prompts=max_live_trees(config) + 1)
+        return NativeEngine(model, tokenizer, config.engine)
     if ":" not in config.engine.kind:
         raise SettingError(
             f"engine.kind is '{config.engine.kind}'; expected \"native\" or an import path 'package.module:Engine'."

@@ -102,6 +102,20 @@ def tree_attention(model: nn.Module) -> Iterator[None]:
         inner.set_attn_implementation(before)
 
 
+@contextmanager
+def plain_attention(model: nn.Module) -> Iterator[None]:
+    """An attention of transformers inside the block, whatever the model has after it."""
+    inner = _inner(model)
+    before = inner.config._attn_implementation
+    if before == ATTENTION:
+        inner.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if before == ATTENTION:
+            inner.set_attn_implementation(before)
+
+
 def _inner(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 

@@ -348,11 +348,15 @@ class EngineSettings(Settings):
     kind: str = "native"
     """"native" (in this process) or an import path "package.module:Engine"."""
     max_rows: int = Field(256, ge=1)
-    """Paths whose keys and values are kept at once; more wait for a free row."""
+    """Paths that go on at once; more wait for a free row."""
+    cache_gb: float = Field(4.0, gt=0)
+    """Memory for keys and values, in 10^9 bytes; what no running path needs is dropped first, the oldest before the rest."""
     max_prefill_tokens: int = Field(512, ge=16)
     """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut there."""
     pack_weights: bool = True
     """bfloat16 on a CPU: a second copy of the linear layers' weights, laid out for the matrix kernels, for faster products."""
+    compile_kernels: bool = True
+    """On a CPU: attention and what lies between the products by our own kernels, made once per machine with its C compiler."""
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for one completion, in seconds."""
 

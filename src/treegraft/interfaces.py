@@ -61,7 +61,6 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         noise_key: NoiseKey,
-        num_shared: int | None = None,
         probe_tokens: int | None = None,
         on_probe: Callable[[Sequence[float]], None] | None = None,
     ) -> Completion:
@@ -70,8 +69,6 @@ class Engine(Protocol):
         Args:
             prefix_ids: [tokens] the whole path so far.
             noise_key: the completion is a function of it, the prefix, the sampling and the weights alone.
-            num_shared: how many leading tokens other requests share (the prompt); None means all of `prefix_ids`. A hint for
-                the prefix cache, without effect on the result.
             probe_tokens, on_probe: once this many tokens are sampled, `on_probe` is called with their entropies in nats.
         """
         ...

@@ -1,8 +1,8 @@
-"""The in-process engine: any transformers decoder, continuous batching, prompts shared, branches by prefix.
+"""The in-process engine: any transformers decoder, continuous batching, every beginning that paths share stored and computed once.
 
-One thread owns the model and the store. Each turn of its loop takes in what was asked, gives every request a row (copying what
-another row already holds of its path), runs one forward pass over all rows that have tokens to feed, and samples for those that
-are complete. A request joins and leaves at any token. Decoding never runs on the event loop.
+One thread owns the model and the keys. Each turn of its loop takes in what was asked, gives every request a row (with all blocks
+that are stored of its path), runs one forward pass over all rows that have tokens to feed, and samples for those that are
+complete. A request joins and leaves at any token. Decoding never runs on the event loop.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from typing import Any
 
 import torch
 
-from treegraft.attention import ATTENTION, install_attention
 from treegraft.config import EngineSettings
-from treegraft.engine.packed import pack_linears
-from treegraft.engine.ragged import MIN_ROWS, RaggedPlan, Segment, attention_problem, usable_rows
+from treegraft.engine.blocks import BlockPool, PathCache, Row, common_length
+from treegraft.engine.forward import build_forward
+from treegraft.engine.ragged import MIN_ROWS, RaggedPlan, Segment, usable_rows
 from treegraft.engine.sampling import keyed_seed, sample_tokens
 from treegraft.engine.stops import StopFinder
-from treegraft.engine.store import KeyValueStore, PathCache, Row
 from treegraft.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.interfaces import NoiseKey, Tokenizer
-from treegraft.models import Head, decoder, end_token_ids, head_problem, max_context, weights_fingerprint
+from treegraft.models import Head, end_token_ids, max_context, weights_fingerprint
 from treegraft.types import Completion, Sampling, StopReason
+
+MIN_SHARED = 32
+"""Tokens from which a request waits for another that is taking in the same ones."""
 
 
 @dataclass(eq=False)
 class Request:
     """One call of `complete` on its way through the engine thread."""
 
-    prompt_ids: tuple[int, ...]
-    own_ids: list[int]
+    prefix_ids: list[int]
     sampling: Sampling
     noise_key: NoiseKey
     finish: Callable[[Completion | BaseException], None]
@@ -62,11 +63,8 @@ class Order:
 class NativeEngine:
     """Samples from its own copy of the weights, refreshed by `publish`."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, settings: EngineSettings, *, num_prompts: int = 64) -> None:
+    def __init__(self, model: Any, tokenizer: Tokenizer, settings: EngineSettings) -> None:
         """Takes over `model` (nobody else may run it).
-
-        Args:
-            num_prompts: how many prompts are kept at once.
 
         Raises:
             ModelError: the model's attention or head cannot be run piece by piece.
@@ -78,15 +76,13 @@ class NativeEngine:
         self._limit = max_context(model)
         self._version = 0
         self._fingerprint = weights_fingerprint(model.state_dict())
-        is_tried = model.config._attn_implementation == ATTENTION
-        if not is_tried and (problem := head_problem(model) or attention_problem(model)):
+        forward, problem = build_forward(model, pack=settings.pack_weights, compile_kernels=settings.compile_kernels)
+        if forward is None:
             raise ModelError(
                 f"engine: the native engine cannot run this model: {problem}; choose another model or another engine.kind"
             )
-        install_attention(model)
-        self._linears = pack_linears(model) if settings.pack_weights else None
-        self._decoder, self._head = decoder(model), Head(model)
-        self._build_store(num_prompts)
+        self._forward, self._head = forward, Head(model)
+        self._cache = PathCache(BlockPool(model, settings.cache_gb * 1e9), settings.max_rows)
         self._buckets = usable_rows(model)
         self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
         self._waiting: list[Request] = []
@@ -115,7 +111,6 @@ class NativeEngine:
         sampling: Sampling,
         *,
         noise_key: NoiseKey,
-        num_shared: int | None = None,
         probe_tokens: int | None = None,
         on_probe: Callable[[Sequence[float]], None] | None = None,
     ) -> Completion:
@@ -126,7 +121,6 @@ class NativeEngine:
             DeadlineExceeded: no completion within engine.deadline_s.
         """
         self._check(prefix_ids, sampling)
-        shared = max(0, min(len(prefix_ids), len(prefix_ids) if num_shared is None else num_shared) - 1)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
@@ -141,8 +135,7 @@ class NativeEngine:
                 _post(loop, lambda: listener(entropies))
 
         request = Request(
-            prompt_ids=tuple(prefix_ids[:shared]),
-            own_ids=list(prefix_ids[shared:]),
+            prefix_ids=list(prefix_ids),
             sampling=sampling,
             noise_key=noise_key,
             finish=finish,
@@ -162,8 +155,8 @@ class NativeEngine:
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Drops what is cached below a prompt once nothing is under way there."""
-        shared = tuple(prefix_ids[:-1])
-        self._submit(Order(lambda: self._cache.forget(shared), lambda _: None, waits_for_idle=False))
+        path_ids = tuple(prefix_ids[:-1])
+        self._submit(Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False))
 
     async def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Copies `weights` (a state dict of the plain model) once running requests are done, and drops all cached paths.
@@ -177,8 +170,7 @@ class NativeEngine:
 
         def act() -> None:
             load_weights(self.model, weights)
-            if self._linears is not None:
-                self._linears.refresh()
+            self._forward.refresh()
             self._cache.clear()
             self._version, self._fingerprint = version, weights_fingerprint(self.model.state_dict())
 
@@ -294,18 +286,29 @@ class NativeEngine:
             self._leave(request)
 
     def _admit(self) -> None:
-        """Gives rows to waiting requests in order of arrival; the rest waits for a free row."""
-        while self._waiting:
-            request = self._waiting[0]
-            row = self._cache.open(request.prompt_ids, request.own_ids)
-            if row is None:
-                return
-            longest = len(request.own_ids) + request.sampling.max_new_tokens
-            if self._limit is not None:
-                longest = min(longest, self._limit - len(request.prompt_ids))
-            self._cache.row_store.reserve(longest)
-            request.row = row
-            self._running.append(self._waiting.pop(0))
+        """Gives rows to waiting requests in order of arrival, while there is room.
+
+        One that begins like a path which is just being taken in waits for it, and shares its blocks.
+        """
+        left: list[Request] = []
+        for number, request in enumerate(self._waiting):
+            if self._is_being_fed(request.prefix_ids):
+                left.append(request)
+                continue
+            longest = len(request.prefix_ids) + request.sampling.max_new_tokens
+            request.row = self._cache.open(request.prefix_ids.copy(), min(longest, self._limit or longest))
+            if request.row is None:
+                left.extend(self._waiting[number:])
+                break
+            self._running.append(request)
+        self._waiting = left
+
+    def _is_being_fed(self, prefix_ids: list[int]) -> bool:
+        filling = [row for row in self._cache.rows if len(row.token_ids) - row.fed > MIN_SHARED]
+        if not filling:
+            return False
+        shared = max(common_length(row.token_ids, prefix_ids[:-1]) for row in filling)
+        return shared >= self._cache.matched(prefix_ids) + MIN_SHARED
 
     def _leave(self, request: Request) -> None:
         self._running.remove(request)
@@ -313,70 +316,50 @@ class NativeEngine:
             self._cache.close(request.row)
 
     def _step(self) -> None:
-        """One forward pass over every row (and unfilled prompt) that fits, then sampling where a row is complete."""
+        """One forward pass over every row that fits, then sampling where a row is complete."""
         segments, requests = self._plan()
-        hidden, ends = self._forward(segments)
-        for segment in segments:
-            if segment.row is not None:
-                segment.row.fed += segment.count
-        complete = [
-            (request, end)
-            for request, end in zip(requests, ends, strict=True)
-            if request is not None and request.row is not None and request.row.fed == len(request.row.token_ids)
-        ]
+        hidden = self._run(segments)
+        complete = []
+        for request, segment in zip(requests, segments, strict=True):
+            self._cache.fed(segment.row, segment.count)
+            if segment.row.fed == len(segment.row.token_ids):
+                complete.append((request, segment.offset + segment.count - 1))
         if complete:
             self._sample([request for request, _ in complete], hidden[torch.tensor([end for _, end in complete])])
 
-    def _plan(self) -> tuple[list[Segment], list[Request | None]]:
-        """Decoding rows first, then prompts and results in chunks whose cuts depend on the path alone."""
+    def _plan(self) -> tuple[list[Segment], list[Request]]:
+        """Decoding rows first, those that share blocks side by side; then prompts and results, in chunks."""
         segments: list[Segment] = []
-        requests: list[Request | None] = []
+        requests: list[Request] = []
         room, offset = self._buckets[-1], 0
-        ready = [r for r in self._running if r.row is not None and r.row.prompt.is_ready]
-        ready.sort(key=lambda request: len(request.row.token_ids) - request.row.fed if request.row else 0)
         limit = min(self.settings.max_prefill_tokens, room)
-        for request in ready:
-            row = request.row
-            assert row is not None
+        ready = [(request, request.row) for request in self._running if request.row is not None]
+        ready.sort(key=lambda pair: (len(pair[1].token_ids) - pair[1].fed, [node.block for node in pair[1].nodes]))
+        for request, row in ready:
             count = min(len(row.token_ids) - row.fed, limit)
             if offset + count > room:
                 continue
-            base = len(row.prompt.token_ids)
-            segments.append(Segment(self._cache.row_store, row.slot, row.fed, count, offset, base, row))
+            self._cache.extend(row, count)
+            segments.append(Segment(row, count, offset))
             requests.append(request)
-            offset += count
-        for prompt in self._cache.prompts_to_fill(row.prompt for row in (r.row for r in self._running) if row is not None):
-            count = min(len(prompt.token_ids) - prompt.fed, limit)
-            if offset + count > room:
-                continue
-            segments.append(Segment(self._cache.prompt_store, prompt.slot, prompt.fed, count, offset, 0))
-            requests.append(None)
-            prompt.fed += count
             offset += count
         return segments, requests
 
-    def _forward(self, segments: list[Segment]) -> tuple[torch.Tensor, list[int]]:
-        """Returns hidden states [rows, width] and each segment's last row."""
-        prompts = {prompt.slot: prompt for prompt in self._cache.all_prompts()}
+    def _run(self, segments: list[Segment]) -> torch.Tensor:
+        """Returns the hidden states of the segments' tokens, one after another, and of what they are padded with."""
         ids: list[int] = []
         positions: list[int] = []
         for segment in segments:
-            source = segment.row.token_ids if segment.row is not None else prompts[segment.slot].token_ids
-            ids.extend(source[segment.fed : segment.fed + segment.count])
-            positions.extend(range(segment.base + segment.fed, segment.base + segment.fed + segment.count))
+            row = segment.row
+            ids.extend(row.token_ids[row.fed : row.fed + segment.count])
+            positions.extend(range(row.fed, row.fed + segment.count))
         rows = next(bucket for bucket in self._buckets if bucket >= len(ids))
         padding = [0] * (rows - len(ids))
-        plan = RaggedPlan(rows, self._cache.prompt_store, self._cache.row_store, segments)
-        device = self.model.device
-        output = self._decoder(
-            input_ids=torch.tensor([ids + padding], device=device),
-            position_ids=torch.tensor([positions + padding], device=device),
-            use_cache=False,
-            attention_plan=plan,
-        )
+        plan = RaggedPlan(rows, self._cache.pool, self._cache.table, segments, self._forward.kernels)
+        batch = torch.tensor([ids + padding, positions + padding], device=self.model.device)
         self.num_forwards += 1
         self.num_rows_fed += len(ids)
-        return output.last_hidden_state[0], [segment.offset + segment.count - 1 for segment in segments]
+        return self._forward(batch[0], batch[1], plan)
 
     def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
@@ -426,18 +409,9 @@ class NativeEngine:
         if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
             request.in_grace = True
         limit = len(request.sampled) >= sampling.max_new_tokens
-        if limit or (
-            self._limit is not None and len(request.prompt_ids) + len(request.own_ids) + len(request.sampled) >= self._limit
-        ):
+        if limit or (self._limit is not None and len(request.prefix_ids) + len(request.sampled) >= self._limit):
             return StopReason.LENGTH
         return None
-
-    # ------------------------------------------------------------------ construction
-
-    def _build_store(self, num_prompts: int) -> None:
-        num_rows = self.settings.max_rows
-        prompts, rows = KeyValueStore.for_model(self.model, num_prompts), KeyValueStore.for_model(self.model, num_rows)
-        self._cache = PathCache(prompts, rows, num_prompts, num_rows)
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -74,7 +74,6 @@ class ScriptedEngine:
         sampling: Sampling,
         *,
         noise_key: NoiseKey,
-        num_shared: int | None = None,
         probe_tokens: int | None = None,
         on_probe: Callable[[Sequence[float]], None] | None = None,
     ) -> Completion:

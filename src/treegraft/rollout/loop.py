@@ -304,7 +304,6 @@ class _Growth:
                 path.prefix_ids,
                 sampling,
                 noise_key=(*self._key, step_id),
-                num_shared=path.num_prompt,
                 probe_tokens=num_probed or None,
                 on_probe=propose.early if propose is not None and num_probed else None,
             )

@@ -1,0 +1,302 @@
+/* What the native engine does between matrix products on a CPU.
+ *
+ * Keys and values lie in blocks of 64 positions, one set of arrays per layer:
+ *
+ *     keys    [blocks, kv heads, WIDTH, 64]        a column per position, so that scores of 64 positions come out side by side
+ *     values  [blocks, kv heads, 64, PADDED]       PADDED: WIDTH rounded up to 16
+ *
+ * and row r of `table` lists the blocks of path r. Every token is computed by itself, block after block of its own path, so its
+ * bits depend neither on what else is in the batch nor on which blocks are shared. Arithmetic is float32 throughout.
+ *
+ * Compiled once per WIDTH and element type: HALF for bfloat16, else float32.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define BLOCK 64
+#define LANES 16
+#define TILE 4 /* query heads that share what is loaded of a block */
+#define CHUNK 16 /* tokens whose running sums are kept together, so that a shared block is read from the cache */
+#define PADDED ((WIDTH + LANES - 1) / LANES * LANES)
+#define PARTS (PADDED / LANES)
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint32_t vu __attribute__((vector_size(64)));
+typedef float vfu __attribute__((vector_size(64), aligned(4), may_alias));
+
+#ifdef HALF
+typedef uint16_t elem;
+typedef uint16_t vh __attribute__((vector_size(32)));
+typedef uint16_t vhu __attribute__((vector_size(32), aligned(2), may_alias));
+static inline vf load(const elem *from) { return (vf)(__builtin_convertvector(*(const vhu *)from, vu) << 16); }
+static inline void store(elem *to, vf x) {
+    vu bits = (vu)x;
+    bits += 0x7fff + ((bits >> 16) & 1); /* to the nearest, ties to even */
+    *(vhu *)to = __builtin_convertvector(bits >> 16, vh);
+}
+#else
+typedef float elem;
+static inline vf load(const elem *from) { return *(const vfu *)from; }
+static inline void store(elem *to, vf x) { *(vfu *)to = x; }
+#endif
+
+static inline vf load_some(const elem *from, int64_t count) {
+    if (count >= LANES) return load(from);
+    elem buffer[LANES] = {0};
+    memcpy(buffer, from, count * sizeof(elem));
+    return load(buffer);
+}
+
+static inline void store_some(elem *to, vf x, int64_t count) {
+    if (count >= LANES) {
+        store(to, x);
+        return;
+    }
+    elem buffer[LANES];
+    store(buffer, x);
+    memcpy(to, buffer, count * sizeof(elem));
+}
+
+static inline vf load_floats(const float *from) { return *(const vfu *)from; }
+static inline void store_floats(float *to, vf x) { *(vfu *)to = x; }
+static inline vf all(float x) { return x - (vf){0}; }
+static inline vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+#ifdef __AVX512F__
+static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }
+static inline float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
+#else
+static inline vf larger(vf a, vf b) { return pick(a > b, a, b); }
+static inline float largest(vf x) {
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+}
+static inline float sum_of(vf x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+#endif
+
+/* exp(x) within 2 units of the last place for x <= 88; exactly 0 below -87. */
+static inline vf exponential(vf x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
+    vi alive = x >= -87.0f;
+    vf clipped = pick(alive, x, all(-87.0f));
+    vf shifted = clipped * 1.44269504f + magic;
+    vf whole = shifted - magic;
+    vf rest = clipped - whole * 0.693359375f + whole * 2.12194440e-4f;
+    vf sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * rest + 8.3334519073e-3f;
+    sum = sum * rest + 4.1665795894e-2f;
+    sum = sum * rest + 1.6666665459e-1f;
+    sum = sum * rest + 5.0000001201e-1f;
+    sum = sum * rest * rest + rest + 1.0f;
+    vi power = (__builtin_convertvector(whole, vi) + 127) << 23;
+    return pick(alive, sum * (vf)power, all(0.0f));
+}
+
+static inline float exponential_of(float x) { return exponential(all(x))[0]; }
+
+typedef struct {
+    const int32_t *table; /* [rows, table_width] block numbers */
+    int64_t table_width;
+    const int32_t *rows;      /* [tokens] row of the table, -1 for padding */
+    const int32_t *positions; /* [tokens] tokens before it on its path */
+    int64_t tokens, heads, kv_heads, threads;
+} Pass;
+
+/* Rotates queries (in place) and keys by the tables cos, sin [tokens, WIDTH] where given, and puts keys and values into their
+ * blocks. `stride`: elements from one token to the next; `step`: from one head to the next. */
+void tg_store(const Pass *pass, elem *query, int64_t query_stride, int64_t query_step, const elem *key, int64_t key_stride,
+              int64_t key_step, const elem *value, int64_t value_stride, int64_t value_step, const float *cosines,
+              const float *sines, elem *keys, elem *values) {
+    const int64_t half = WIDTH / 2;
+#pragma omp parallel for schedule(static) num_threads(pass->threads) if (pass->threads > 1)
+    for (int64_t t = 0; t < pass->tokens; t++) {
+        if (pass->rows[t] < 0) continue;
+        const int64_t place = pass->positions[t] % BLOCK;
+        const int64_t block = pass->table[pass->rows[t] * pass->table_width + pass->positions[t] / BLOCK];
+        float own[PADDED + LANES], turned[PADDED + LANES];
+        elem rounded[PADDED + LANES];
+        for (int64_t h = 0; h < (cosines ? pass->heads : 0) + pass->kv_heads; h++) {
+            const int64_t kv = cosines ? h - pass->heads : h;
+            const elem *from = kv < 0 ? query + t * query_stride + h * query_step : key + t * key_stride + kv * key_step;
+            if (cosines) {
+                for (int64_t d = 0; d < WIDTH; d += LANES) store_floats(own + d, load_some(from + d, WIDTH - d));
+                const float *c = cosines + t * WIDTH, *s = sines + t * WIDTH;
+                for (int64_t d = 0; d < half; d++) {
+                    turned[d] = own[d] * c[d] - own[d + half] * s[d];
+                    turned[d + half] = own[d + half] * c[d + half] + own[d] * s[d + half];
+                }
+                for (int64_t d = 0; d < WIDTH; d += LANES) store(rounded + d, load_floats(turned + d));
+                from = rounded;
+            }
+            if (kv < 0) {
+                memcpy(query + t * query_stride + h * query_step, rounded, WIDTH * sizeof(elem));
+            } else {
+                elem *column = keys + (block * pass->kv_heads + kv) * WIDTH * BLOCK + place;
+                for (int64_t d = 0; d < WIDTH; d++) column[d * BLOCK] = from[d];
+                memcpy(values + ((block * pass->kv_heads + kv) * BLOCK + place) * PADDED, value + t * value_stride + kv * value_step,
+                       WIDTH * sizeof(elem));
+            }
+        }
+    }
+}
+
+/* One block for n <= TILE query heads of one token, by the running softmax
+ *     m' = max(m, max s),  z' = e^(m - m') z + sum e^(s - m'),  u' = e^(m - m') u + sum e^(s - m') v */
+static inline __attribute__((always_inline)) void one_block(const int n, const elem *restrict keys, const elem *restrict values,
+                                                            int first, int last, float softcap, const float *restrict queries,
+                                                            float *restrict weighted, vf *restrict totals, float *restrict peaks) {
+    vf scores[TILE][4];
+    float weights[TILE][BLOCK] __attribute__((aligned(64)));
+    float factors[TILE];
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int i = 0; i < n; i++)
+        for (int c = 0; c < 4; c++) scores[i][c] = all(0.0f);
+    for (int d = 0; d < WIDTH; d++) {
+        vf k[4];
+        for (int c = 0; c < 4; c++) k[c] = load(keys + d * BLOCK + c * LANES);
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < 4; c++) scores[i][c] += queries[i * PADDED + d] * k[c];
+    }
+    for (int i = 0; i < n; i++) {
+        if (softcap > 0)
+            for (int c = 0; c < 4; c++) scores[i][c] = softcap * (1.0f - 2.0f / (exponential(2.0f / softcap * scores[i][c]) + 1.0f));
+        if (first > 0 || last < BLOCK)
+            for (int c = 0; c < 4; c++) {
+                vi at = lane + c * LANES;
+                scores[i][c] = pick((at >= first) & (at < last), scores[i][c], all(-INFINITY));
+            }
+        float peak = largest(larger(larger(scores[i][0], scores[i][1]), larger(scores[i][2], scores[i][3])));
+        if (peak < peaks[i]) peak = peaks[i];
+        factors[i] = peak == peaks[i] ? 1.0f : exponential_of(peaks[i] - peak);
+        peaks[i] = peak;
+        for (int c = 0; c < 4; c++) scores[i][c] = exponential(scores[i][c] - peak);
+        totals[i] = totals[i] * factors[i] + ((scores[i][0] + scores[i][1]) + (scores[i][2] + scores[i][3]));
+        for (int c = 0; c < 4; c++) store_floats(weights[i] + c * LANES, scores[i][c]);
+    }
+    for (int start = 0; start < PARTS; start += 4) {
+        vf sums[TILE][4];
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < 4 && start + c < PARTS; c++)
+                sums[i][c] = load_floats(weighted + i * PADDED + (start + c) * LANES) * factors[i];
+        for (int j = first; j < last; j++) {
+            vf v[4];
+            for (int c = 0; c < 4 && start + c < PARTS; c++) v[c] = load(values + j * PADDED + (start + c) * LANES);
+            for (int i = 0; i < n; i++)
+                for (int c = 0; c < 4 && start + c < PARTS; c++) sums[i][c] += weights[i][j] * v[c];
+        }
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < 4 && start + c < PARTS; c++) store_floats(weighted + i * PADDED + (start + c) * LANES, sums[i][c]);
+    }
+}
+
+static void blocks_of_token(int64_t group, const elem *keys, const elem *values, int first, int last, float softcap,
+                            const float *queries, float *weighted, vf *totals, float *peaks) {
+    for (int64_t h = 0; h < group; h += TILE) {
+#define RUN(n) one_block(n, keys, values, first, last, softcap, queries + h * PADDED, weighted + h * PADDED, totals + h, peaks + h)
+        switch (group - h) {
+        case 1: RUN(1); break;
+        case 2: RUN(2); break;
+        case 3: RUN(3); break;
+        default: RUN(4);
+        }
+#undef RUN
+    }
+}
+
+/* Softmax attention of every token over its own path: out [tokens, heads, WIDTH]. A window of 0 is none, a softcap of 0 likewise,
+ * sinks may be null. */
+void tg_attend(const Pass *pass, const elem *query, int64_t query_stride, int64_t query_step, const elem *keys,
+               const elem *values, elem *out, float scaling, int64_t window, float softcap, const float *sinks) {
+    const int64_t group = pass->heads / pass->kv_heads;
+    const int64_t chunks = (pass->tokens + CHUNK - 1) / CHUNK;
+#pragma omp parallel for schedule(dynamic) num_threads(pass->threads) if (pass->threads > 1)
+    for (int64_t task = 0; task < chunks * pass->kv_heads; task++) {
+        const int64_t kv = task % pass->kv_heads, start = task / pass->kv_heads * CHUNK;
+        const int64_t count = pass->tokens - start < CHUNK ? pass->tokens - start : CHUNK, size = count * group;
+        vf *totals = aligned_alloc(64, size * (sizeof(vf) + (2 * PADDED + LANES) * sizeof(float)));
+        float *queries = (float *)(totals + size), *weighted = queries + size * PADDED, *peaks = weighted + size * PADDED;
+        int64_t end = 0;
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t t = start + i;
+            if (pass->rows[t] >= 0 && pass->positions[t] / BLOCK + 1 > end) end = pass->positions[t] / BLOCK + 1;
+            for (int64_t g = 0; g < group; g++) {
+                const elem *from = query + t * query_stride + (kv * group + g) * query_step;
+                float *to = queries + (i * group + g) * PADDED;
+                for (int64_t d = 0; d < PADDED; d += LANES) store_floats(to + d, load_some(from + d, WIDTH - d) * scaling);
+                totals[i * group + g] = all(0.0f);
+                peaks[i * group + g] = -INFINITY;
+            }
+        }
+        memset(weighted, 0, size * PADDED * sizeof(float));
+        for (int64_t b = 0; b < end; b++)
+            for (int64_t i = 0; i < count; i++) {
+                if (pass->rows[start + i] < 0) continue;
+                const int64_t position = pass->positions[start + i], from = b * BLOCK;
+                const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
+                if (from > position || from + BLOCK <= oldest) continue;
+                const int64_t block = pass->table[pass->rows[start + i] * pass->table_width + b] * pass->kv_heads + kv;
+                blocks_of_token(group, keys + block * WIDTH * BLOCK, values + block * BLOCK * PADDED,
+                                oldest > from ? oldest - from : 0, position - from + 1 < BLOCK ? position - from + 1 : BLOCK, softcap,
+                                queries + i * group * PADDED, weighted + i * group * PADDED, totals + i * group, peaks + i * group);
+            }
+        for (int64_t i = 0; i < size; i++) {
+            const int64_t t = start + i / group, head = kv * group + i % group;
+            float total = sum_of(totals[i]), factor = 1.0f;
+            if (sinks) {
+                const float peak = peaks[i] > sinks[head] ? peaks[i] : sinks[head];
+                factor = exponential_of(peaks[i] - peak);
+                total = total * factor + exponential_of(sinks[head] - peak);
+            }
+            elem *to = out + (t * pass->heads + head) * WIDTH;
+            factor = pass->rows[t] < 0 ? 0.0f : factor / total;
+            for (int64_t d = 0; d < WIDTH; d += LANES)
+                store_some(to + d, load_floats(weighted + i * PADDED + d) * factor, WIDTH - d);
+        }
+        free(totals);
+    }
+}
+
+/* out = x / sqrt(mean x^2 + eps) * weight by rows of `size`, `per_row` of them `size` apart in each of `rows` rows that are `stride`
+ * apart (both in x and in out); where `added` is given it is first added to x [rows, size], in place. */
+void tg_norm(elem *x, const elem *added, const elem *weight, elem *out, int64_t rows, int64_t per_row, int64_t stride, int64_t size,
+             float eps, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t r = 0; r < rows * per_row; r++) {
+        const int64_t at = r / per_row * stride + r % per_row * size;
+        vf squares = all(0.0f);
+        for (int64_t d = 0; d < size; d += LANES) {
+            vf part = load_some(x + at + d, size - d);
+            if (added) {
+                store_some(x + at + d, part + load_some(added + at + d, size - d), size - d);
+                part = load_some(x + at + d, size - d);
+            }
+            squares += part * part;
+        }
+        const float factor = 1.0f / sqrtf(sum_of(squares) / size + eps);
+        for (int64_t d = 0; d < size; d += LANES)
+            store_some(out + at + d, load_some(x + at + d, size - d) * factor * load_some(weight + d, size - d), size - d);
+    }
+}
+
+/* out [rows, size] = silu(gate) * up, with gate and up `stride` apart from row to row. */
+void tg_gate(const elem *gate, const elem *up, elem *out, int64_t rows, int64_t stride, int64_t size, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t d = 0; d < size; d += LANES) {
+            const vf x = load_some(gate + r * stride + d, size - d);
+            store_some(out + r * size + d, x / (1.0f + exponential(-x)) * load_some(up + r * stride + d, size - d), size - d);
+        }
+}

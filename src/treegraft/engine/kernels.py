@@ -1,0 +1,219 @@
+"""The engine's own kernels (kernels.c) on a CPU: compiled once per machine with the system's C compiler, called through ctypes.
+
+Where there is no compiler, or what it made does not compute what it should, the engine runs on torch's operators, with a notice.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+import torch
+
+from treegraft.errors import EngineError
+
+_log = logging.getLogger(__name__)
+
+BLOCK = 64
+"""Positions of one block of keys and values."""
+LANES = 16
+_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+_TIMEOUT_S = 120.0
+_long, _float, _pointer = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+def padded_width(width: int) -> int:
+    """Returns the width that a value takes in a block."""
+    return -(-width // LANES) * LANES
+
+
+class Pass(ctypes.Structure):
+    """What all layers of one forward pass have in common; the arrays must outlive it."""
+
+    _fields_ = (
+        ("table", _pointer),
+        ("table_width", _long),
+        ("rows", _pointer),
+        ("positions", _pointer),
+        ("tokens", _long),
+        ("heads", _long),
+        ("kv_heads", _long),
+        ("threads", _long),
+    )
+
+
+class Kernels:
+    """The compiled functions for one head width and element type. Tensors must be on the CPU, rows of the last axis contiguous."""
+
+    def __init__(self, library: ctypes.CDLL, max_threads: int | None) -> None:
+        self._max_threads = max_threads
+        pass_type = ctypes.POINTER(Pass)
+        rows = (_pointer, _long, _long)
+        self._store, self._attend = library.tg_store, library.tg_attend
+        self._norm, self._gate = library.tg_norm, library.tg_gate
+        self._store.argtypes = (pass_type, *rows, *rows, *rows, _pointer, _pointer, _pointer, _pointer)
+        self._attend.argtypes = (pass_type, *rows, _pointer, _pointer, _pointer, _float, _long, _float, _pointer)
+        self._norm.argtypes = (_pointer, _pointer, _pointer, _pointer, _long, _long, _long, _long, _float, _long)
+        self._gate.argtypes = (_pointer, _pointer, _pointer, _long, _long, _long, _long)
+        for function in (self._store, self._attend, self._norm, self._gate):
+            function.restype = None
+
+    def num_threads(self) -> int:
+        """Returns how many threads a call uses."""
+        return torch.get_num_threads() if self._max_threads is None else min(self._max_threads, torch.get_num_threads())
+
+    def store(
+        self,
+        batch: Pass,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Puts key and value [heads, tokens, width] into their blocks; with cosines and sines, float32 [tokens, width], rotates
+        them and (in place) the query first."""
+        cosines, sines = (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
+        self._store(batch, *_rows(query), *_rows(key), *_rows(value), cosines, sines, keys.data_ptr(), values.data_ptr())
+
+    def attend(
+        self,
+        batch: Pass,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Returns attention [tokens, heads, width] of query [heads, tokens, width] over the paths' blocks; padding rows are 0."""
+        out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        floats = None if sinks is None else sinks.detach().float().contiguous()
+        at = None if floats is None else floats.data_ptr()
+        self._attend(
+            batch, *_rows(query), keys.data_ptr(), values.data_ptr(), out.data_ptr(), scaling, window or 0, softcap or 0.0, at
+        )
+        return out
+
+    def norm(self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Returns rms-normalised x [rows, size] times weight; `added` is first added to x in place."""
+        out = torch.empty_like(x)
+        plus = None if added is None else added.data_ptr()
+        rows, size = x.shape
+        self._norm(x.data_ptr(), plus, weight.data_ptr(), out.data_ptr(), rows, 1, x.stride(0), size, eps, self.num_threads())
+        return out
+
+    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Rms-normalises x [tokens, heads, width], heads contiguous, over the width in place."""
+        tokens, heads, width = x.shape
+        at = x.data_ptr()
+        self._norm(at, None, weight.data_ptr(), at, tokens, heads, x.stride(0), width, eps, self.num_threads())
+
+    def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Returns silu(gate) * up for [rows, size] of equal strides."""
+        out = torch.empty(gate.shape, dtype=gate.dtype)
+        self._gate(
+            gate.data_ptr(), up.data_ptr(), out.data_ptr(), *gate.shape[:1], gate.stride(0), gate.shape[1], self.num_threads()
+        )
+        return out
+
+
+def _rows(x: torch.Tensor) -> tuple[int, int, int]:
+    """Address, step from token to token, step from head to head of [heads, tokens, width]."""
+    return x.data_ptr(), x.stride(1), x.stride(0)
+
+
+def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:
+    """Returns the kernels for heads of `width`; None where there are none (another device or type) or they cannot be made."""
+    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or width % 2:
+        return None
+    return _kernels(width, dtype)
+
+
+@functools.cache
+def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
+    try:
+        library = ctypes.CDLL(str(_compiled(width, dtype)))
+    except (EngineError, OSError) as error:
+        _log.warning("engine: running on torch's operators alone, which is slower: %s", error)
+        return None
+    # A second OpenMP runtime beside torch's would have its own threads waiting for work on the same cores.
+    return Kernels(library, max_threads=None if _num_openmp_runtimes() <= 1 else 1)
+
+
+def _compiled(width: int, dtype: torch.dtype) -> Path:
+    """Returns the shared library for this source, compiler and processor, from the user's cache folder where it was made before.
+
+    Raises:
+        EngineError: no compiler, or it failed.
+    """
+    source = resources.files("treegraft.engine").joinpath("kernels.c").read_bytes()
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise EngineError('no C compiler was found (looked for $CC, "cc", "gcc", "clang"); install one, e.g. the package gcc')
+    options = (*_FLAGS, f"-DWIDTH={width}", *(("-DHALF",) if dtype == torch.bfloat16 else ()))
+    stamp = os.stat(compiler)
+    key = repr((hashlib.sha256(source).hexdigest(), compiler, stamp.st_size, stamp.st_mtime_ns, options, _processor()))
+    folder = _cache_folder()
+    target = folder / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made, text = Path(scratch) / "kernels.so", Path(scratch) / "kernels.c"
+        text.write_bytes(source)
+        command = [compiler, *options, str(text), "-o", str(made), "-lm"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise EngineError(f"{compiler} did not compile them: {error}") from error
+        if done.returncode:
+            raise EngineError(f"{compiler} did not compile them: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
+        os.replace(made, target)
+    return target
+
+
+def _cache_folder() -> Path:
+    """The user's own folder: what lies there is loaded as code, so nobody else may write to it.
+
+    Raises:
+        EngineError: it cannot be made, or others may write to it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base) / "treegraft" / "kernels"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        state = folder.stat()
+    except OSError as error:
+        raise EngineError(f"their folder {folder} cannot be used: {error}") from error
+    if state.st_uid != os.getuid() or state.st_mode & 0o022:
+        raise EngineError(f"others than you may write to {folder}, from which code would be loaded; run: chmod 700 {folder}")
+    return folder
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            return "".join(line for line in file if line.startswith(("flags", "Features", "model name")))[:8000]
+    except OSError:
+        return platform.processor() + platform.machine()
+
+
+def _num_openmp_runtimes() -> int:
+    try:
+        with open("/proc/self/maps") as file:
+            return len({line.split()[-1] for line in file if "libgomp" in line or "libiomp" in line or "libomp" in line})
+    except OSError:
+        return 2

@@ -1,0 +1,177 @@
+"""The compiled kernels against torch, and what happens where they cannot be compiled."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.families import build_model
+
+from treegraft.engine import kernels as module
+from treegraft.engine.forward import FusedForward, HookedForward, build_forward, shape_problem
+from treegraft.engine.kernels import BLOCK, Kernels, Pass, kernels_for, padded_width
+
+
+def compiled(width: int, dtype: torch.dtype = torch.float32) -> Kernels:
+    found = kernels_for(width, dtype, "cpu")
+    if found is None:
+        pytest.skip("there is no C compiler")
+    return found
+
+
+SHAPES = st.tuples(st.sampled_from([2, 8, 16, 40, 64, 128]), st.integers(1, 3), st.integers(1, 9))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    SHAPES,
+    st.lists(st.integers(0, 200), min_size=1, max_size=20),
+    st.sampled_from([None, 1, 5, 64, 100]),
+    st.sampled_from([None, 3.0]),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 2),
+)
+def test_attention_over_blocks(
+    shape: tuple[int, int, int],
+    positions: list[int],
+    window: int | None,
+    softcap: float | None,
+    has_sinks: bool,
+    dtype: torch.dtype,
+    num_threads: int,
+) -> None:
+    """Tokens at any positions, each on its own path of blocks in any order, against softmax in float64; padding rows are 0."""
+    width, kv_heads, group = shape
+    kernels, heads = compiled(width, dtype), kv_heads * group
+    generator = torch.Generator().manual_seed(len(positions))
+    num_blocks = 4 * len(positions)
+    keys = torch.randn(num_blocks, kv_heads, width, BLOCK, generator=generator).to(dtype)
+    values = torch.randn(num_blocks, kv_heads, BLOCK, padded_width(width), generator=generator).to(dtype)
+    query = torch.randn(len(positions) + 1, heads, width, generator=generator).to(dtype).transpose(0, 1)
+    sinks = torch.randn(heads, generator=generator) if has_sinks else None
+    table = torch.randperm(num_blocks, generator=generator).view(len(positions), 4).int()
+    rows = torch.tensor([*range(len(positions)), -1], dtype=torch.int32)
+    at = torch.tensor([*positions, 0], dtype=torch.int32)
+    batch = Pass(table.data_ptr(), 4, rows.data_ptr(), at.data_ptr(), len(rows), heads, kv_heads, num_threads)
+    out = kernels.attend(batch, query, keys, values, scaling=0.3, window=window, softcap=softcap, sinks=sinks)
+    assert not out[-1].any()
+    for index, position in enumerate(positions):
+        path = table[index].long()
+        own_keys = keys[path].permute(1, 2, 0, 3).reshape(kv_heads, width, -1).double()[..., : position + 1]
+        own_values = values[path].permute(1, 0, 2, 3).reshape(kv_heads, 4 * BLOCK, -1).double()[:, : position + 1, :width]
+        scores = query[:, index].double().view(kv_heads, group, width) @ own_keys * 0.3
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if window is not None:
+            scores[..., : max(0, position - window + 1)] = float("-inf")
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double().view(kv_heads, group, 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : position + 1]
+        expected = (weights @ own_values).view(heads, width)
+        torch.testing.assert_close(out[index].double(), expected, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 30, 576])
+def test_norm_and_gate(size: int, dtype: torch.dtype) -> None:
+    kernels, generator = compiled(16, dtype), torch.Generator().manual_seed(0)
+    x, added, both = (torch.randn(5, n, generator=generator).to(dtype) for n in (size, size, 2 * size))
+    weight = torch.randn(size, generator=generator).to(dtype)
+    close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    state, total = x.clone(), x + added
+    normed = kernels.norm(state, added, weight, 1e-5)
+    torch.testing.assert_close(state, total)
+    expected = torch.nn.functional.rms_norm(total.float(), (size,), eps=1e-5) * weight.float()
+    torch.testing.assert_close(normed.float(), expected, **close)
+    torch.testing.assert_close(
+        kernels.norm(x, None, weight, 1e-5).float(),
+        torch.nn.functional.rms_norm(x.float(), (size,), eps=1e-5) * weight.float(),
+        **close,
+    )
+    gate, up = both.chunk(2, dim=-1)
+    torch.testing.assert_close(kernels.gate(gate, up).float(), torch.nn.functional.silu(gate.float()) * up.float(), **close)
+
+
+def test_rotation_and_storing() -> None:
+    """One head of width 4, by hand: (1, 2, 3, 4) turned by a quarter in its first plane (1, 3), not at all in (2, 4)."""
+    kernels = compiled(4)
+    query, key, value = (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]) for _ in range(3))
+    keys, values = torch.zeros(3, 1, 4, BLOCK), torch.zeros(3, 1, BLOCK, 16)
+    table, rows, at = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2]], [0], [70]))
+    batch = Pass(table.data_ptr(), 2, rows.data_ptr(), at.data_ptr(), 1, 1, 1, 1)
+    kernels.store(
+        batch, query, key, value, keys, values, (torch.tensor([[0.0, 1.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0, 1.0, 0.0]]))
+    )
+    assert query.flatten().tolist() == [-3.0, 2.0, 1.0, 4.0] and key.flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert keys[2, 0, :, 6].tolist() == [-3.0, 2.0, 1.0, 4.0] and values[2, 0, 6, :4].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert int(keys.count_nonzero()) == 4 and int(values.count_nonzero()) == 4
+
+
+# ---------------------------------------------------------------------- which forward pass
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "qwen3", "mistral"])
+def test_decoders_of_llamas_shape_run_on_kernels(family: str) -> None:
+    compiled(8)
+    forward, problem = build_forward(build_model(family), pack=True, compile_kernels=True)
+    assert problem is None and isinstance(forward, FusedForward)
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2", "gpt-neox", "phi3", "cohere", "gpt-oss"])
+def test_others_run_in_transformers_own_way(family: str) -> None:
+    """Granite's modules are Llama's, but it scales what they give: only its numbers tell."""
+    model = build_model(family)
+    assert (shape_problem(model) is None) == (family == "granite")
+    forward, problem = build_forward(model, pack=True, compile_kernels=True)
+    assert problem is None and isinstance(forward, HookedForward)
+    assert (forward.kernels is None) == (kernels_for(8, torch.float32, "cpu") is None)
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """An empty cache folder, and nothing compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    module._kernels.cache_clear()
+    yield tmp_path
+    module._kernels.cache_clear()
+
+
+def test_they_are_compiled_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(8)
+    (made,) = (fresh / "treegraft" / "kernels").iterdir()
+    stamp = made.stat().st_mtime_ns
+    module._kernels.cache_clear()
+    assert kernels_for(8, torch.float32, "cpu") is not None and made.stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("compiler", ["/bin/false", "/does/not/exist"])
+def test_without_a_compiler_torchs_operators_do_it(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compiler: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    monkeypatch.setenv("PATH", str(fresh))
+    with caplog.at_level(logging.WARNING):
+        forward, problem = build_forward(build_model("llama"), pack=True, compile_kernels=True)
+    assert problem is None and isinstance(forward, HookedForward) and forward.kernels is None
+    assert "running on torch's operators alone" in caplog.text
+    assert ("did not compile them" if compiler == "/bin/false" else "no C compiler was found") in caplog.text
+
+
+def test_a_folder_that_others_may_write_to_is_not_loaded_from(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = fresh / "treegraft" / "kernels"
+    folder.mkdir(parents=True)
+    os.chmod(folder, 0o777)
+    with caplog.at_level(logging.WARNING):
+        assert kernels_for(8, torch.float32, "cpu") is None
+    assert "chmod 700" in caplog.text
+
+
+def test_other_devices_and_types_have_none() -> None:
+    assert kernels_for(8, torch.float32, "cuda") is None and kernels_for(8, torch.float16, "cpu") is None
