@@ -19,8 +19,8 @@ from torch.nn import functional
 from treegraft.attention import AttentionOptions, merge_partials, partial_attention
 from treegraft.learn.pack import Node, PackedTree, TreeBatch
 
-DENSE_LIMIT = 1024
-"""Packed tokens up to which one dense mask beats two flash calls per node (on two cores about 1,000)."""
+DENSE_LIMIT = 256
+"""Packed tokens up to which one dense mask beats two flash calls per node (on two cores about 250)."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -97,11 +97,18 @@ def _dense_tree(
 
 
 def _flash_tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
-    repeats = query.shape[0] // key.shape[0]
-    key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
     nodes = tuple(Node(n.start - tree.start, n.end - tree.start, n.subtree_end - tree.start) for n in tree.nodes)
     output: torch.Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
     return output[0]
+
+
+def _widened(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[1, heads, tokens, width] for [1, kv heads or heads, tokens, width], in the type in which flash attention is faster.
+
+    Without a matrix unit for bfloat16 its backward pass takes more than twice as long as in float32.
+    """
+    fast = x if x.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported() else x.float()
+    return fast if x.shape[1] == heads else fast.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _calls(nodes: Sequence[Node]) -> list[tuple[slice, slice, bool]]:
@@ -116,18 +123,20 @@ def _calls(nodes: Sequence[Node]) -> list[tuple[slice, slice, bool]]:
 
 
 class _FlashTree(torch.autograd.Function):
-    """query, key, value [1, heads, tokens, width] -> [1, heads, tokens, width]."""
+    """query [1, heads, tokens, width], key and value [1, kv heads, tokens, width] -> [1, heads, tokens, width]."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: tuple[Node, ...], scale: float
     ) -> torch.Tensor:
+        wide = [_widened(x, query.shape[1]) for x in (query, key, value)]
         output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its backward reads it so.
         shape = (query.shape[0], query.shape[2], query.shape[1])
         lse = torch.full(shape, float("-inf"), device=query.device).transpose(1, 2)
         for rows, columns, is_causal in _calls(nodes):
-            part, part_lse = _flash(query[:, :, rows], key[:, :, columns], value[:, :, columns], 0.0, is_causal, scale=scale)
+            parts = (x[:, :, where] for x, where in zip(wide, (rows, columns, columns), strict=True))
+            part, part_lse = _flash(*parts, 0.0, is_causal, scale=scale)
             before = lse[:, :, rows]
             merged = torch.logaddexp(before, part_lse)
             output[:, :, rows] *= torch.exp(before - merged)[..., None]
@@ -140,9 +149,10 @@ class _FlashTree(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
-        grad = grads[0].contiguous()
-        totals = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in (query, key, value)]
+        *inputs, output, lse = ctx.saved_tensors
+        heads = inputs[0].shape[1]
+        query, key, value, output, grad = (_widened(x, heads) for x in (*inputs, output, grads[0].contiguous()))
+        totals = [torch.zeros(query.shape, dtype=torch.float32, device=query.device) for _ in inputs]
         for rows, columns, is_causal in _calls(ctx.nodes):
             parts = _flash_backward(
                 grad[:, :, rows],
@@ -157,4 +167,6 @@ class _FlashTree(torch.autograd.Function):
             )
             for total, part, where in zip(totals, parts, (rows, columns, columns), strict=True):
                 total[:, :, where] += part
-        return (*(t.to(x.dtype) for t, x in zip(totals, (query, key, value), strict=True)), None, None)
+        # A key's gradient is the sum over the query heads that read it.
+        grouped = (t.unflatten(1, (x.shape[1], -1)).sum(2).to(x.dtype) for t, x in zip(totals, inputs, strict=True))
+        return (*grouped, None, None)
