@@ -17,6 +17,7 @@ from tests.trees import VOCABULARY
 
 from treegraft.attention import AttentionOptions, merge_partials, partial_attention
 from treegraft.config import EngineSettings
+from treegraft.engine.kernels import kernels_for
 from treegraft.engine.native import NativeEngine
 from treegraft.engine.packed import packs, take_over
 from treegraft.engine.ragged import usable_rows
@@ -148,11 +149,12 @@ def test_sampling_by_hand() -> None:
     torch.testing.assert_close(entropies, -(shares * shares.log()).sum(-1), atol=1e-6, rtol=0)
 
 
-def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies(compiled: bool) -> None:
     """600 tokens are blocks of 256, 256 and 88; p falls with their number. Chi-square of 4,000 draws."""
     logits = -torch.arange(600) / 100.0
-    count = 4000
-    tokens, logprobs, entropies = sample_tokens(logits.repeat(count, 1), [1.0] * count, list(range(count)))
+    count, kernels = 4000, kernels_for(16, torch.float32, "cpu") if compiled else None
+    tokens, logprobs, entropies = sample_tokens(logits.repeat(count, 1), [1.0] * count, list(range(count)), kernels)
     exact = torch.log_softmax(logits.double(), dim=-1)
     torch.testing.assert_close(logprobs.double(), exact[tokens], atol=1e-5, rtol=0)
     torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum().expand(count), atol=1e-4, rtol=0)
@@ -162,15 +164,17 @@ def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies
         assert abs(chi - (cells - 1)) < 4 * (2 * (cells - 1)) ** 0.5
 
 
-def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest() -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest(compiled: bool) -> None:
     """Greedy: the largest logit stands in a block of little weight."""
     logits = torch.randn(40, 700, generator=torch.Generator().manual_seed(1))
     logits[:, 650] = logits.amax(dim=-1) + 0.1
     seeds = [None if row % 3 == 0 else row for row in range(40)]
     temperatures = [0.0 if seed is None else 0.7 for seed in seeds]
-    together = sample_tokens(logits, temperatures, seeds)
+    kernels = kernels_for(16, torch.float32, "cpu") if compiled else None
+    together = sample_tokens(logits, temperatures, seeds, kernels)
     for row in (0, 1, 17, 39):
-        alone = sample_tokens(logits[row : row + 1].clone(), temperatures[row : row + 1], seeds[row : row + 1])
+        alone = sample_tokens(logits[row : row + 1].clone(), temperatures[row : row + 1], seeds[row : row + 1], kernels)
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, together, strict=True))
     assert (together[0][::3] == 650).all()
 

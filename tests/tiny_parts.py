@@ -71,6 +71,7 @@ class Habits:
         self._wrong = ScriptedEngine(lambda path: "<answer> \\boxed{ unknown } </answer>", tokenizer)
         self.policy_version = 0
         self.fingerprint = ""
+        self.death = None
 
     async def complete(self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any) -> Completion:
         engine = self._wrong if noise_key[1] == "train" and noise_key[-1] == "0.0" else self._right

@@ -100,6 +100,9 @@ class Agent:
     def fingerprint(self) -> str:
         return ""
 
+    @property
+    def death(self) -> None: ...
+
     async def complete(self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any) -> Completion:
         """Lets the habit of the start reply; the last part of the key is the step's id, "0.START.…"."""
         start = int(str(noise_key[-1]).split(".")[1])

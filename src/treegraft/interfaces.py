@@ -55,6 +55,11 @@ class Engine(Protocol):
         """Checksum of the weights it samples from, equal to the learner's after a publish; empty where there are no weights."""
         ...
 
+    @property
+    def death(self) -> BaseException | None:
+        """Why no completion can come from it any more; None while it serves."""
+        ...
+
     async def complete(
         self,
         prefix_ids: Sequence[int],

@@ -22,6 +22,7 @@
 #define BLOCK 64
 #define LANES 16
 #define TILE 4 /* query heads that share what is loaded of a block */
+#define DRAWN 256 /* tokens of a block of the vocabulary */
 #define CHUNK 16 /* tokens whose running sums are kept together, so that a shared block is read from the cache */
 #define PADDED ((WIDTH + LANES - 1) / LANES * LANES)
 #define PARTS (PADDED / LANES)
@@ -299,4 +300,33 @@ void tg_gate(const elem *gate, const elem *up, elem *out, int64_t rows, int64_t 
             const vf x = load_some(gate + r * stride + d, size - d);
             store_some(out + r * size + d, x / (1.0f + exponential(-x)) * load_some(up + r * stride + d, size - d), size - d);
         }
+}
+
+/* For each row of logits l / T, with s = l / T - max, by blocks of DRAWN tokens: peaks [rows] the largest logit l,
+ * sums [rows, blocks] sum e^s, moments [rows] sum s e^s. */
+void tg_blocks(const elem *logits, int64_t rows, int64_t size, const float *temperatures, float *peaks, float *sums, float *moments,
+               int64_t threads) {
+    const int64_t blocks = (size + DRAWN - 1) / DRAWN;
+    const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t r = 0; r < rows; r++) {
+        const elem *row = logits + r * size;
+        const float factor = 1.0f / temperatures[r];
+        vf peak = all(-INFINITY), moment = all(0.0f);
+        for (int64_t d = 0; d < size; d += LANES)
+            peak = larger(peak, pick(lane < (int32_t)(size - d), load_some(row + d, size - d), all(-INFINITY)));
+        peaks[r] = largest(peak);
+        for (int64_t b = 0; b < blocks; b++) {
+            vf sum = all(0.0f);
+            for (int64_t d = b * DRAWN; d < (b + 1) * DRAWN && d < size; d += LANES) {
+                vi inside = lane < (int32_t)(size - d);
+                vf shifted = pick(inside, (load_some(row + d, size - d) - peaks[r]) * factor, all(0.0f));
+                vf weight = pick(inside, exponential(shifted), all(0.0f));
+                sum += weight;
+                moment += weight * shifted;
+            }
+            sums[r * blocks + b] = sum_of(sum);
+        }
+        moments[r] = sum_of(moment);
+    }
 }

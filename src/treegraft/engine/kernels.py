@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 BLOCK = 64
 """Positions of one block of keys and values."""
+DRAWN = 256
+"""Tokens of one block of the vocabulary."""
 LANES = 16
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 _TIMEOUT_S = 120.0
@@ -64,7 +66,9 @@ class Kernels:
         self._attend.argtypes = (pass_type, *rows, _pointer, _pointer, _pointer, _float, _long, _float, _pointer)
         self._norm.argtypes = (_pointer, _pointer, _pointer, _pointer, _long, _long, _long, _long, _float, _long)
         self._gate.argtypes = (_pointer, _pointer, _pointer, _long, _long, _long, _long)
-        for function in (self._store, self._attend, self._norm, self._gate):
+        self._blocks = library.tg_blocks
+        self._blocks.argtypes = (_pointer, _long, _long, _pointer, _pointer, _pointer, _pointer, _long)
+        for function in (self._store, self._attend, self._norm, self._gate, self._blocks):
             function.restype = None
 
     def num_threads(self) -> int:
@@ -128,6 +132,17 @@ class Kernels:
             gate.data_ptr(), up.data_ptr(), out.data_ptr(), *gate.shape[:1], gate.stride(0), gate.shape[1], self.num_threads()
         )
         return out
+
+    def blocks(self, logits: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns, float32, for logits l [rows, vocabulary] and temperatures T [rows], with s = l / T - max:
+
+        the largest l [rows], Σ exp(s) by blocks of 256 tokens [rows, blocks], Σ s exp(s) [rows].
+        """
+        rows, size = logits.shape
+        peaks, sums, moments = (torch.empty(shape) for shape in ((rows,), (rows, -(-size // DRAWN)), (rows,)))
+        at = (peaks.data_ptr(), sums.data_ptr(), moments.data_ptr())
+        self._blocks(logits.data_ptr(), rows, size, temperatures.data_ptr(), *at, self.num_threads())
+        return peaks, sums, moments
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int, int]:

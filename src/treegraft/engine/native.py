@@ -105,6 +105,10 @@ class NativeEngine:
     def fingerprint(self) -> str:
         return self._fingerprint
 
+    @property
+    def death(self) -> BaseException | None:
+        return self._death
+
     async def complete(
         self,
         prefix_ids: Sequence[int],
@@ -371,7 +375,7 @@ class NativeEngine:
             keyed_seed(request.noise_key, len(request.sampled)) if request.sampling.temperature > 0 else None
             for request in requests
         ] + [None] * blank
-        columns = [column.tolist() for column in sample_tokens(logits, temperatures, seeds)]
+        columns = [column.tolist() for column in sample_tokens(logits, temperatures, seeds, self._forward.kernels)]
         for request, token, logprob, entropy in zip(requests, *(column[: len(requests)] for column in columns), strict=True):
             self._append(request, token, logprob, entropy)
 

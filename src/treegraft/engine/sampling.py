@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from treegraft.engine.kernels import DRAWN, Kernels
 from treegraft.interfaces import NoiseKey
 
 
@@ -20,15 +21,14 @@ def keyed_seed(noise_key: NoiseKey, position: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-BLOCK = 256
-"""Tokens of one block of the vocabulary; a vocabulary of one block is drawn from at once."""
-
 ROWS = 16
-"""Rows that are drawn for together, so that what is computed between fits in a processor's cache (3 MB for 49,152 tokens)."""
+"""Rows that are drawn for together without kernels, so that what is computed between fits in a processor's cache."""
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def sample_tokens(logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int | None]) -> Columns:
+def sample_tokens(
+    logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int | None], kernels: Kernels | None = None
+) -> Columns:
     """Returns one token per row with its log-probability and the entropy of its distribution.
 
     token = argmax_v ( log p_v + g_v ),  g_v = -log(-log u_v),  p = softmax(logits / T)
@@ -43,15 +43,17 @@ def sample_tokens(logits: torch.Tensor, temperatures: Sequence[float], seeds: Se
         logits: [rows, vocabulary].
         temperatures: [rows] T; 0 is greedy and scored at T = 1.
         seeds: [rows] from `keyed_seed`; None for greedy rows.
+        kernels: those for the logits' type; None takes torch's operators.
 
     Returns:
         [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
     """
     scale = torch.tensor([t if t > 0 else 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)
-    draw = _sample_at_once if logits.shape[-1] <= BLOCK else _sample_by_blocks
-    step = ROWS if logits.device.type == "cpu" else len(seeds)
+    if logits.shape[-1] <= DRAWN:
+        return _sample_at_once(logits / scale[:, None], seeds)
+    step = ROWS if logits.device.type == "cpu" and kernels is None else len(seeds)
     parts = [
-        draw(torch.div(logits[first : first + step], scale[first : first + step, None]), seeds[first : first + step])
+        _sample_by_blocks(logits[first : first + step], scale[first : first + step], seeds[first : first + step], kernels)
         for first in range(0, len(seeds), step)
     ]
     tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -59,34 +61,44 @@ def sample_tokens(logits: torch.Tensor, temperatures: Sequence[float], seeds: Se
 
 
 def _sample_at_once(scaled: torch.Tensor, seeds: Sequence[int | None]) -> Columns:
-    logprobs = torch.log_softmax(scaled, dim=-1)
+    logprobs = torch.log_softmax(scaled.float(), dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
     tokens = (logprobs + _gumbels(seeds, scaled.shape[-1]).to(scaled.device)).argmax(dim=-1)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0], entropies
 
 
-def _sample_by_blocks(scaled: torch.Tensor, seeds: Sequence[int | None]) -> Columns:
+def _sample_by_blocks(logits: torch.Tensor, scale: torch.Tensor, seeds: Sequence[int | None], kernels: Kernels | None) -> Columns:
     """H = log Z - Σ_v e_v s_v / Z with s = logits / T - max, e = exp(s), Z = Σ_v e_v, so that no log-probability is written out."""
-    num_rows, size = scaled.shape
-    shifted = scaled.sub_(scaled.amax(dim=-1, keepdim=True))
-    weights = shifted.exp()
-    num_blocks = -(-size // BLOCK)
-    missing = num_blocks * BLOCK - size
-    filled = functional.pad(weights, (0, missing)) if missing else weights
-    blocks = filled.view(num_rows, num_blocks, BLOCK).sum(dim=-1)
+    size = logits.shape[-1]
+    peaks, blocks, moments = _block_sums(logits, scale) if kernels is None else kernels.blocks(logits, scale)
     totals = blocks.sum(dim=-1)
     log_totals = totals.log()
-    entropies = log_totals - weights.mul_(shifted).sum(dim=-1) / totals
-    noise = _gumbels(seeds, num_blocks + BLOCK).to(scaled.device)
-    chosen = (blocks.log() + noise[:, :num_blocks]).argmax(dim=-1)
-    places = chosen[:, None] * BLOCK + torch.arange(BLOCK, device=scaled.device)
-    inside = shifted.gather(1, places.clamp(max=size - 1)).masked_fill(places >= size, float("-inf"))
-    tokens = chosen * BLOCK + (inside + noise[:, num_blocks:]).argmax(dim=-1)
+    noise = _gumbels(seeds, blocks.shape[1] + DRAWN).to(logits.device)
+    chosen = (blocks.log() + noise[:, : blocks.shape[1]]).argmax(dim=-1)
+    places = chosen[:, None] * DRAWN + torch.arange(DRAWN, device=logits.device)
+    inside = _shifted(logits.gather(1, places.clamp(max=size - 1)), peaks, scale).masked_fill(places >= size, float("-inf"))
+    tokens = chosen * DRAWN + (inside + noise[:, blocks.shape[1] :]).argmax(dim=-1)
     if any(seed is None for seed in seeds):
         # The most likely token need not lie in the most likely block.
-        is_greedy = torch.tensor([seed is None for seed in seeds], device=scaled.device)
-        tokens = torch.where(is_greedy, shifted.argmax(dim=-1), tokens)
-    return tokens, shifted.gather(1, tokens[:, None])[:, 0] - log_totals, entropies
+        is_greedy = torch.tensor([seed is None for seed in seeds], device=logits.device)
+        tokens = torch.where(is_greedy, logits.argmax(dim=-1), tokens)
+    logprobs = _shifted(logits.gather(1, tokens[:, None]), peaks, scale)[:, 0] - log_totals
+    return tokens, logprobs, log_totals - moments / totals
+
+
+def _shifted(logits: torch.Tensor, peaks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (logits.float() - peaks[:, None]) / scale[:, None]
+
+
+def _block_sums(logits: torch.Tensor, scale: torch.Tensor) -> Columns:
+    """What `Kernels.blocks` returns, by torch's operators."""
+    peaks = logits.amax(dim=-1).float()
+    shifted = _shifted(logits, peaks, scale)
+    weights = shifted.exp()
+    missing = -logits.shape[-1] % DRAWN
+    filled = functional.pad(weights, (0, missing)) if missing else weights
+    blocks = filled.unflatten(-1, (-1, DRAWN)).sum(dim=-1)
+    return peaks, blocks, weights.mul_(shifted).sum(dim=-1)
 
 
 def _gumbels(seeds: Sequence[int | None], size: int) -> torch.Tensor:

@@ -68,6 +68,10 @@ class ScriptedEngine:
         """Empty: there are no weights."""
         return ""
 
+    @property
+    def death(self) -> None:
+        """It does not die."""
+
     async def complete(
         self,
         prefix_ids: Sequence[int],

@@ -115,7 +115,7 @@ class Grower:
             on_tree: called with (number of trees done, tree) as each one ends.
 
         Raises:
-            EngineError: every trajectory of every tree failed for a reason of ours.
+            EngineError: the engine has died, or every trajectory of every tree failed for a reason of ours.
         """
         gate = asyncio.Semaphore(max_live_trees)
         trees: list[Tree | None] = [None] * len(tasks)
@@ -133,6 +133,9 @@ class Grower:
         async with asyncio.TaskGroup() as group:
             for index, task in enumerate(tasks):
                 group.create_task(grow(index, task))
+        if (death := self.engine.death) is not None:
+            # What came of it before is no fair sample of the tasks, and nothing more can come: better to resume.
+            raise EngineError(f"rollout: the engine has died: {death!r}; mend the cause and resume.") from death
         grown = [tree for tree in trees if tree is not None]
         leaves = [leaf for tree in grown for leaf in tree.leaves]
         if leaves and all(leaf.status is Status.FAILED for leaf in leaves):
