@@ -24,7 +24,7 @@ from treegraft.learn import scores as scores_module
 from treegraft.learn.attention import PackedPlan
 from treegraft.learn.learner import Learner, plain_weights, split_evenly, token_scores
 from treegraft.learn.optimiser import MasterAdamW
-from treegraft.learn.pack import TreeBatch, pack_trees
+from treegraft.learn.pack import TreeBatch, pack_trees, split_tree
 from treegraft.models import with_adapters
 from treegraft.types import LEARNING_RULES, Origin, Status, Trajectory, Tree
 
@@ -353,6 +353,31 @@ def test_law_3_packing_changes_no_weight(leaf_weight: str, aggregation: str) -> 
         learner.learn([*trees, *trees])
         gradients.append(descent.gradients[0])
     assert distance(gradients[0], gradients[1]) < 1e-6
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum"])
+def test_a_tree_too_large_for_memory_is_split_without_changing_the_gradient(aggregation: str) -> None:
+    """12 tokens at once: trees in several parts, also over several optimiser steps; what is recorded is the same too."""
+    trees = example_trees(4)
+    results = []
+    for max_pack_tokens in (12, 8192):
+        learner, descent = make_learner(
+            build_model("llama"),
+            LossSettings(aggregation=aggregation),  # type: ignore[arg-type]
+            max_pack_tokens=max_pack_tokens,
+            num_epochs=2,
+        )
+        assert max_pack_tokens > 12 or any(len(split_tree(tree, 12)) > 1 for tree in trees)
+        results.append((descent.gradients, *learner.learn(trees)))
+    (ours, our_trees, our_metrics), (whole, whole_trees, metrics) = results
+    assert [distance(a, b) < 1e-6 for a, b in zip(ours, whole, strict=True)] == [True, True]
+    assert our_metrics["learn/loss"] == pytest.approx(metrics["learn/loss"], abs=1e-6)
+    assert our_metrics["learn/num_contributions"] == metrics["learn/num_contributions"]
+    assert our_metrics["learn/num_unique_tokens"] > metrics["learn/num_unique_tokens"]
+    for ours_tree, whole_tree in zip(our_trees, whole_trees, strict=True):
+        for a, b in zip(ours_tree.steps, whole_tree.steps, strict=True):
+            assert (a.old_logprobs or ()) == pytest.approx(b.old_logprobs or (), abs=1e-5)
+            assert (a.ratios or ()) == pytest.approx(b.ratios or (), abs=1e-4)
 
 
 def test_law_3_a_shared_token_weighs_what_the_leaves_below_it_weigh() -> None:

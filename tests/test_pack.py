@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from tests.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.learn.attention import tree_mask
-from treegraft.learn.pack import Node, num_lesson_tokens, pack_trees, pack_with_lessons, plan_packs
+from treegraft.learn.pack import Node, num_lesson_tokens, num_tree_tokens, pack_trees, pack_with_lessons, plan_packs, split_tree
 from treegraft.types import Status, Tree
 
 QUICK = settings(max_examples=60, deadline=None)
@@ -270,3 +272,19 @@ def test_a_plan_by_hand() -> None:
     assert plan_packs([4, 7, 1, 5, 3], 10) == [[0, 2, 3], [1, 4]]
     assert plan_packs([20, 3], 10) == [[0], [1]]
     assert plan_packs([], 10) == []
+
+
+@given(random_trees(), st.integers(1, 40))
+@QUICK
+def test_a_tree_is_split_into_parts_that_fit(tree: Tree, room: int) -> None:
+    """Every leaf is in one part, in order; a part fits or is a single path; no part could have taken the next one's first leaf."""
+    parts = split_tree(tree, room)
+    assert [leaf for part in parts for leaf in part.leaves] == list(tree.leaves)
+    sizes = [num_tree_tokens(part) for part in parts]
+    assert all(size <= room or len(part.leaves) == 1 for size, part in zip(sizes, parts, strict=True))
+    for part in parts:
+        assert {step.id for step in part.steps} == {s.id for path in part.trajectories() for s in path.steps} or len(parts) == 1
+    for first, second in pairwise(parts):
+        ids = {step.id for step in first.steps}
+        new = [step for step in second.trajectories()[0].steps if step.id not in ids]
+        assert num_tree_tokens(first) + sum(len(step.token_ids) for step in new) > room

@@ -416,8 +416,8 @@ class LearnSettings(Settings):
     """Optimiser steps in one pass over an update's trees; whole trees each."""
     num_epochs: int = Field(1, ge=1)
     """Passes over an update's trees."""
-    max_pack_tokens: int = Field(8192, ge=64)
-    """Unique tokens in one forward and backward pass; a single larger tree goes alone."""
+    max_pack_tokens: int = Field(8192, ge=1)
+    """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the price of its shared tokens."""
     vocab_chunk: int = Field(512, ge=1)
     """Positions whose logits exist at once."""
 

@@ -34,6 +34,7 @@ from treegraft.learn.pack import (
     pack_trees,
     pack_with_lessons,
     plan_packs,
+    split_tree,
 )
 from treegraft.learn.scores import (
     Scores,
@@ -74,7 +75,7 @@ class _Pack:
     """Trees of one forward and backward pass with what was computed for them."""
 
     indices: tuple[int, ...]
-    """Which of the update's trees."""
+    """Which of the update's trees each part of the batch is of."""
     batch: TreeBatch
     old_logprobs: torch.Tensor | None
     ref_logprobs: torch.Tensor | None
@@ -141,17 +142,28 @@ class Learner:
         """
         wanted = [_inexact_neighbours(tree) for tree in trees]
         done = list(trees)
-        indices = [n for n, names in enumerate(wanted) if names]
-        for group in plan_packs([num_tree_tokens(trees[n]) for n in indices], self.settings.max_pack_tokens):
-            chosen = [indices[n] for n in group]
-            batch = pack_trees([trees[n] for n in chosen], device=self.device)
+        for chosen, batch in self._batches(trees, [n for n, names in enumerate(wanted) if names], takes_lessons=False):
             packed = torch.zeros(batch.num_tokens)
             packed[batch.sampled.cpu()] = self.scores(batch)[1].float().cpu()
             values = packed.tolist()
             for n, offsets in zip(chosen, batch.step_offsets, strict=True):
-                steps = [_with_entropies(s, values, offsets[s.id]) if s.id in wanted[n] else s for s in trees[n].steps]
-                done[n] = replace(trees[n], steps=tuple(steps))
+                names = wanted[n] & offsets.keys()
+                steps = [_with_entropies(s, values, offsets[s.id]) if s.id in names else s for s in done[n].steps]
+                done[n] = replace(done[n], steps=tuple(steps))
         return done
+
+    def _batches(
+        self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool
+    ) -> list[tuple[tuple[int, ...], TreeBatch]]:
+        """What goes through the model together, with the tree that each part of it is of; too large trees are split."""
+        limit = self.settings.max_pack_tokens
+        parts = [(n, part) for n in indices for part in split_tree(trees[n], limit, with_lessons=takes_lessons)]
+        sizes = [num_tree_tokens(part) + (num_lesson_tokens(part) if takes_lessons else 0) for _, part in parts]
+        pack = pack_with_lessons if takes_lessons else pack_trees
+        return [
+            (tuple(parts[n][0] for n in group), pack([parts[n][1] for n in group], device=self.device))
+            for group in plan_packs(sizes, limit)
+        ]
 
     def _scores_of(self, model: Any, head: Head, batch: TreeBatch) -> Scores:
         targets = batch.token_ids[batch.sampled]
@@ -214,11 +226,8 @@ class Learner:
 
     def _packs(self, trees: Sequence[Tree], part: Sequence[int]) -> list[_Pack]:
         kept = [index for index in part if self._is_learned(trees[index])]
-        takes_lessons = self._loss.graft_coef > 0
-        sizes = [num_tree_tokens(trees[n]) + (num_lesson_tokens(trees[n]) if takes_lessons else 0) for n in kept]
-        groups = [tuple(kept[n] for n in group) for group in plan_packs(sizes, self.settings.max_pack_tokens)]
-        pack = pack_with_lessons if takes_lessons else pack_trees
-        return [_Pack(group, pack([trees[n] for n in group], device=self.device), None, None) for group in groups]
+        batches = self._batches(trees, kept, takes_lessons=self._loss.graft_coef > 0)
+        return [_Pack(indices, batch, None, None) for indices, batch in batches]
 
     @torch.no_grad()
     def _scored(self, pack: _Pack, needs_old: bool) -> _Pack:
@@ -391,7 +400,7 @@ def write_back(
     olds, ratios = packed_old.tolist(), packed_ratio.tolist()
     for index, offsets in zip(pack.indices, pack.batch.step_offsets, strict=True):
         steps = written.setdefault(index, {})
-        for step in trees[index].steps:
+        for step in (step for step in trees[index].steps if step.id in offsets):
             part = slice(offsets[step.id], offsets[step.id] + len(step.token_ids))
             steps[step.id] = replace(step, old_logprobs=tuple(olds[part]), ratios=tuple(ratios[part]))
 

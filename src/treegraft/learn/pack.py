@@ -377,6 +377,34 @@ def num_lesson_tokens(tree: Tree) -> int:
     return sum(len(lesson.token_ids) for lesson in lesson_steps(tree).values())
 
 
+def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> list[Tree]:
+    """Returns the tree whole where it fits `max_tokens`, else trees of some of its leaves each, which together have all of them.
+
+    Neighbouring leaves stay together as long as their unique tokens fit; a single path that is longer goes alone. Since the loss
+    is a sum over contributions, whose weights and denominators do not depend on packs, the gradient is that of the whole tree;
+    the price is that tokens above a cut run once per part.
+    """
+    size = num_tree_tokens(tree) + (num_lesson_tokens(tree) if with_lessons else 0)
+    if size <= max_tokens or len(tree.leaves) < 2:
+        return [tree]
+    costs = {step.id: len(step.token_ids) + (len(step.lesson_ids) if with_lessons else 0) for step in tree.steps}
+    parts: list[tuple[list[Leaf], set[str]]] = []
+    size = 0
+    for leaf in tree.leaves:
+        names = leaf.step_id.split(".")
+        path = {".".join(names[: n + 1]) for n in range(len(names))}
+        added = sum(costs[name] for name in path - parts[-1][1]) if parts else 0
+        if not parts or size + added > max_tokens:
+            parts.append(([], set()))
+            size, added = 0, sum(costs[name] for name in path)
+        parts[-1][0].append(leaf)
+        parts[-1][1].update(path)
+        size += added
+    return [
+        replace(tree, steps=tuple(step for step in tree.steps if step.id in names), leaves=tuple(leaves)) for leaves, names in parts
+    ]
+
+
 def plan_packs(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Returns groups of indices whose sizes fit `max_tokens`, by first-fit decreasing; a larger single one goes alone.
 
