@@ -100,6 +100,7 @@ def slow_loss(
             anchor = None if reference is None else plain_scores(reference, path)[0]
         advantage = path.leaf.advantage or 0.0
         origins = path.origins[len(path.prompt_ids) :]
+        sampled_at = [p for p, sampled in zip(path.sampling_logprobs, path.sampled_mask, strict=True) if sampled]
         shaping = 1 + loss.shaping_weight * origins.count(Origin.RETRIEVED) / len(origins)
         for index, has_loss in enumerate(mask):
             if not has_loss:
@@ -109,6 +110,8 @@ def slow_loss(
             objective = torch.minimum(ratio * advantage, bounded * advantage)
             if loss.dual_clip is not None and advantage < 0:
                 objective = torch.maximum(objective, torch.tensor(loss.dual_clip * advantage))
+            if loss.engine_ratio_cap is not None:
+                objective = objective * min(math.exp(float(before[index]) - sampled_at[index]), loss.engine_ratio_cap)
             if anchor is not None:
                 gap = anchor[index] - logprobs[index]
                 objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
@@ -220,6 +223,8 @@ OBJECTIVES = {
     "dr-grpo": LossSettings(aggregation="sequence-sum", length_constant=11),
     "grpo-kl": LossSettings(aggregation="sequence-mean", kl_coef=0.3),
     "dual-clip": LossSettings(aggregation="token-mean", clip_low=0.02, clip_high=0.02, dual_clip=1.05),
+    # The trees' sampling log-probabilities lie in [-1, 0], the model's near -4: ratios of .02 to .3, of which the cap cuts some.
+    "engine-corrected": LossSettings(aggregation="token-mean", engine_ratio_cap=0.04, kl_coef=0.1),
 }
 
 
@@ -249,7 +254,7 @@ def shift_weights(model: Any) -> None:
             weight += 0.02 * torch.randn(weight.shape, generator=generator)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "grpo-kl", "dual-clip"])
+@pytest.mark.parametrize("name", ["grpo", "dapo", "grpo-kl", "dual-clip", "engine-corrected"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_law_1_over_minibatches_and_epochs(name: str, family: str) -> None:
     """Two mini-batches, two epochs: ratios leave 1, clipping acts, old log-probabilities stay those of the start."""

@@ -7,7 +7,14 @@ import math
 import pytest
 import torch
 
-from treegraft.algo.losses import Denominators, clipped_surrogate, contribution_weights, k3_divergence, lesson_loss
+from treegraft.algo.losses import (
+    Denominators,
+    clipped_surrogate,
+    contribution_weights,
+    engine_correction,
+    k3_divergence,
+    lesson_loss,
+)
 
 
 def surrogate(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float, bool]:
@@ -169,3 +176,11 @@ def test_a_path_without_loss_tokens_weighs_nothing() -> None:
     for aggregation in ("token-mean", "sequence-mean", "sequence-sum"):
         factors = contribution_weights(torch.tensor([1.0]), torch.tensor([0.0]), denominators, aggregation)  # type: ignore[arg-type]
         assert factors.tolist() == [0.0]
+
+
+def test_what_the_engine_computes_otherwise_is_corrected_up_to_a_cap() -> None:
+    """π_old / μ = 0.5 / 0.25 = 2, 0.5 / 0.5 = 1, 0.5 / 0.1 = 5; the cap is 3, and no gradient passes through the weight."""
+    old = torch.log(torch.tensor([0.5, 0.5, 0.5])).requires_grad_()
+    weights, is_capped = engine_correction(old, torch.log(torch.tensor([0.25, 0.5, 0.1])), 3.0)
+    torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, 3.0]))
+    assert is_capped.tolist() == [False, False, True] and not weights.requires_grad

@@ -43,7 +43,9 @@ FOREIGN_NAMES: Mapping[str, str] = {
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "credit.advantage",
     "total_training_steps": "run.num_updates",
+    "tis_imp_ratio_cap": "loss.engine_ratio_cap",
     "train_batch_size": "run.tasks_per_update",
+    "vllm_importance_sampling_cap": "loss.engine_ratio_cap",
     "warmup_steps": "learn.lr_warmup_steps",
 }
 """Names that users of other frameworks type, and ours."""

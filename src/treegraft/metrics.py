@@ -54,6 +54,7 @@ METRICS: Mapping[str, str] = {
     "learn/grad_norm": "norm of the gradient before clipping, mean over optimiser steps",
     "learn/lr": "learning rate of the last optimiser step",
     "learn/clip_frac": "share of contributions whose gradient the clipping cut",
+    "learn/engine_capped_frac": "share of contributions whose correction for the engine reached loss.engine_ratio_cap",
     "learn/entropy": "mean entropy of sampled tokens under the policy, in nats, per contribution",
     "learn/approx_kl": "mean k3 estimate of KL(old || new) per contribution, in nats",
     "learn/ratio_max": "largest ratio of new to old probability of a contribution",

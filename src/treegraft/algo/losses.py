@@ -62,6 +62,22 @@ def clipped_surrogate(
     return SurrogateTerms(losses, ratios.detach(), is_clipped)
 
 
+def engine_correction(old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [C] what each contribution's policy-gradient loss is multiplied by, and [C] where the cap was reached.
+
+    w = min( π_old(y) / μ(y), C )
+
+    with μ what the engine sampled from and π_old the same weights in the learner: truncated importance sampling per token (Ionides,
+    2008; Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025). The weight is detached.
+
+    Args:
+        old_logprobs, sampling_logprobs: [C] log π_old and log μ.
+        cap: C > 0.
+    """
+    ratios = torch.exp((old_logprobs - sampling_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).detach()
+    return ratios.clamp(max=cap), ratios > cap
+
+
 def lesson_loss(
     logprobs: torch.Tensor, advantages: torch.Tensor, *, coef: float, form: Literal["log", "luffy"] = "log", gamma: float = 0.1
 ) -> torch.Tensor:

@@ -18,6 +18,7 @@ from treegraft.algo.losses import (
     Denominators,
     clipped_surrogate,
     contribution_weights,
+    engine_correction,
     k3_divergence,
     lesson_loss,
 )
@@ -299,6 +300,11 @@ class Learner:
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
+        if settings.engine_ratio_cap is not None:
+            sampled_at = batch.sampling_logprobs.index_select(0, tokens)
+            weights, is_capped = engine_correction(old.index_select(0, tokens), sampled_at, settings.engine_ratio_cap)
+            losses = losses * weights
+            tally.add("learn/engine_capped_frac", is_capped.float())
         if pack.ref_logprobs is not None:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
