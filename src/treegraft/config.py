@@ -386,8 +386,8 @@ class LossSettings(Settings):
     dual_clip: float | None = Field(None, gt=1)
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
     engine_ratio_cap: float | None = Field(None, gt=0)
-    """Corrects for what the engine computes otherwise than the learner (bfloat16, another server): losses times min(ratio, this), the
-    ratio that of the learner's probability to the engine's; about 2 is usual. None for no correction."""
+    """Corrects for what the engine computes otherwise than the learner (bfloat16, another server): losses times min(ratio, this),
+    the ratio being the learner's probability over the engine's; about 2 is usual. None for no correction."""
     kl_coef: float = Field(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the first update."""
     length_constant: int | None = Field(None, ge=1)
