@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.config import Config
+from treegraft.engine.compiler import find_compiler
 from treegraft.errors import ModelError
 
 REQUIRED = (
@@ -139,6 +140,10 @@ def machine() -> Iterator[Finding]:
         "bubblewrap",
         bwrap or "not installed",
         note="" if bwrap else "for tools.python.backend = 'bwrap': apt-get install bubblewrap",
+    )
+    compiler = find_compiler()
+    yield Finding(
+        "C compiler", compiler or "none", note="" if compiler else "engine.compile_kernels: without one, slower operators"
     )
     yield Finding("GPU", "; ".join(cards) or "none", not note, note or ("" if cards else "everything runs on the CPU"))
 
@@ -280,7 +285,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "engine's copy": shape.num_weights * width,
         "engine's packed weights": shape.num_weights * width if config.engine.pack_weights and width == 2 else 0,
         "reference": shape.num_weights * width if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": rows * context * per_token,
+        "keys and values": min(rows * context * per_token, int(config.engine.cache_gb * 1e9)),
         "logits of one chunk": 3 * config.learn.vocab_chunk * shape.vocab_size * 4,
         "activations (rough)": config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width,
     }
@@ -373,7 +378,7 @@ def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
     parts = memory_estimate(config, shape)
     total, available = sum(parts.values()), memory_bytes()
     fits = bool(gpus()) or available is None or total < 0.9 * available
-    note = "" if fits else "more than this machine has; lower learn.max_pack_tokens or engine.max_rows, or take bfloat16"
+    note = "" if fits else "more than this machine has; lower learn.max_pack_tokens or engine.cache_gb, or take bfloat16"
     rows = [Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M")]
     rows += [Finding(name, gigabytes(size)) for name, size in parts.items()]
     return rows, Finding("sum", gigabytes(total), fits, note)

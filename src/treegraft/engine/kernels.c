@@ -23,7 +23,7 @@
 #define LANES 16
 #define TILE 4 /* query heads that share what is loaded of a block */
 #define DRAWN 256 /* tokens of a block of the vocabulary */
-#define CHUNK 16 /* tokens whose running sums are kept together, so that a shared block is read from the cache */
+#define CHUNK 16 /* most tokens whose running sums are kept together, so that a shared block is read from the cache */
 #define PADDED ((WIDTH + LANES - 1) / LANES * LANES)
 #define PARTS (PADDED / LANES)
 
@@ -222,11 +222,13 @@ static void blocks_of_token(int64_t group, const elem *keys, const elem *values,
 void tg_attend(const Pass *pass, const elem *query, int64_t query_stride, int64_t query_step, const elem *keys,
                const elem *values, elem *out, float scaling, int64_t window, float softcap, const float *sinks) {
     const int64_t group = pass->heads / pass->kv_heads;
-    const int64_t chunks = (pass->tokens + CHUNK - 1) / CHUNK;
+    int64_t chunk = CHUNK; /* small enough for every thread to find work, which changes no number */
+    while (chunk > 1 && pass->threads > 1 && pass->tokens * pass->kv_heads < 4 * chunk * pass->threads) chunk /= 2;
+    const int64_t chunks = (pass->tokens + chunk - 1) / chunk;
 #pragma omp parallel for schedule(dynamic) num_threads(pass->threads) if (pass->threads > 1)
     for (int64_t task = 0; task < chunks * pass->kv_heads; task++) {
-        const int64_t kv = task % pass->kv_heads, start = task / pass->kv_heads * CHUNK;
-        const int64_t count = pass->tokens - start < CHUNK ? pass->tokens - start : CHUNK, size = count * group;
+        const int64_t kv = task % pass->kv_heads, start = task / pass->kv_heads * chunk;
+        const int64_t count = pass->tokens - start < chunk ? pass->tokens - start : chunk, size = count * group;
         vf *totals = aligned_alloc(64, size * (sizeof(vf) + (2 * PADDED + LANES) * sizeof(float)));
         float *queries = (float *)(totals + size), *weighted = queries + size * PADDED, *peaks = weighted + size * PADDED;
         int64_t end = 0;

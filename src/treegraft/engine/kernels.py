@@ -7,18 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import logging
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from importlib import resources
-from pathlib import Path
 
 import torch
 
+from treegraft.engine.compiler import compiled
 from treegraft.errors import EngineError
 
 _log = logging.getLogger(__name__)
@@ -28,8 +21,6 @@ BLOCK = 64
 DRAWN = 256
 """Tokens of one block of the vocabulary."""
 LANES = 16
-_FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
-_TIMEOUT_S = 120.0
 _long, _float, _pointer = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -160,70 +151,12 @@ def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:
 @functools.cache
 def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
     try:
-        library = ctypes.CDLL(str(_compiled(width, dtype)))
+        library = ctypes.CDLL(str(compiled((f"-DWIDTH={width}", *(("-DHALF",) if dtype == torch.bfloat16 else ())))))
     except (EngineError, OSError) as error:
         _log.warning("engine: running on torch's operators alone, which is slower: %s", error)
         return None
     # A second OpenMP runtime beside torch's would have its own threads waiting for work on the same cores.
     return Kernels(library, max_threads=None if _num_openmp_runtimes() <= 1 else 1)
-
-
-def _compiled(width: int, dtype: torch.dtype) -> Path:
-    """Returns the shared library for this source, compiler and processor, from the user's cache folder where it was made before.
-
-    Raises:
-        EngineError: no compiler, or it failed.
-    """
-    source = resources.files("treegraft.engine").joinpath("kernels.c").read_bytes()
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise EngineError('no C compiler was found (looked for $CC, "cc", "gcc", "clang"); install one, e.g. the package gcc')
-    options = (*_FLAGS, f"-DWIDTH={width}", *(("-DHALF",) if dtype == torch.bfloat16 else ()))
-    stamp = os.stat(compiler)
-    key = repr((hashlib.sha256(source).hexdigest(), compiler, stamp.st_size, stamp.st_mtime_ns, options, _processor()))
-    folder = _cache_folder()
-    target = folder / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        made, text = Path(scratch) / "kernels.so", Path(scratch) / "kernels.c"
-        text.write_bytes(source)
-        command = [compiler, *options, str(text), "-o", str(made), "-lm"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise EngineError(f"{compiler} did not compile them: {error}") from error
-        if done.returncode:
-            raise EngineError(f"{compiler} did not compile them: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
-        os.replace(made, target)
-    return target
-
-
-def _cache_folder() -> Path:
-    """The user's own folder: what lies there is loaded as code, so nobody else may write to it.
-
-    Raises:
-        EngineError: it cannot be made, or others may write to it.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "treegraft" / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        state = folder.stat()
-    except OSError as error:
-        raise EngineError(f"their folder {folder} cannot be used: {error}") from error
-    if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise EngineError(f"others than you may write to {folder}, from which code would be loaded; run: chmod 700 {folder}")
-    return folder
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            return "".join(line for line in file if line.startswith(("flags", "Features", "model name")))[:8000]
-    except OSError:
-        return platform.processor() + platform.machine()
 
 
 def _num_openmp_runtimes() -> int:
