@@ -26,7 +26,8 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.settings_environment import EnvironmentSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
-from treegraft.tools.environment import ClassEnvironments, capability_of, open_environments, row_of
+from treegraft.tools.build import open_environments
+from treegraft.tools.environment import ClassEnvironments, capability_of, row_of
 from treegraft.tools.environment_sessions import Environments
 from treegraft.tools.sessions import Session
 from treegraft.tools.toolbox import Toolbox

@@ -33,8 +33,8 @@ from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
-from treegraft.tools.build import build_tools
-from treegraft.tools.environment import EnvironmentTool, open_environments
+from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.environment import EnvironmentTool
 from treegraft.tools.environment_sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.types import Task

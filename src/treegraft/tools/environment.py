@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from treegraft.errors import SettingError, ToolUnavailable
-from treegraft.interfaces import Capability, Environment, EnvironmentKind, Signature, Tool
+from treegraft.interfaces import Capability, Environment, Signature, Tool
 from treegraft.keyed import keyed_int
-from treegraft.plugins import load_object
 from treegraft.settings_environment import EnvironmentSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.own_thread import OwnThread
@@ -105,20 +104,6 @@ class ClassEnvironment:
     async def _run(self, call: Callable[[], Any], method: Any = None) -> Any:
         result = call() if inspect.iscoroutinefunction(method or call) else await self._thread.run(call)
         return await result if inspect.isawaitable(result) else result
-
-
-def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
-    """Returns what makes the environments of a recipe, None where it has none; nothing has been started.
-
-    Raises:
-        SettingError: an import path that leads to no environment, or a server or package that cannot be had.
-    """
-    if not settings.kind:
-        return None
-    found = load_object(settings.kind)
-    if not isinstance(found, type):
-        raise SettingError(f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class.")
-    return ClassEnvironments(found, settings.kind, settings)
 
 
 def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capability:
