@@ -19,7 +19,7 @@ from treegraft.settings_search import BrowseToolSettings, SearchToolSettings
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "tasks.kind": ("search_world", "arithmetic", "dataset"),
     "tools.use": ("python", "search", "browse"),
-    "environment.kind": ("", "openenv"),
+    "environment.kind": ("", "openenv", "verifiers"),
     "reward.funcs": ("hierarchical", "exact_match", "f1", "math", "environment"),
     "explore.explorers": ("independent", "entropy", "graft"),
     "engine.kind": ("native",),

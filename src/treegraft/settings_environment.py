@@ -14,9 +14,11 @@ class EnvironmentSettings(Settings):
 
     kind: str = ""
     """What each trajectory gets one of: an import path "package.module:Class" (TRL's convention: `reset(**row)`, public methods
-    as tools, `get_reward()`), "openenv" (a session of an OpenEnv server), or empty for none."""
+    as tools, `get_reward()`), "openenv" (a session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), or
+    empty for none."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s."""
+    """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s; for "verifiers" taskset,
+    settings, env and tool."""
     capability: Literal["auto", "fork", "replay", "none"] = "auto"
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep copy), "replay" re-executes the
     calls on a fresh one and compares every result, "none" refuses; "auto" is what the class declares."""

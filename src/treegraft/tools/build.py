@@ -62,6 +62,10 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
         from treegraft.tools.openenv import OpenEnvEnvironments
 
         return OpenEnvEnvironments(settings)
+    if settings.kind == "verifiers":
+        from treegraft.tools.verifiers import VerifiersEnvironments
+
+        return VerifiersEnvironments(settings)
     found = load_object(settings.kind)
     if not isinstance(found, type):
         raise SettingError(f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class.")
