@@ -27,9 +27,10 @@ ONLY = {
     ),
     "types": (),
     "errors": (),
-    "config": ("errors", "settings", "settings_search"),
+    "config": ("errors", "settings", "settings_search", "settings_environment"),
     "settings": (),
     "settings_search": ("settings",),
+    "settings_environment": ("settings",),
     "metrics": ("errors",),
     "interfaces": ("types", "explore.proposals"),
     "keyed": (),
@@ -45,8 +46,8 @@ NEVER = {
 }
 """What a package must not import of ours."""
 
-BESIDES = {("rollout", "tools.toolbox")}
-"""The tool box runs calls for any tool: it is no kind."""
+BESIDES = {("rollout", "tools.toolbox"), ("rollout", "tools.sessions")}
+"""The tool box runs calls for any tool, in sessions with or without an environment: they are no kinds."""
 
 TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard")
 """Where tensors live, and the tracker whose SummaryWriter torch brings."""

@@ -51,7 +51,9 @@ def file_name(block: str) -> str | None:
 
 
 def test_the_marked_sections_are_found() -> None:
-    assert list(sections()) == ["Ten lines", "Your own tool", "Python with libraries", "Your own tasks", "Your own rule"]
+    assert list(sections()) == [
+        *("Ten lines", "Your own tool", "Your own environment", "Python with libraries", "Your own tasks", "Your own rule"),
+    ]
 
 
 @pytest.mark.parametrize("title", sections())

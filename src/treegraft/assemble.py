@@ -16,13 +16,26 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.interfaces import Capability, Engine, Explorer, Format, Retriever, TaskSource, Tool, Tracker, TreeScorer
+from treegraft.interfaces import (
+    Capability,
+    Engine,
+    EnvironmentKind,
+    Explorer,
+    Format,
+    Retriever,
+    TaskSource,
+    Tool,
+    Tracker,
+    TreeScorer,
+)
 from treegraft.plugins import load_object
 from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
-from treegraft.tools.build import build_tools
+from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.environment import EnvironmentTool
+from treegraft.tools.environment_sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.types import Task
 
@@ -69,10 +82,13 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
 
     limit_threads(config.run.num_threads)
     tasks = source or build_tasks(config.tasks, config.run.seed)
-    scorer = RewardScorer.from_settings(config.reward)
+    scorer = RewardScorer.from_settings(config.reward, success_reward=config.environment.success_reward)
     settings = config.model if model_path is None else config.model.model_copy(update={"path": str(model_path)})
-    tools = build_tools(config.tools, tasks.tools())
+    kind = open_environments(config.environment)
+    _refuse_rewards(config, kind)
+    tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
     _refuse_branching(build_explorer(config.explore, vocab_size=2), tools)
+    _refuse_grafts(config, kind)
     # A closed vocabulary has a word for each tag, those of the user's own tools included.
     tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
     vocabulary = [*words, *tags] if (words := tasks.vocabulary()) else []
@@ -103,7 +119,7 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
         tokenizer=tokenizer,
         format=form,
         max_prompt=max_prompt,
-        toolbox=Toolbox.from_settings(tools, config.tools),
+        toolbox=Toolbox.from_settings(tools, config.tools, None if kind is None else Environments(kind, config.environment)),
         engine=_build_engine(config, engine_model, tokenizer),
         scorer=scorer,
     )
@@ -230,15 +246,39 @@ def _allocation(config: Config) -> Callable[[Budget], Allocation]:
 
 
 def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
-    """Refuses explorers that branch over a tool whose state cannot be copied."""
+    """Refuses explorers that branch over a state which cannot be had again."""
     if explorer.probe_tokens is None:
         return
-    stateful = [tool.name for tool in tools if tool.capability is not Capability.STATELESS]
+    own = [tool for tool in tools if isinstance(tool, EnvironmentTool)]
+    if own and own[0].capability is Capability.NONE:
+        raise SettingError(
+            f"explore.explorers: trees would branch over the environment of the tools {[tool.name for tool in own]}, whose "
+            "capability is 'none'; expected 'fork' or 'replay'. Declare one of them in the class or as environment.capability, or "
+            "use explorers that do not branch."
+        )
+    stateful = [tool.name for tool in tools if tool not in own and tool.capability is not Capability.STATELESS]
     if stateful:
         raise SettingError(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two branches cannot share; expected "
-            "stateless tools only. Use explorers that do not branch, or make the tool stateless."
+            "stateless tools, or an environment that can fork or replay, which each trajectory has one of. Use explorers that do "
+            "not branch, make the tool stateless, or make it a method of an [environment]."
         )
+
+
+def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
+    """Refuses grafts over a state on which their calls cannot be tried."""
+    if "graft" in config.explore.explorers and kind is not None and kind.capability is Capability.NONE:
+        raise SettingError(
+            "explore.explorers: got 'graft' with an environment whose capability is 'none'; expected 'fork' or 'replay', since a "
+            "grafted step's calls are made on a copy first. Declare one of them, or leave 'graft' out."
+        )
+
+
+def _refuse_rewards(config: Config, kind: EnvironmentKind | None) -> None:
+    """Refuses the environment's reward where there is none."""
+    if "environment" in config.reward.funcs and (kind is None or not kind.has_reward):
+        what = "environment.kind is empty" if kind is None else f"'{kind.name}' has no method get_reward"
+        raise SettingError(f"reward.funcs: got 'environment', but {what}; expected an environment with a reward.")
 
 
 def find_trackers(names: list[str]) -> list[Callable[[Path], Tracker]]:

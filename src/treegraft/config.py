@@ -13,12 +13,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from treegraft.settings import Settings
+from treegraft.settings_environment import EnvironmentSettings
 from treegraft.settings_search import BrowseToolSettings, SearchToolSettings
 
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
     "tasks.kind": ("search_world", "arithmetic", "dataset"),
     "tools.use": ("python", "search", "browse"),
-    "reward.funcs": ("hierarchical", "exact_match", "f1", "math"),
+    "environment.kind": ("", "openenv", "verifiers"),
+    "reward.funcs": ("hierarchical", "exact_match", "f1", "math", "environment"),
     "explore.explorers": ("independent", "entropy", "graft"),
     "engine.kind": ("native",),
     "track.trackers": ("tensorboard",),
@@ -223,7 +225,8 @@ class ToolsSettings(Settings):
 
 class RewardSettings(Settings):
     funcs: list[str] = ["hierarchical"]
-    """"hierarchical" (the papers'), "exact_match", "f1", "math", or import paths "package.module:function"."""
+    """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or import paths
+    "package.module:function"."""
     weights: list[float] | None = None
     """One factor per function; None means 1 each. The reward is the weighted sum."""
     accuracy: Literal["auto", "f1", "exact_match", "math"] = "auto"
@@ -472,6 +475,7 @@ class Config(Settings):
     tasks: TasksSettings = TasksSettings()
     format: FormatSettings = FormatSettings()
     tools: ToolsSettings = ToolsSettings()
+    environment: EnvironmentSettings = EnvironmentSettings()
     reward: RewardSettings = RewardSettings()
     explore: ExploreSettings = ExploreSettings()
     buffer: BufferSettings = BufferSettings()

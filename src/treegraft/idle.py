@@ -85,6 +85,12 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("format.chat_template", lambda c: c.format.kind != "chat", _FORMAT),
     IdleRule("format.template_options", lambda c: c.format.kind != "chat", _FORMAT),
     *_SEARCH_RULES,
+    IdleRule("environment.", lambda c: not c.environment.kind, "environment.kind is empty", "environment.kind"),
+    IdleRule(
+        "environment.max_replay_calls",
+        lambda c: c.environment.capability in ("fork", "none"),
+        "environment.capability is '{c.environment.capability}'",
+    ),
     IdleRule("reward.accuracy", lambda c: "hierarchical" not in c.reward.funcs, "reward.funcs has no 'hierarchical'"),
     IdleRule("explore.entropy.", _without("entropy"), _EXPLORERS + "'entropy'"),
     IdleRule(

@@ -99,7 +99,10 @@ class Capability(StrEnum):
     REPLAY = "replay"
     """Its state can be rebuilt from recorded calls."""
     NONE = "none"
-    """Neither: a tree that would branch over it is refused."""
+    """Neither: a tree that would branch over it is refused.
+
+    Only an environment has a state for each trajectory, so a tree branches over environments that can fork or replay, and over
+    stateless tools."""
 
 
 @runtime_checkable
@@ -125,6 +128,65 @@ class Tool(Protocol):
     async def __call__(self, body: str, task: Task) -> str: ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """What one trajectory acts in, as a class of the user's (TRL's convention): a fresh object for each trajectory.
+
+    Its other public methods, typed and with docstrings, are the agent's tools, except these, which may be missing: `get_reward()`
+    returns the reward of the state in which the trajectory ended, `fork()` a further object in the same state, `close()` frees
+    what it holds. Every method may be async; a plain one runs in a thread that belongs to the object. The class attribute
+    `capability` ("fork", "replay" or "none") says how a tree may branch over the state.
+    """
+
+    def reset(self, **row: Any) -> Any:
+        """Begins a task, and returns what the agent is told of the beginning beside the question; None for nothing.
+
+        Args:
+            row: the task's columns, and `question`, `prompt` (the same), `reference`, `task_id` and `seed` (a number that depends
+                on the task alone); a method without ** gets those it names. Equal rows must begin equally.
+        """
+        ...
+
+
+class LiveEnvironment(Protocol):
+    """One environment under way, behind one interface for all kinds. Its calls come one after another."""
+
+    async def reset(self, task: Task) -> str:
+        """Returns the first observation; empty for none."""
+        ...
+
+    async def call(self, name: str, body: str, task: Task) -> Any:
+        """Returns the result of one of the kind's tools; raises as a `Tool` does."""
+        ...
+
+    async def reward(self) -> Any:
+        """Returns the reward of the present state; None for none."""
+        ...
+
+    async def fork(self) -> LiveEnvironment:
+        """Returns a further one in the same state, which goes its own way."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentKind(Protocol):
+    """Makes the environments of a run."""
+
+    name: str
+    """What messages call it."""
+    capability: Capability
+    """How a tree may branch over its state; never stateless."""
+    tools: Sequence[Tool]
+    """What the agent may do in it; they are called through a session alone."""
+    has_reward: bool
+    """Whether its environments have rewards."""
+
+    def make(self) -> LiveEnvironment:
+        """Returns a fresh one, not yet reset. Does no work."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +381,11 @@ class TreeScorer(Protocol):
 __all__ = [
     "Capability",
     "Engine",
+    "Environment",
+    "EnvironmentKind",
     "Explorer",
     "Format",
+    "LiveEnvironment",
     "NoiseKey",
     "Parsed",
     "Retrieved",

@@ -370,6 +370,8 @@ class Leaf:
     """False where its own path gives no gradient (failed; truncated, where the recipe says so)."""
     error: str | None = None
     """What failed, for `Status.FAILED`."""
+    environment_reward: float | None = None
+    """What its environment gave for the state in which it ended; None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from treegraft.errors import EngineError
+from treegraft.errors import DataError, EngineError
 from treegraft.explore.budget import Allocation, Budget, Rounds
 from treegraft.explore.proposals import Graft, PathView
 from treegraft.interfaces import Engine, Explorer, Format, NoiseKey, Retrieved, Retriever, TreeScorer
 from treegraft.rollout.tree import OpenPath, OpenTree, result_of
+from treegraft.tools.sessions import Sessions
 from treegraft.tools.toolbox import Toolbox
 from treegraft.types import (
     Cause,
@@ -147,24 +148,36 @@ class Grower:
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
-        prompt_ids = self.format.prompt_ids(task)
         budget = Budget(self.limits.num_leaves)
-        tree = OpenTree(task, group_id, prompt_ids, budget)
-        growth = _Growth(self, tree, (*noise_key, task.id))
-        proposal = self.explorer.starts(budget.max_leaves)
-        while granted := budget.grant(proposal):
-            await growth.run_starts(granted)
-            proposal = self.explorer.fill(tree.close(), budget.max_leaves)
-        self.engine.forget(prompt_ids)
+        granted = budget.grant(self.explorer.starts(budget.max_leaves))
+        async with self.toolbox.sessions(task) as sessions:
+            with self.watch.waiting("environments"):
+                task, prompt_ids = self._opening(task, await sessions.prepare(granted), sessions)
+            tree = OpenTree(task, group_id, prompt_ids, budget)
+            growth = _Growth(self, tree, (*noise_key, task.id), sessions)
+            while granted:
+                await growth.run_starts(granted)
+                granted = budget.grant(self.explorer.fill(tree.close(), budget.max_leaves))
+            self.engine.forget(prompt_ids)
         with self.watch.waiting("rewards"):
             return await self.scorer(tree.close())
+
+    def _opening(self, bare: Task, task: Task, sessions: Sessions) -> tuple[Task, tuple[int, ...]]:
+        """The task as the agent is asked it, and its prompt; with a first observation that makes no prompt, as it was before."""
+        try:
+            return task, self.format.prompt_ids(task)
+        except DataError as error:
+            if task is bare:
+                raise
+            sessions.refuse(f"the environment's first observation makes no prompt: {error}")
+            return bare, self.format.prompt_ids(bare)
 
 
 class _Growth:
     """One tree under way: its trajectories, and the branches that they may open."""
 
-    def __init__(self, grower: Grower, tree: OpenTree, key: NoiseKey) -> None:
-        self._g, self._tree, self._key = grower, tree, key
+    def __init__(self, grower: Grower, tree: OpenTree, key: NoiseKey, sessions: Sessions) -> None:
+        self._g, self._tree, self._key, self._sessions = grower, tree, key, sessions
         self._allocation = grower.allocate(tree.budget)
         self._forks: dict[tuple[int, ...], OpenPath] = {}
         """Where branches may be opened: a path that stands there, by the step's ordinals."""
@@ -175,7 +188,7 @@ class _Growth:
         """Runs so many first-level rollouts, and all that branches off them, to their ends."""
         async with asyncio.TaskGroup() as self._group:
             for _ in range(num):
-                path = self._tree.open_path()
+                path = self._tree.open_path(self._sessions.start(self._num_starts))
                 self._allocation.open_start(path, self._num_starts)
                 self._num_starts += 1
                 self._launch(path, None)
@@ -192,6 +205,7 @@ class _Growth:
         tree, version = self._tree, self._g.engine.policy_version
         try:
             async with asyncio.timeout(self._g.limits.deadline_s):
+                await self._enter(path)
                 while True:
                     if await self._graft(path, step_id, cause):
                         step_id = tree.next_id(path.parent)
@@ -199,14 +213,26 @@ class _Growth:
                     if not goes_on:
                         break
                     step_id, cause = tree.next_id(path.parent), None
+                with self._g.watch.waiting("environments"):
+                    tree.reward_path(path, await path.tools.reward())
         except TimeoutError as error:
             reason = str(error) or f"no end within rollout.deadline_s = {self._g.limits.deadline_s} s"
             tree.fail_path(path, step_id, reason, version, cause)
         except Exception as error:  # the edge of a rollout: a fault of ours, or of a user's engine, is data on its leaf
             tree.fail_path(path, step_id, f"{type(error).__name__}: {error}", version, cause)
+        finally:
+            if path.session is not None:
+                path.session.release()
         path.is_over = True
         self._allocation.end(path)
         self._open_branches()
+
+    async def _enter(self, path: OpenPath) -> None:
+        """Opens the path's session, in the state of the place where it begins."""
+        assert path.point is not None, "a path is launched with the place that it begins at"
+        with self._g.watch.waiting("environments"):
+            path.session = await path.point.open()
+        path.point = None
 
     # ------------------------------------------------------------------ grafts
 
@@ -225,7 +251,20 @@ class _Growth:
         with self._g.watch.waiting("retrieval"):
             contents = [step.content for step in steps[1:]]
             found = await self._g.retriever.retrieve(self._tree.task, contents, whole=decision.whole, noise_key=key)
-        return found is not None and self._attach(path, step_id, found)
+        return found is not None and await self._graft_found(path, step_id, found)
+
+    async def _graft_found(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
+        """Attaches what was retrieved, its calls made in the path's environment; not where that answers otherwise."""
+        with self._g.watch.waiting("environments"):
+            session = await path.tools.rehearse([trace.value for trace in found.traces])
+        if session is None:
+            return False
+        before, is_attached = path.tools, self._attach(path, step_id, found)
+        if session is not before:
+            (before if is_attached else session).release()
+        if is_attached:
+            path.session = session
+        return is_attached
 
     def _attach(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
         """Appends what was retrieved, cut from the left where it would leave the agent no room; not at all where that is little."""
@@ -281,7 +320,7 @@ class _Growth:
         observations = []
         for call in content.calls:
             with self._g.watch.waiting(f"tool {call.name}"):
-                observations.append(await self._g.toolbox.call(call, tree.task))
+                observations.append(await path.tools.call(call))
         path.num_tool_calls += len(observations)
         tree.budget.spend(num_tool_calls=len(observations))
         content = result_of(content, observations)
@@ -338,9 +377,11 @@ class _Growth:
             return
         branch = None
         steps = self._tree.steps_to(fork.parent)
-        if fork.after is Origin.POLICY:
+        if fork.after is Origin.POLICY and path.tools.can_branch:
             branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
         if branch is not None:
+            # The step under way has made no call yet, so the environment still stands where the branch begins.
+            fork.point = path.tools.mark()
             self._forks[steps[-1].ordinals] = fork
         self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, branch)
         self._open_branches()
@@ -348,8 +389,11 @@ class _Growth:
     def _open_branches(self) -> None:
         while grants := self._allocation.advance():
             for grant in grants:
+                fork = self._forks[grant.place]
+                if fork.point is not None:
+                    fork.point.reserve(grant.num)
                 for _ in range(grant.num):
-                    path = self._forks[grant.place].copy()
+                    path = fork.copy()
                     self._allocation.open_branch(path, grant)
                     self._launch(path, grant.cause)
 

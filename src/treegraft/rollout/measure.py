@@ -115,7 +115,8 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
     metrics["eval/completed_frac"] = _share(path.status is Status.COMPLETED for path in paths)
     metrics["eval/failed_frac"] = _share(path.status is Status.FAILED for path in paths)
     metrics["eval/tool_calls_mean"] = statistics.fmean(path.num_tool_calls for path in paths) if paths else 0.0
-    return metrics
+    given = [path.leaf.environment_reward for path in paths if path.leaf.environment_reward is not None]
+    return metrics | ({"eval/environment_reward": statistics.fmean(given)} if given else {})
 
 
 def paired_gain(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from treegraft.explore.budget import Budget
+from treegraft.tools.sessions import Point, Session
 from treegraft.types import (
     ROOT_ID,
     Cause,
@@ -44,15 +45,25 @@ class OpenPath:
     """Who wrote its last step."""
     is_over: bool = False
     """Its leaf has ended; what the engine still reports of it comes too late."""
+    point: Point | None = None
+    """Where its session comes from; None once it has one."""
+    session: Session | None = None
+    """What its calls go through; None before it runs."""
 
     @property
     def num_used(self) -> int:
         """Tokens after the prompt."""
         return len(self.prefix_ids) - self.num_prompt
 
+    @property
+    def tools(self) -> Session:
+        """The session of a path that runs."""
+        assert self.session is not None, "a path runs in a session"
+        return self.session
+
     def copy(self) -> OpenPath:
-        """Returns a path that stands where this one does and goes its own way."""
-        return replace(self, prefix_ids=list(self.prefix_ids))
+        """Returns a path that stands where this one does and goes its own way, in a session of its own."""
+        return replace(self, prefix_ids=list(self.prefix_ids), session=None)
 
 
 @dataclass(eq=False)
@@ -86,9 +97,9 @@ class OpenTree:
         parts = step_id.split(".")
         return tuple(self._steps[".".join(parts[: n + 1])] for n in range(len(parts)))
 
-    def open_path(self) -> OpenPath:
-        """Returns a path that starts at the root."""
-        return OpenPath(ROOT_ID, list(self.prompt_ids), len(self.prompt_ids))
+    def open_path(self, point: Point) -> OpenPath:
+        """Returns a path that starts at the root, in the session that `point` opens."""
+        return OpenPath(ROOT_ID, list(self.prompt_ids), len(self.prompt_ids), point=point)
 
     def next_id(self, parent: str) -> str:
         """Returns the id of a new child of `parent`; ordinals count up in the order of asking."""
@@ -175,8 +186,16 @@ class OpenTree:
         """Makes the path's last step a leaf."""
         self._leaves[path.parent] = Leaf(step_id=path.parent, status=status, answer=answer)
 
+    def reward_path(self, path: OpenPath, reward: float | None) -> None:
+        """Notes what the environment gives for the state in which an ended path stands."""
+        if reward is not None:
+            self._leaves[path.parent] = replace(self._leaves[path.parent], environment_reward=reward)
+
     def fail_path(self, path: OpenPath, step_id: str, error: str, policy_version: int, cause: Cause | None = None) -> None:
-        """Ends a path by our own fault, with an empty step that says where."""
+        """Ends a path by our own fault, with an empty step that says where; at its last step where it had ended already."""
+        if step_id in self._leaves:
+            self._leaves[step_id] = Leaf(step_id=step_id, status=Status.FAILED, has_loss=False, error=error)
+            return
         self._steps[step_id] = Step(
             id=step_id,
             parent=path.parent,

@@ -61,6 +61,11 @@ def hierarchical_reward(*, trajectories: Sequence[Trajectory], accuracy: Accurac
     return [_score_hierarchically(measure, trajectory) for trajectory in trajectories]
 
 
+def environment_reward(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
+    """Returns what the environment gave for the state in which the trajectory ended, however it ended; None without one."""
+    return [trajectory.leaf.environment_reward for trajectory in trajectories]
+
+
 def build_rewards(settings: RewardSettings) -> list[tuple[str, RewardFunc, float]]:
     """Returns name, function and weight of each reward function of the recipe.
 
@@ -90,14 +95,20 @@ class RewardScorer:
     about failed, with its name on them, and a reward that is no finite number its own leaf: the run goes on.
     """
 
-    def __init__(self, functions: Sequence[tuple[str, RewardFunc, float]], *, deadline_s: float = 60.0) -> None:
+    def __init__(
+        self, functions: Sequence[tuple[str, RewardFunc, float]], *, deadline_s: float = 60.0, success_reward: float = 1.0
+    ) -> None:
+        """Args:
+        success_reward: environment reward from which a trajectory without a reference counts as correct.
+        """
         self._functions = tuple(functions)
         self._deadline_s = deadline_s
+        self._correctness = functools.partial(_correctness, success_reward)
 
     @classmethod
-    def from_settings(cls, settings: RewardSettings) -> RewardScorer:
+    def from_settings(cls, settings: RewardSettings, *, success_reward: float = 1.0) -> RewardScorer:
         """Returns the scorer of a recipe. Raises SettingError as `build_rewards` does."""
-        return cls(build_rewards(settings), deadline_s=settings.deadline_s)
+        return cls(build_rewards(settings), deadline_s=settings.deadline_s, success_reward=success_reward)
 
     async def __call__(self, tree: Tree) -> Tree:
         """Returns the tree with its leaves scored; failed leaves stay as they are."""
@@ -106,7 +117,7 @@ class RewardScorer:
             return tree
         columns = _columns(trajectories)
         calls = [self._ask(name, function, columns, trajectories) for name, function, _ in self._functions]
-        correctness = self._ask("is_correct", _correctness, columns, trajectories)
+        correctness = self._ask("is_correct", self._correctness, columns, trajectories)
         *results, correct = await asyncio.gather(*calls, correctness)
         scored = iter(
             [
@@ -236,6 +247,7 @@ _BUILT_IN: Mapping[str, RewardFunc] = {
     "exact_match": exact_match_reward,
     "f1": f1_reward,
     "math": math_reward,
+    "environment": environment_reward,
 }
 
 
@@ -255,11 +267,15 @@ def _find_function(name: str, accuracy: Accuracy) -> RewardFunc:
     return function  # type: ignore[no-any-return]  # what an import path holds is known only to be callable
 
 
-def _correctness(*, trajectories: Sequence[Trajectory], **_: Any) -> list[bool | None]:
+def _correctness(success_reward: float, *, trajectories: Sequence[Trajectory], **_: Any) -> list[bool | None]:
+    """By the answer where there is a reference, else by what the environment gave."""
     values: list[bool | None] = []
     for trajectory in trajectories:
-        answer, reference = _given_answer(trajectory), trajectory.task.reference
-        values.append((answer is not None and scoring.is_correct(answer, reference)) if reference else None)
+        answer, reference, given = _given_answer(trajectory), trajectory.task.reference, trajectory.leaf.environment_reward
+        if reference:
+            values.append(answer is not None and scoring.is_correct(answer, reference))
+        else:
+            values.append(None if given is None else given >= success_reward)
     return values
 
 

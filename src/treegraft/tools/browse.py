@@ -16,8 +16,8 @@ from treegraft.interfaces import Capability, Signature
 from treegraft.settings_search import BrowseToolSettings
 from treegraft.tools.extract import ExtractPool, Text
 from treegraft.tools.fetch import Fetcher
-from treegraft.tools.function import run_in_thread
 from treegraft.tools.lexical import words_of
+from treegraft.tools.own_thread import run_in_thread
 from treegraft.types import Task
 
 GAP = "[...]"

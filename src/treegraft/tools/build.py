@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from treegraft.config import BUILT_IN, PythonToolSettings, ToolsSettings
 from treegraft.errors import SettingError, nearest
-from treegraft.interfaces import Tool
+from treegraft.interfaces import EnvironmentKind, Tool
 from treegraft.plugins import load_object
+from treegraft.settings_environment import EnvironmentSettings
 from treegraft.settings_search import SearchToolSettings
+from treegraft.tools.environment import ClassEnvironments
 from treegraft.tools.function import FunctionTool
 
 if TYPE_CHECKING:
@@ -45,6 +47,29 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
             )
         tools += found
     return tools
+
+
+def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
+    """Returns what makes the environments of a recipe, None where it has none; nothing has been started.
+
+    Raises:
+        SettingError: an import path that leads to no environment, or a server or package that cannot be had.
+    """
+    if not settings.kind:
+        return None
+    # Imported here: each needs a package of its own.
+    if settings.kind == "openenv":
+        from treegraft.tools.openenv import OpenEnvEnvironments
+
+        return OpenEnvEnvironments(settings)
+    if settings.kind == "verifiers":
+        from treegraft.tools.verifiers import VerifiersEnvironments
+
+        return VerifiersEnvironments(settings)
+    found = load_object(settings.kind)
+    if not isinstance(found, type):
+        raise SettingError(f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class.")
+    return ClassEnvironments(found, settings.kind, settings)
 
 
 def _build(entry: str, settings: ToolsSettings) -> Tool:

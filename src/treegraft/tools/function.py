@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
+import copy
 import inspect
 import json
 import re
-import threading
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, TypeVar, get_type_hints
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
@@ -18,9 +15,8 @@ from pydantic.json_schema import JsonSchemaMode
 
 from treegraft.errors import SettingError, ToolError
 from treegraft.interfaces import Capability, Signature
+from treegraft.tools.own_thread import run_in_thread
 from treegraft.types import Task
-
-T = TypeVar("T")
 
 
 class FunctionTool:
@@ -36,8 +32,12 @@ class FunctionTool:
             return str(2 * number)
     """
 
-    def __init__(self, func: Callable[..., Any]) -> None:
-        """Raises `SettingError` for a function without a docstring or annotations, or with a name that makes no tag."""
+    def __init__(self, func: Callable[..., Any], *, is_method: bool = False) -> None:
+        """Args:
+        is_method: `func` stands in a class; `bound_to` gives it an object.
+
+        Raises `SettingError` for a function without a docstring or annotations, or with a name that makes no tag.
+        """
         self.name = getattr(func, "__name__", "")
         if not re.fullmatch(r"[a-z][a-z_]*", self.name):
             raise SettingError(f"tool '{self.name}': a tool's name consists of lower-case letters and underscores.")
@@ -49,7 +49,8 @@ class FunctionTool:
         self.is_remote = bool(getattr(func, "is_remote", False))
         self.fingerprint = str(getattr(func, "fingerprint", ""))
         self._func = func
-        self._signature = inspect.signature(func)
+        self._run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]] = run_in_thread
+        self._signature = _without_self(func) if is_method else inspect.signature(func)
         annotations = _annotations(func, self._signature, self.name)
         self._task_params = [name for name, annotation in annotations.items() if annotation is Task]
         self._takes_raw_body = [a for a in annotations.values() if a is not Task] == [str]
@@ -70,10 +71,16 @@ class FunctionTool:
         def call() -> Any:
             return self._func(*bound.args, **bound.kwargs)
 
-        result = call() if inspect.iscoroutinefunction(self._func) else await run_in_thread(call)
+        result = call() if inspect.iscoroutinefunction(self._func) else await self._run_blocking(call)
         if inspect.isawaitable(result):
             result = await result
         return result  # type: ignore[no-any-return]
+
+    def bound_to(self, method: Callable[..., Any], run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]]) -> FunctionTool:
+        """Returns the same tool on an object's method; `run_blocking` runs it where it is not async."""
+        tool = copy.copy(self)
+        tool._func, tool._run_blocking = method, run_blocking
+        return tool
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -126,38 +133,9 @@ class FunctionTool:
         return "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
 
 
-async def run_in_thread(call: Callable[[], T]) -> T:
-    """Returns what `call` returns, run in a daemon thread: one that hangs does not hold up the exit.
-
-    Raises what `call` raises; an exception that would end or confuse the event loop arrives as `RuntimeError`.
-    """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
-        try:
-            result = call()
-        except StopIteration as error:
-            failure = RuntimeError(f"StopIteration: {error}")
-        except Exception as error:
-            failure = error
-        except BaseException as error:
-            failure = RuntimeError(f"{type(error).__name__}: {error}")
-        with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), daemon=True, name="treegraft-tool").start()
-    return await future
+def _without_self(func: Callable[..., Any]) -> inspect.Signature:
+    signature = inspect.signature(func)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _told_of(docstring: str, names: Iterable[str]) -> dict[str, str]:

@@ -15,6 +15,9 @@ from treegraft.config import ToolsSettings
 from treegraft.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.interfaces import Tool
 from treegraft.tools.cache import ResultCache
+from treegraft.tools.environment_sessions import Environments
+from treegraft.tools.results import as_text, describe
+from treegraft.tools.sessions import Sessions
 from treegraft.types import Observation, Task, ToolCall
 
 CACHE_ENTRIES = 20_000
@@ -59,6 +62,7 @@ class Toolbox:
         max_calls_per_s: float | None = None,
         store: ResultCache | None = None,
         replay: bool = False,
+        environments: Environments | None = None,
     ) -> None:
         """Args:
         deadline_s: longest run of one call, retries included, in seconds, counted from its start and not from its place in
@@ -71,6 +75,7 @@ class Toolbox:
         max_calls_per_s: calls of one remote tool started in a second; None for no limit.
         store: results on disk, of cacheable tools with a fingerprint; None for none. Closed with the box.
         replay: such tools are never run; a call that `store` does not hold raises `ToolUnavailable`.
+        environments: what each trajectory acts in; their tools are among `tools`. None for none.
 
         Raises `SettingError` for two tools of one name, and for a replay without a store.
         """
@@ -91,6 +96,7 @@ class Toolbox:
         self._next_start: dict[str, float] = {}
         self._store = store
         self._is_replay = replay
+        self._environments = environments
         self._cache: dict[_Key, Observation] = {}
         self._running: dict[_Key, asyncio.Task[Observation]] = {}
         self._left_behind: set[asyncio.Task[Any]] = set()
@@ -98,7 +104,7 @@ class Toolbox:
         self._usage = {name: _Usage() for name in self._tools}
 
     @classmethod
-    def from_settings(cls, tools: Sequence[Tool], settings: ToolsSettings) -> Toolbox:
+    def from_settings(cls, tools: Sequence[Tool], settings: ToolsSettings, environments: Environments | None = None) -> Toolbox:
         """Returns the box that `settings` describe; raises `DataError` for a cache file that cannot be used."""
         has_store = bool(settings.cache_path) and settings.cache
         return cls(
@@ -112,6 +118,7 @@ class Toolbox:
             max_calls_per_s=settings.max_calls_per_s,
             store=ResultCache(settings.cache_path, must_exist=settings.replay) if has_store else None,
             replay=settings.replay,
+            environments=environments,
         )
 
     @property
@@ -119,8 +126,15 @@ class Toolbox:
         """The tools by name."""
         return self._tools
 
-    async def call(self, call: ToolCall, task: Task) -> Observation:
+    def sessions(self, task: Task) -> Sessions:
+        """Returns what the trajectories of one tree make their calls through; to be used in `async with`."""
+        return Sessions(self, task) if self._environments is None else self._environments.sessions(self, task)
+
+    async def call(self, call: ToolCall, task: Task, *, instead: Tool | None = None) -> Observation:
         """Returns the tool's result, or the error that the agent is to read.
+
+        Args:
+            instead: run this in the place of the tool of that name.
 
         Raises `ToolUnavailable` when the tool says that its service is down.
         """
@@ -133,11 +147,12 @@ class Toolbox:
         if call.problem is not None:
             usage.num_failures += 1
             return self._error(call.problem)
+        tool = instead or tool
         try:
             if self._is_caching and tool.cacheable:
                 observation = await self._cached(tool, call, task)
             else:
-                observation = await self._execute(tool, call.body, task)
+                observation = await self.execute(tool, call.body, task)
         except ToolUnavailable:
             usage.num_failures += 1
             raise
@@ -146,7 +161,7 @@ class Toolbox:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns calls, shares and mean latency per tool since the last take; no shares of tools without a call."""
-        metrics: dict[str, float] = {}
+        metrics: dict[str, float] = {} if self._environments is None else self._environments.take_metrics()
         for name, usage in self._usage.items():
             metrics[f"tools/{name}_calls"] = float(usage.num_calls)
             if usage.num_calls:
@@ -202,7 +217,7 @@ class Toolbox:
     async def _stored(self, tool: Tool, body: str, task: Task) -> Observation:
         """Returns the observation from disk, else from a run."""
         if self._store is None or not getattr(tool, "fingerprint", None):
-            return await self._execute(tool, body, task)
+            return await self.execute(tool, body, task)
         try:
             text = await asyncio.to_thread(self._store.get, tool, body)
         except sqlite3.Error as error:
@@ -213,10 +228,10 @@ class Toolbox:
             return self._observation(text, is_error=False)
         if self._is_replay:
             raise ToolUnavailable(f"replay: '{self._store.path}' holds no result of this call of '{tool.name}'")
-        return await self._execute(tool, body, task)
+        return await self.execute(tool, body, task)
 
-    async def _execute(self, tool: Tool, body: str, task: Task) -> Observation:
-        """Returns the observation of one run, at the latest when the deadline is over."""
+    async def execute(self, tool: Tool, body: str, task: Task) -> Observation:
+        """Returns the observation of one run of a tool of this name, at the latest when the deadline is over; counts no call."""
         await self._wait_turn(tool)
         async with self._semaphore():
             started = time.perf_counter()
@@ -263,7 +278,7 @@ class Toolbox:
             result: Any = tool(body, task)
             if inspect.isawaitable(result):
                 result = await result
-            text = _as_text(result)
+            text = as_text(result)
             await self._keep_on_disk(tool, body, text)
             return self._observation(text, is_error=False)
         except ToolUnavailable:
@@ -276,7 +291,7 @@ class Toolbox:
                 raise
             return self._error("the tool cancelled the call")
         except (Exception, SystemExit) as error:
-            return self._error(_describe(error))
+            return self._error(describe(error))
 
     async def _keep_on_disk(self, tool: Tool, body: str, text: str) -> None:
         is_kept = self._is_caching and tool.cacheable and bool(getattr(tool, "fingerprint", None))
@@ -296,7 +311,7 @@ class Toolbox:
     def _forget(self, run: asyncio.Task[Observation]) -> None:
         self._left_behind.discard(run)
         if not run.cancelled() and run.exception() is not None:
-            _log.info("a tool call left behind ended with %s", _describe(run.exception()))
+            _log.info("a tool call left behind ended with %s", describe(run.exception()))
 
     def _semaphore(self) -> asyncio.Semaphore:
         loop = asyncio.get_running_loop()
@@ -324,19 +339,3 @@ def _cut(text: str, max_chars: int) -> tuple[str, bool]:
     if 2 * len(note) > max_chars:
         note = " [cut]"
     return text[: max_chars - len(note)] + note, True
-
-
-def _as_text(result: Any) -> str:
-    if isinstance(result, str):
-        return result
-    if isinstance(result, bytes | bytearray | memoryview):
-        return bytes(result).decode("utf-8", errors="replace")
-    return str(result)
-
-
-def _describe(error: BaseException | None) -> str:
-    try:
-        message = str(error)
-    except Exception:
-        message = ""
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__

@@ -1,0 +1,56 @@
+"""Tasks of a taskset of the package verifiers, for environment.kind = "verifiers"."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from treegraft.errors import DataError
+from treegraft.interfaces import Tool
+from treegraft.tools.verifiers import VerifiersOptions, read_tasks
+from treegraft.types import StepContent, Task
+
+
+class VerifiersTasks:
+    """The first tasks of a taskset for training, the next ones held out; without references, since the environment rewards."""
+
+    def __init__(self, *, seed: int, num_train: int, num_eval: int, taskset: str, settings: dict[str, Any] | None = None) -> None:
+        """Raises `SettingError` and `DataError` for a taskset that cannot be had, or that has too few tasks to hold any out."""
+        options = VerifiersOptions(taskset=taskset, settings=settings or {})
+        tasks = read_tasks(options, num_train + num_eval, "tasks.options")
+        if len(tasks) <= num_eval:
+            raise DataError(f"tasks.options: '{taskset}' has {len(tasks)} tasks; expected more than tasks.num_eval = {num_eval}.")
+        num = len(tasks) - num_eval
+        self._train, self._eval = tasks[:num], tasks[num:]
+
+    def train_tasks(self) -> Sequence[Task]:
+        """Returns the first tasks."""
+        return self._train
+
+    def eval_tasks(self) -> Sequence[Task]:
+        """Returns the ones after them."""
+        return self._eval
+
+    def tools(self) -> Sequence[Tool]:
+        """Returns none: the environment brings them."""
+        return ()
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        """Returns None: there is no expert."""
+        return None
+
+    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
+        """Returns None: where an answer comes from is not known here."""
+        return None
+
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
+        """Returns none: there is no expert."""
+        return ()
+
+    def vocabulary(self) -> Sequence[str]:
+        """Returns nothing: the language is open."""
+        return ()
+
+    def report(self) -> Sequence[str]:
+        """Returns nothing: no defects are looked for."""
+        return ()
