@@ -1,6 +1,6 @@
 """Dense search over HTTP: `treegraft serve search`'s server against one that answers one query at a time from a flat FAISS index.
 
-OMP_NUM_THREADS=1 python benchmarks/search.py [--num 1000000] [--texts 20000] [--queries 256] [--encoder minilm] [--folder FOLDER]
+OMP_NUM_THREADS=1 python benchmarks/search.py [--num 1000000] [--texts 20000] [--queries 256] [--encoder minilm] [--folder FOLDER] [--runs 3]
 
 Texts are generated, embedded once and each perturbed --num / --texts times (cosine about .98 with its original); the corpus's rows
 are copies of the texts. Queries are generated texts of their own. Both servers run in this process on loopback, embed with the same
@@ -18,6 +18,7 @@ import json
 import os
 import platform
 import random
+import resource
 import tempfile
 import threading
 import time
@@ -136,8 +137,14 @@ def perturbed(real: Vectors, num: int) -> Iterator[Vectors]:
 
 
 def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Path:
-    """Writes corpus, vectors and lists; returns the corpus's path. Memory holds one block, and the lists while they are made."""
-    corpus = folder / "corpus.jsonl"
+    """Writes corpus, vectors and lists where they are not there yet; returns the corpus's path.
+
+    Memory holds one block, and the lists while they are made.
+    """
+    corpus, done = folder / "corpus.jsonl", folder / "done"
+    if done.exists():
+        return corpus
+    folder.mkdir(parents=True, exist_ok=True)
     with corpus.open("w", encoding="utf-8") as file:
         for row in range(num):
             file.write(json.dumps({"id": str(row), "contents": passages[row % len(passages)]}) + "\n")
@@ -147,6 +154,7 @@ def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Pa
     np.save(folder / "offsets.npy", np.fromiter((row.offset for row in read_rows(corpus)), np.uint64, num))
     if num > FLAT_LIMIT:
         save_lists(np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num, real.shape[1])), folder)
+    done.touch()
     return corpus
 
 
@@ -185,6 +193,11 @@ def ask_all(url: str, queries: list[str]) -> list[list[Any]]:
     return asyncio.run(work())
 
 
+def peak_gb() -> float:
+    """Returns the largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def main() -> None:
     """Prints the ratio, queries per second of both, and how often ours finds the nearest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,7 +205,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2_000, help="embedded passages")
     parser.add_argument("--queries", type=int, default=128, help="at most 16,384")
     parser.add_argument("--encoder", default="minilm")
-    parser.add_argument("--folder", type=Path, default=None, help="keeps embedded passages for the next run")
+    parser.add_argument("--folder", type=Path, default=None, help="keeps embedded passages and the index for the next run")
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     assert options.queries <= CACHE_SIZE
@@ -201,15 +214,15 @@ def main() -> None:
     print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS {threads}, seed {SEED}")
     print(f"{options.num:,} vectors from {options.texts:,} passages, {options.queries} queries, encoder {encoder.name}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        kept = options.folder or folder
+        kept = options.folder or Path(temporary)
         kept.mkdir(parents=True, exist_ok=True)
+        folder = kept / f"index-{encoder.name}-{options.num}-{options.texts}"
         began = time.perf_counter()
         real = embedded(options.texts, encoder, kept)
         print(f"embedding: {time.perf_counter() - began:.1f} s (parts that were there are taken)", flush=True)
         began = time.perf_counter()
         path = make_index(folder, real, list(texts(options.texts, SEED)), options.num)
-        print(f"corpus, vectors and lists: {time.perf_counter() - began:.1f} s", flush=True)
+        print(f"corpus, vectors and lists: {time.perf_counter() - began:.1f} s, peak memory {peak_gb():.1f} GB so far", flush=True)
         index = DenseIndex(folder, encoder)
         queries = list(texts(options.queries, SEED + 1))
         ours = CorpusSearch(Corpus(path, index.offsets), index, "dense")
@@ -223,6 +236,7 @@ def main() -> None:
             print(f"ours: {len(queries) / (time.perf_counter() - began):,.1f} queries/s")
             hits = [a[0]["score"] >= b[0]["score"] - 1e-3 for a, b in zip(found, exact, strict=True)]
             print(f"recall@1: {np.mean(hits):.3f}", flush=True)
+            print(f"peak memory: {peak_gb():.1f} GB, the other server's float32 vectors included", flush=True)
             compare(
                 "dense search over HTTP",
                 lambda: ask_all(our_url, queries),
