@@ -1,6 +1,6 @@
 """Dense search over HTTP: `treegraft serve search`'s server against one that answers one query at a time from a flat FAISS index.
 
-OMP_NUM_THREADS=1 python benchmarks/search.py [--num 1000000] [--texts 20000] [--queries 256] [--encoder minilm] [--folder FOLDER] [--runs 3]
+OMP_NUM_THREADS=1 python benchmarks/search.py [--num 1000000] [--texts 20000] [--queries 256] [--encoder minilm] [--folder FOLDER]
 
 Texts are generated, embedded once and each perturbed --num / --texts times (cosine about .98 with its original); the corpus's rows
 are copies of the texts. Queries are generated texts of their own. Both servers run in this process on loopback, embed with the same
