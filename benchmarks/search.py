@@ -18,10 +18,11 @@ import json
 import os
 import platform
 import random
+import resource
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ from treegraft.traces.index import FLAT_LIMIT
 Vectors = npt.NDArray[np.float32]
 
 SEED, NUM_CLIENTS, TOP_K = 0, 32, 3
+PART, BLOCK = 512, 16_384
+"""Passages embedded, and vectors perturbed, at a time."""
 TOPICS = (
     "a river",
     "a king",
@@ -73,12 +76,13 @@ class Uncached:
 class OneAtATime:
     """The other server's search: a flat index, one query after another."""
 
-    def __init__(self, corpus: Corpus, vectors: Vectors, encoder: Encoder) -> None:
+    def __init__(self, corpus: Corpus, blocks: Iterable[Vectors], encoder: Encoder) -> None:
         import faiss
 
         self._corpus, self._encoder, self._lock = corpus, encoder, threading.Lock()
-        self._index = faiss.IndexFlatIP(vectors.shape[1])
-        self._index.add(vectors)
+        self._index = faiss.IndexFlatIP(encoder.dim)
+        for block in blocks:
+            self._index.add(block)
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Returns for each query its best passages."""
@@ -109,32 +113,49 @@ def texts(num: int, seed: int) -> Iterator[str]:
         yield f'"{topic.title()} of {draw.choice(PLACES)}"\n' + " ".join(sentences)
 
 
-def embedded(num: int, encoder: Encoder, path: Path) -> Vectors:
-    """Returns [num, dim], embedded once."""
-    if path.exists() and len(found := np.load(path)) == num:
-        return found
-    passages = list(texts(num, SEED))
-    vectors = np.concatenate([encoder.encode(passages[first : first + 512]) for first in range(0, num, 512)])
-    np.save(path, vectors)
-    return vectors
+def embedded(num: int, encoder: Encoder, folder: Path) -> Vectors:
+    """Returns [num, dim], embedded once; what is done lies in the folder part by part, so that a stopped run goes on."""
+    passages, parts = list(texts(num, SEED)), []
+    for first in range(0, num, PART):
+        path = folder / f"passages-{encoder.name}-{first}-{min(first + PART, num)}.npy"
+        if not path.exists():
+            partial = path.with_suffix(".partial")
+            with partial.open("wb") as file:
+                np.save(file, encoder.encode(passages[first : first + PART]))
+            partial.replace(path)
+        parts.append(np.load(path))
+    return np.concatenate(parts)
 
 
-def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> tuple[Path, Vectors]:
-    """Writes corpus, vectors and lists; returns the corpus's path and [num, dim] vectors as the other server holds them."""
-    draw = np.random.default_rng(SEED)
-    vectors = np.resize(real, (num, real.shape[1]))
-    vectors += 0.2 / np.sqrt(real.shape[1]) * draw.standard_normal(vectors.shape, dtype=np.float32)
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    corpus = folder / "corpus.jsonl"
+def perturbed(real: Vectors, num: int) -> Iterator[Vectors]:
+    """Gives blocks of `num` unit vectors in all: the real ones over and over, each time with other noise."""
+    for number, first in enumerate(range(0, num, BLOCK)):
+        draw = np.random.default_rng((SEED, number))
+        block = real[np.arange(first, min(first + BLOCK, num)) % len(real)]
+        block = block + 0.2 / np.sqrt(real.shape[1]) * draw.standard_normal(block.shape, dtype=np.float32)
+        yield block / np.linalg.norm(block, axis=1, keepdims=True)
+
+
+def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Path:
+    """Writes corpus, vectors and lists where they are not there yet; returns the corpus's path.
+
+    Memory holds one block, and the lists while they are made.
+    """
+    corpus, done = folder / "corpus.jsonl", folder / "done"
+    if done.exists():
+        return corpus
+    folder.mkdir(parents=True, exist_ok=True)
     with corpus.open("w", encoding="utf-8") as file:
         for row in range(num):
             file.write(json.dumps({"id": str(row), "contents": passages[row % len(passages)]}) + "\n")
-    halves = vectors.astype(np.float16)
-    halves.tofile(folder / "vectors.f16")
-    np.save(folder / "offsets.npy", np.array([row.offset for row in read_rows(corpus)], np.uint64))
+    with (folder / "vectors.f16").open("wb") as file:
+        for block in perturbed(real, num):
+            block.astype(np.float16).tofile(file)
+    np.save(folder / "offsets.npy", np.fromiter((row.offset for row in read_rows(corpus)), np.uint64, num))
     if num > FLAT_LIMIT:
-        save_lists(halves, folder)
-    return corpus, vectors
+        save_lists(np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num, real.shape[1])), folder)
+    done.touch()
+    return corpus
 
 
 @contextmanager
@@ -172,6 +193,11 @@ def ask_all(url: str, queries: list[str]) -> list[list[Any]]:
     return asyncio.run(work())
 
 
+def peak_gb() -> float:
+    """Returns the largest resident size of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def main() -> None:
     """Prints the ratio, queries per second of both, and how often ours finds the nearest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -179,7 +205,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=2_000, help="embedded passages")
     parser.add_argument("--queries", type=int, default=128, help="at most 16,384")
     parser.add_argument("--encoder", default="minilm")
-    parser.add_argument("--folder", type=Path, default=None, help="keeps embedded passages for the next run")
+    parser.add_argument("--folder", type=Path, default=None, help="keeps embedded passages and the index for the next run")
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     assert options.queries <= CACHE_SIZE
@@ -188,18 +214,19 @@ def main() -> None:
     print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS {threads}, seed {SEED}")
     print(f"{options.num:,} vectors from {options.texts:,} passages, {options.queries} queries, encoder {encoder.name}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        kept = (options.folder or folder) / f"passages-{encoder.name}.npy"
+        kept = options.folder or Path(temporary)
+        kept.mkdir(parents=True, exist_ok=True)
+        folder = kept / f"index-{encoder.name}-{options.num}-{options.texts}"
         began = time.perf_counter()
         real = embedded(options.texts, encoder, kept)
-        print(f"embedding: {len(real) / (time.perf_counter() - began):,.0f} passages/s (from {kept.name} where it was there)")
+        print(f"embedding: {time.perf_counter() - began:.1f} s (parts that were there are taken)", flush=True)
         began = time.perf_counter()
-        path, vectors = make_index(folder, real, list(texts(options.texts, SEED)), options.num)
-        print(f"corpus, vectors and lists: {time.perf_counter() - began:.1f} s", flush=True)
+        path = make_index(folder, real, list(texts(options.texts, SEED)), options.num)
+        print(f"corpus, vectors and lists: {time.perf_counter() - began:.1f} s, peak memory {peak_gb():.1f} GB so far", flush=True)
         index = DenseIndex(folder, encoder)
         queries = list(texts(options.queries, SEED + 1))
-        ours = CorpusSearch(Corpus(path, index.offsets), index)
-        theirs = OneAtATime(Corpus(path, index.offsets), vectors, encoder)
+        ours = CorpusSearch(Corpus(path, index.offsets), index, "dense")
+        theirs = OneAtATime(Corpus(path, index.offsets), perturbed(real, options.num), encoder)
         with served(ours) as our_url, served(theirs) as their_url:
             began = time.perf_counter()
             exact = ask_all(their_url, queries)
@@ -209,6 +236,7 @@ def main() -> None:
             print(f"ours: {len(queries) / (time.perf_counter() - began):,.1f} queries/s")
             hits = [a[0]["score"] >= b[0]["score"] - 1e-3 for a, b in zip(found, exact, strict=True)]
             print(f"recall@1: {np.mean(hits):.3f}", flush=True)
+            print(f"peak memory: {peak_gb():.1f} GB, the other server's float32 vectors included", flush=True)
             compare(
                 "dense search over HTTP",
                 lambda: ask_all(our_url, queries),

@@ -1,4 +1,4 @@
-"""Seventy attacks on a python tool. Code that gets what it is after says so: it prints "BRO" + "KEN", once it has."""
+"""Ninety-four attacks on a python tool. Code that gets what it is after says so: it prints "BRO" + "KEN", once it has."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILES: Mapping[str, str] = {
     "read passwords": _reads("/etc/shadow"),
     "read the list of users": _reads("/etc/passwd"),
     "read root's home": "import os\nif os.listdir('/root/.ssh') is not None: " + _SAY,
-    "list the homes": "import os\nif os.listdir('/home'): " + _SAY,
+    "list the homes": "import os, sys\nif set(os.listdir('/home')) - set(sys.base_prefix.split('/')): " + _SAY,
     "write beside the host's file": f"open('{{secret}}.new', 'w').write('x')\n{_SAY}",
     "overwrite the host's file": f"open('{{secret}}', 'w').write('x')\n{_SAY}",
     "remove the host's file": f"import os\nos.remove('{{secret}}')\n{_SAY}",
@@ -104,7 +104,57 @@ FLOODS: Mapping[str, str] = {
     "leave at once": "import os\nos._exit(0)",
     "close everything": "import os\nos.closerange(0, 64)",
 }
-ATTACKS: Mapping[str, str] = {**FILES, **NETWORK, **PROCESSES, **KERNEL, **FLOODS}
+# Without modules, so that an interpreter that has none is put to the test as well.
+LANGUAGE: Mapping[str, str] = {
+    "open by another name": "names = __builtins__\nfound = names['open'] if isinstance(names, dict) else names.open\n"
+    f"if found({{secret!r}}).read(): {_SAY}",
+    "climb the classes": "found = [c for c in ().__class__.__base__.__subclasses__() if c.__name__ == '_wrap_close']\n"
+    f"if found[0].__init__.__globals__['system']('true') == 0: {_SAY}",
+    "import by a call": f"if __import__('os').system('true') == 0: {_SAY}",
+    "evaluated": f'if eval("open({{secret!r}}).read()"): {_SAY}',
+    "executed": f'exec("import os; os.remove({{secret!r}})")\n{_SAY}',
+    "through a traceback": "try:\n    1 / 0\nexcept Exception as error:\n    names = error.__traceback__.tb_frame.f_globals\n"
+    f"if names['__builtins__'].open({{secret!r}}).read(): {_SAY}",
+}
+HUNGER: Mapping[str, str] = {
+    "a wide column": "len(f'{{1:3000000000}}')",
+    "a long text": "len('x' * (3 * 10**9))",
+    "a long list": "len(list(range(10**9)))",
+    "many bytes": "len(bytes(3 * 10**9))",
+    "a shift": "(1 << (3 * 10**10)).bit_length()",
+    "a factorial": "import math\nmath.factorial(10**7) % 7",
+    "squares of squares": "a = 7 ** 3_000_000\nfor n in range(10): a = a * a\na % 5",
+    "a text that doubles": "s = 'x'\nwhile True: s += s",
+    "a list that doubles": "s = [1]\nwhile True: s += s",
+    "a replacement": "len(('a' * 10**5).replace('a', 'b' * 10**5))",
+    "a separator": "print(*range(10**5), sep='x' * 10**5)",
+    "two trees of two to the forty": "t, u = (1,), (1,)\nfor n in range(40): t, u = (t, t), (u, u)\nt == u",
+    "a sum without end": "sum(range(10**12))",
+    "deafness to errors": "while True:\n    try:\n        while True: pass\n    except BaseException: pass",
+    "memory in spite of errors": "held = []\nwhile True:\n    try: held.append('x' * 10**6)\n    except BaseException: pass",
+    "recursion in spite of errors": "def f():\n    try: f()\n    except BaseException: f()\nf()",
+}
+"""What no limit lets through: each is stopped, and the answer is an error."""
+CALM: Mapping[str, str] = {
+    "a value of two to the forty": "t = (1,)\nfor n in range(40): t = (t, t)\nt",
+    "commands to a terminal": "print('\\x1b[2J\\x1b]0;owned\\x07\\x00')",
+}
+ATTACKS: Mapping[str, str] = {**FILES, **NETWORK, **PROCESSES, **KERNEL, **FLOODS, **LANGUAGE, **HUNGER, **CALM}
+STOPPED = (
+    *("an endless loop", "an endless print", "a hundred megabytes", "all memory", "a large number", "deep recursion"),
+    *("a program as deep as a well", "deafness", *HUNGER),
+)
+"""Attacks whose answer is an error under both tools."""
+UNCONTAINED = (
+    *("read a file of the host", "read the list of users", "write beside the host's file", "overwrite the host's file"),
+    *("remove the host's file", "follow a link out", "climb up", "a disk in memory"),
+    *("connect to the host", "send a datagram", "listen", "to the kernel", "fetch a page"),
+    *("fork", "a shell", "a program", "become a program", "multiprocessing", "a thousand threads", "kill the caller"),
+    *("kill the parent", "look at the caller", "slow the caller", "limit the caller", "lift a limit"),
+    *("the environment", "the environment, in memory", *LANGUAGE),
+)
+"""Attacks that reach what they are after in a plain process, and harm no one there."""
+UNCONTAINED_AS_ROOT = (*("read passwords", "raw packets", "new namespaces", "change the root", "become root", "trace"),)
 
 
 def code_of(name: str, *, secret: str, pid: int, port: int) -> str:
@@ -112,4 +162,4 @@ def code_of(name: str, *, secret: str, pid: int, port: int) -> str:
     return ATTACKS[name].format(secret=secret, pid=pid, port=port)
 
 
-__all__ = ["ATTACKS", "SIGN", "code_of"]
+__all__ = ["ATTACKS", "SIGN", "STOPPED", "UNCONTAINED", "UNCONTAINED_AS_ROOT", "code_of"]

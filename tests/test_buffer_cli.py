@@ -218,6 +218,8 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         (("build", "recipe.json", "--out", "b", "--temperature", "1"), 2, "it is for a server or a model"),
         (("build", "recipe.json", "--out", "b", "--agent", "./no", "--retries", "1"), 2, "--retries would have no effect"),
         (("build", "recipe.json", "--out", "b", "--agent", "./no"), 2, "there is no such folder"),
+        (("build", "recipe.json", "--out", "b", "--agent", "runs/frist"), 2, "no such folder. Did you mean 'first'?"),
+        (("build", "recipe.json", "--out", "b", "--agent", "some/where/else"), 2, "no such folder, nor 'some/where'"),
         (("build", "recipe.json", "--out", "b", "--agent", "http://127.0.0.1:9"), 2, "the server did not say what it serves"),
         (("build", "recipe.json", "--out", "b", "--agent", "http://h", "--api-key-env", "NO_KEY"), 2, "NO_KEY: that environment"),
         (("build", "recipe.json", "--out", "b", "--encoder", "hashin"), 2, "hashin"),
@@ -237,6 +239,7 @@ def test_bad_input_is_one_paragraph(
     monkeypatch.chdir(recipe.parent)
     Path("text").write_text("This is a text of some length, which is no database of any kind. " * 20)
     Path("empty.jsonl").write_text("")
+    Path("runs/first/checkpoints").mkdir(parents=True)
     Path("good.jsonl").write_text('{"question": "q ?", "text": "<answer>1</answer>"}')
     assert treegraft(*arguments) == code
     error = capsys.readouterr().err

@@ -8,14 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
-from attacks import ATTACKS, SIGN, code_of
+from attacks import ATTACKS, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
 from treegraft import doctor
 from treegraft.config import Config, PythonToolSettings, ToolsSettings
 from treegraft.errors import SettingError, ToolError, ToolUnavailable
@@ -85,6 +88,14 @@ def test_the_libraries_work_and_values_are_shown() -> None:
 
     assert asyncio.run(run()) == ["x**3/3", "3\n[[1.0, 0.0], [0.0, 1.0]]", "1.414214", NO_OUTPUT]
     assert sandboxes() == set()
+
+
+@needs_bwrap
+def test_the_whole_standard_library_is_there() -> None:
+    # Also where Python lies in a folder that is closed to the user that the code runs as.
+    names = {"statistics", "queue", "graphlib", "sqlite3", "multiprocessing", "xml.etree.ElementTree", "urllib.request", "zoneinfo"}
+    (outcome,) = run_all(f"import {', '.join(sorted(names))}\nstatistics.median([3, 1, 2])")
+    assert (outcome.kind, outcome.text) == ("value", "2")
 
 
 @needs_bwrap
@@ -281,17 +292,52 @@ def test_attacks_are_contained(backend: str, tmp_path: Path, monkeypatch: pytest
     assert len(answers) >= 60
     assert [name for name, answer in answers.items() if SIGN in answer.text or "s3cret" in answer.text] == []
     assert all(len(answer.text) <= 500 for answer in answers.values())
+    assert [name for name in STOPPED if not answers[name].is_error] == []
     assert sandboxes() == set()
 
 
-def test_the_attacks_do_harm_where_nothing_contains_them(tmp_path: Path) -> None:
-    # Else their silence would say nothing. A few that harm no one, in a plain process.
-    secret = tmp_path / "secret"
+def succeeds(name: str, folder: Path, port: int) -> bool:
+    """Whether the attack reaches what it is after in a plain process; the "caller" is one that nobody needs."""
+    folder.mkdir()
+    secret = folder / "secret"
     secret.write_text("s3cret")
-    for name in ("read a file of the host", "fork", "a shell", "listen"):
-        code = code_of(name, secret=str(secret), pid=os.getpid(), port=1)
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        assert SIGN in done.stdout, name
+    victim = subprocess.Popen(["sleep", "600"])
+    try:
+        code = code_of(name, secret=str(secret), pid=victim.pid, port=port).replace("'/tmp/link'", repr(str(folder / "link")))
+        # A shell in between, for the attack on the parent.
+        command = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, code]
+        env = {**os.environ, "TREEGRAFT_SECRET": "s3cret"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=folder)
+        return SIGN in done.stdout
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_the_attacks_do_harm_where_nothing_contains_them(tmp_path: Path) -> None:
+    # Else their silence would say nothing.
+    names = [*UNCONTAINED, *(UNCONTAINED_AS_ROOT if os.geteuid() == 0 else ())]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server, ThreadPoolExecutor(2) as threads:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        folders = [tmp_path / str(number) for number in range(len(names))]
+        try:
+            done = list(threads.map(lambda name, folder: succeeds(name, folder, server.server_port), names, folders))
+        finally:
+            server.shutdown()
+            thread.join()
+    assert [name for name, is_harmful in zip(names, done, strict=True) if not is_harmful] == []
+
+
+class Page(BaseHTTPRequestHandler):
+    """An empty page."""
+
+    def do_GET(self) -> None:
+        self.send_response(204)
+        self.end_headers()
+
+    def log_message(self, *args: Any) -> None:
+        pass
 
 
 # Load

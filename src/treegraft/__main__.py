@@ -1,5 +1,16 @@
-"""`python -m treegraft` is `treegraft`."""
+"""`python -m treegraft` and the command `treegraft`."""
 
-from treegraft.cli import main
+import sys
 
-main()
+
+def main() -> None:
+    """Runs the command line; Ctrl-C while it is loaded ends it as quietly as later."""
+    try:
+        from treegraft.cli import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

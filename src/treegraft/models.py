@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from treegraft.config import ModelSettings, TinySettings
-from treegraft.errors import ModelError
+from treegraft.errors import ModelError, nearest
 from treegraft.interfaces import Tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -178,9 +178,26 @@ def locate(path: str) -> tuple[str, str | None]:
                 f"model '{path}': the folder has no config.json and no .gguf file; expected a saved transformers model"
             )
         return str(folder), None
-    if path.startswith((".", "/", "~")):
-        raise ModelError(f"model '{path}': there is no such folder")
+    if _is_meant_as_folder(path):
+        raise ModelError(f"model '{path}': there is no such folder{_neighbours(folder)}")
     return path, None
+
+
+def _is_meant_as_folder(path: str) -> bool:
+    """Whether a path that leads nowhere is hardly a hub id, which is NAME or OWNER/NAME."""
+    owner, _, rest = path.partition("/")
+    is_beside_runs = bool(rest) and any(Path(owner).glob("*/checkpoints"))
+    return path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs
+
+
+def _neighbours(folder: Path) -> str:
+    """Returns what to say about the folders beside one that is missing."""
+    if not folder.parent.is_dir():
+        return f", nor '{folder.parent}'"
+    names = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())
+    if close := nearest(folder.name, names):
+        return f".{close}"
+    return f"; '{folder.parent}' holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
 
 
 def _locate_package(package: str) -> tuple[str, str | None]:

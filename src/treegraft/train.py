@@ -134,8 +134,7 @@ class _Run:
             if start.checkpoint is not None:
                 self.learner.load_state(load_checkpoint(start.checkpoint)[1])
             self.drift = DriftGuard(self.parts.engine, self.learner, self.config.model.dtype, self.state)
-            if needs_buffer(self.config):
-                check_buffer(self.config, source, start.path)
+            self.encoder = check_buffer(self.config, source, start.path) if needs_buffer(self.config) else None
             self.demonstrations = None
             if self.state.warmup_steps < self.config.warmup.num_steps:
                 self.demonstrations = Demonstrations(source, self.parts.format, self.config.warmup, self.config.run.seed)
@@ -345,11 +344,13 @@ class _Run:
 
     async def _open_buffer(self) -> None:
         """Opens or builds the Step-Trace Buffer, where the recipe grafts."""
-        if not needs_buffer(self.config):
+        if self.encoder is None:
             return
         self._show("phase", "buffer", 0, 1, self.config.buffer.path)
         parts, update = self.parts, self.state.update
-        self.buffer = await open_buffer(self.config, parts.source, parts.scorer, parts.format, self.folder.path, update)
+        self.buffer = await open_buffer(
+            self.config, parts.source, parts.scorer, parts.format, self.folder.path, update, self.encoder
+        )
         self.retriever = BufferRetriever(self.buffer, self.config.buffer)
 
     def _keep_reference(self) -> None:

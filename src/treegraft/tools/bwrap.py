@@ -402,6 +402,10 @@ def _system() -> list[str]:
         options += ["--ro-bind-try", str(path), str(path)]
     prefix = Path(sys.base_prefix).resolve()
     if not prefix.is_relative_to("/usr"):
+        # The way to it must be open to the user that the code runs as: the standard library is read as it is imported.
+        for folder in reversed(prefix.parents):
+            if folder != Path("/"):
+                options += ["--dir", str(folder)]
         options += ["--ro-bind", str(prefix), str(prefix)]
     return options
 

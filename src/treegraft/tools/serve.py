@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -137,8 +139,24 @@ def accepted_hosts(host: str) -> list[str]:
     return ["127.0.0.1", "localhost", "[::1]", host] if is_loopback else ["*"]
 
 
+class _Server(uvicorn.Server):
+    """Remembers Ctrl-C: uvicorn raises the signal again at its end, which does nothing where a script's `&` had it ignored."""
+
+    is_interrupted = False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.is_interrupted |= sig == signal.SIGINT
+        super().handle_exit(sig, frame)
+
+
 def serve(app: Starlette, listener: socket.socket) -> None:
-    """Answers requests until Ctrl-C, which lets those under way finish, for five seconds at most."""
-    settings = uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5)
+    """Answers requests until Ctrl-C, which lets those under way finish, for five seconds at most.
+
+    Raises:
+        KeyboardInterrupt: at the end, after Ctrl-C.
+    """
+    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5))
     with contextlib.closing(listener):
-        uvicorn.Server(settings).run(sockets=[listener])
+        server.run(sockets=[listener])
+    if server.is_interrupted:
+        raise KeyboardInterrupt

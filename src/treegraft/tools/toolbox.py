@@ -290,7 +290,9 @@ class Toolbox:
             if current is not None and current.cancelling():
                 raise
             return self._error("the tool cancelled the call")
-        except (Exception, SystemExit) as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no Exception
             return self._error(describe(error))
 
     async def _keep_on_disk(self, tool: Tool, body: str, text: str) -> None:

@@ -433,13 +433,19 @@ class TraceBuffer:
 
     # ------------------------------------------------------------------ embedding
 
-    def _encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    def load_encoder(self) -> Encoder:
+        """Returns the encoder, loaded by now. Raises DataError where it is not that of the file, and as `build_encoder` does."""
         with self._encoding:
             if self._encoder is None:
                 self._encoder = build_encoder(self.encoder_name)
             if not self._is_checked:
                 self._check_encoder(self._encoder)
-            return _encode(self._encoder, self.dim, texts)
+            return self._encoder
+
+    def _encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        encoder = self.load_encoder()
+        with self._encoding:
+            return _encode(encoder, self.dim, texts)
 
     def _check_encoder(self, encoder: Encoder) -> None:
         cosine = float(_encode(encoder, self.dim, [_PROBE])[0] @ self._probe) if encoder.dim == self.dim else 0.0

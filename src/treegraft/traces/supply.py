@@ -18,7 +18,7 @@ from treegraft.record import write_atomically
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.build import build_traces
-from treegraft.traces.embed import build_encoder
+from treegraft.traces.embed import Encoder, build_encoder
 from treegraft.traces.keys import split_steps
 from treegraft.types import Origin, Status, Trace, Trajectory, Tree
 
@@ -35,8 +35,8 @@ def needs_buffer(config: Config) -> bool:
     return "graft" in explorers or (bool(config.buffer.path) and any(":" in name for name in explorers))
 
 
-def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> None:
-    """Refuses a buffer that could not be used, before any work.
+def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> Encoder:
+    """Returns the encoder of the buffer; one that could not be used is refused before any work.
 
     Args:
         run_dir: where the run keeps its copy, if it has one; the original is then no longer needed.
@@ -46,50 +46,50 @@ def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> None:
         SettingError, ModelError: no such encoder, or one that cannot be loaded.
     """
     if (run_dir / OWN_FILE).exists():
-        _check_file(run_dir / OWN_FILE, config)
-        return
+        return _check_file(run_dir / OWN_FILE, config)
     if config.buffer.path == EXPERT:
-        build_encoder(config.buffer.encoder)
+        encoder = build_encoder(config.buffer.encoder)
         tasks = source.train_tasks()
         if not any(source.expert(task, 0) for task in tasks[:1]):
             raise DataError(
                 'buffer.path is "expert", but these tasks have no scripted expert; make a buffer with `treegraft buffer build` or '
                 "`treegraft buffer import` and name its file"
             )
-        return
+        return encoder
     path = _expanded(config.buffer.path)
     if not path.is_file():
         raise DataError(
             f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer. Make one with: treegraft buffer build RECIPE "
             f"--out {path}"
         )
-    _check_file(path, config)
+    return _check_file(path, config)
 
 
-def _check_file(path: Path, config: Config) -> None:
+def _check_file(path: Path, config: Config) -> Encoder:
     with TraceBuffer(path, config.buffer.encoder) as buffer:
         _refuse_empty(buffer, config)
-        buffer.search(["a first text, which loads the encoder and compares it with the one of the file"])
+        return buffer.load_encoder()
 
 
 async def open_buffer(
-    config: Config, source: TaskSource, scorer: TreeScorer, format: Format, run_dir: Path, update: int
+    config: Config, source: TaskSource, scorer: TreeScorer, format: Format, run_dir: Path, update: int, encoder: Encoder
 ) -> TraceBuffer:
     """Returns the run's buffer as it was after `update`, built first where there is none yet.
 
     Args:
+        encoder: what `check_buffer` returned; it is loaded once.
         source, scorer, format: what an expert's traces are made, rewarded and written with.
         update: the update that the run goes on from; what later ones added or evicted is undone.
     """
     own = run_dir / OWN_FILE
     settings = config.buffer
     if settings.path != EXPERT and not settings.grow.num_best:
-        buffer = TraceBuffer(_expanded(settings.path), settings.encoder)
+        buffer = TraceBuffer(_expanded(settings.path), encoder)
     elif own.exists():
-        buffer = TraceBuffer(own, settings.encoder)
+        buffer = TraceBuffer(own, encoder)
         buffer.roll_back(update)
     else:
-        buffer = await _own_copy(config, source, scorer, format, own)
+        buffer = await _own_copy(config, source, scorer, format, own, encoder)
     _refuse_empty(buffer, config)
     buffer.settle()
     _note(buffer, run_dir, is_own=buffer.path == own)
@@ -111,7 +111,9 @@ def _note(buffer: TraceBuffer, run_dir: Path, *, is_own: bool) -> None:
         )
 
 
-async def _own_copy(config: Config, source: TaskSource, scorer: TreeScorer, format: Format, own: Path) -> TraceBuffer:
+async def _own_copy(
+    config: Config, source: TaskSource, scorer: TreeScorer, format: Format, own: Path, encoder: Encoder
+) -> TraceBuffer:
     """A buffer in the run folder, complete under its name or not there at all."""
     partial = own.with_name(f".{own.name}.partial")
     own.parent.mkdir(parents=True, exist_ok=True)
@@ -119,13 +121,13 @@ async def _own_copy(config: Config, source: TaskSource, scorer: TreeScorer, form
         leftover.unlink()
     if config.buffer.path == EXPERT:
         agent = ScriptedAgent(source, seed=config.run.seed)
-        with TraceBuffer(partial, config.buffer.encoder) as buffer:
+        with TraceBuffer(partial, encoder) as buffer:
             await build_traces(source.train_tasks(), agent, scorer, format, buffer, num_samples=1, num_best=1, seed=config.run.seed)
         partial.replace(own)
     else:
-        with TraceBuffer(_expanded(config.buffer.path), config.buffer.encoder) as buffer:
+        with TraceBuffer(_expanded(config.buffer.path), encoder) as buffer:
             buffer.copy_to(own)
-    return TraceBuffer(own, config.buffer.encoder)
+    return TraceBuffer(own, encoder)
 
 
 def own_traces(trees: Sequence[Tree], *, num_best: int, min_reward: float, update: int) -> list[Trace]:
