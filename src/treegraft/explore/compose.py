@@ -31,13 +31,16 @@ class Composed:
         return Generate()
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns all explorers' branches as one, with the cause of the first."""
+        """Returns all explorers' branches as one, with the cause of the first that wants any, else of the first that looked."""
         wanted = []
         for explorer in self._explorers:
             if explorer.probe_tokens is not None:
                 branch = explorer.after_probe(path, probe[: explorer.probe_tokens])
                 wanted += [branch] if branch is not None else []
-        return Branch(sum(branch.num for branch in wanted), wanted[0].cause) if wanted else None
+        if not wanted:
+            return None
+        first = next((branch for branch in wanted if branch.num), wanted[0])
+        return Branch(sum(branch.num for branch in wanted), first.cause)
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns what the first explorer fills."""

@@ -20,6 +20,7 @@ from treegraft.interfaces import Engine, Explorer, Format, NoiseKey, Retrieved, 
 from treegraft.rollout.tree import OpenPath, OpenTree, result_of
 from treegraft.tools.toolbox import Toolbox
 from treegraft.types import (
+    BranchDecision,
     Cause,
     Completion,
     GraftCause,
@@ -339,8 +340,10 @@ class _Growth:
         if fork.after is Origin.POLICY:
             branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
         if branch is not None:
+            self._tree.decide(step_id, BranchDecision(seen=branch.cause, num_wanted=branch.num))
             self._forks[steps[-1].ordinals] = fork
-        self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, branch)
+        wish = branch if branch is not None and branch.num else None
+        self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
 
     def _open_branches(self) -> None:
