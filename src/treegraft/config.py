@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from treegraft.settings import Settings
+from treegraft.settings_health import HealthSettings
 from treegraft.settings_search import BrowseToolSettings, SearchToolSettings
 
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
@@ -477,3 +478,4 @@ class Config(Settings):
     warmup: WarmupSettings = WarmupSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     track: TrackSettings = TrackSettings()
+    health: HealthSettings = HealthSettings()

@@ -42,6 +42,11 @@ class Composed:
         first = next((branch for branch in wanted if branch.num), wanted[0])
         return Branch(sum(branch.num for branch in wanted), first.cause)
 
+    def is_hybrid(self, start: int) -> bool:
+        """Returns whether the rollouts of this first-level ordinal may retrieve, by any explorer that says so."""
+        asked = [getattr(explorer, "is_hybrid", None) for explorer in self._explorers]
+        return any(ask(start) for ask in asked if ask is not None)
+
     def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns what the first explorer fills."""
         return self._explorers[0].fill(tree, max_leaves)

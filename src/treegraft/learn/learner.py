@@ -301,6 +301,9 @@ class Learner:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
             tally.add("learn/kl", divergence.detach())
+        signs = batch.advantages[rows]
+        if (signs != 0).any():
+            tally.add("learn/positive_frac", (signs[signs != 0] > 0).float())
         tally.add("learn/clip_frac", terms.is_clipped.float())
         tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
         log_ratios = torch.log(terms.ratios)
