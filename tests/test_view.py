@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from treegraft.cli import app as command_line
 from treegraft.errors import CheckpointError, DataError
 from treegraft.record import RunFolder, tree_to_json
-from treegraft.view.health import warnings_of
+from treegraft.view.health import shown, standing
 from treegraft.view.runs import Run, open_runs
 from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app, is_own_name
 from treegraft.view.shapes import draw, path_tokens, summarise
@@ -59,7 +59,13 @@ def test_a_group_is_summed_up() -> None:
 def test_a_tree_is_drawn_with_its_reasons() -> None:
     drawn = draw(json.loads(tree_to_json(grown_tree(1, "t/1"))))
     steps = {step["id"]: step for step in drawn["steps"]}
-    assert steps["0.0.1"]["cause"] == {"kind": "branch", "entropy_change": 0.25, "probability": 0.625, "rule": "threshold"}
+    assert steps["0.0.1"]["cause"] == {
+        "kind": "branch",
+        "entropy_change": 0.25,
+        "probability": 0.625,
+        "rule": "threshold",
+        "bar": None,
+    }
     assert steps["0.0.0"]["origin"] == "retrieved" and steps["0.0.0"]["origins"] == {"retrieved": 4}
     assert steps["0.0"]["origins"] == {"policy": 3, "tool": 2}
     # 0.0 lies on two leaves of equal weight: (1.5 - 0.5) / 2.
@@ -103,11 +109,20 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_warnings_say_what_is_wrong() -> None:
-    found = warnings_of([{"update": n, **metrics_of(n)} for n in range(5)])
+    lines = [{"update": n, **metrics_of(n)} for n in range(5)]
+    # Recorded before there were warnings: the rules look now.
+    found = shown(standing(lines, {}))
     assert [bool(some) for some in found] == [False, False, False, True, False]
-    assert found[3] == ["trajectories were lost to failures of ours: 25.0%"]
-    assert warnings_of([{"update": 1, "learn/loss": "nan"}]) == [["learn/loss is nan"]]
-    assert "entropy fell to 1.0%" in warnings_of([{"learn/entropy": 1.0}, {"learn/entropy": 0.01}])[1][0]
+    assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
+        ("failed", "trajectories lost to failures of ours: 25.0%", True)
+    ]
+    assert [one["rule"] for one in shown(standing([{"update": 1, "learn/loss": "nan"}], {}))[0]] == ["not_finite"]
+    # Recorded with them: what stands in the lines counts, whatever the default limits would say.
+    assert standing(lines, {"health": {}}) == [[]] * 5
+    held = [{**line, "health/tool_failing_search": 0.75} for line in lines]
+    told = shown(standing(held, {"health": {}}))
+    assert [one["text"] for one in told[0]] == ["the tool search fails more than usual: 75% of its calls"]
+    assert [some[0]["is_new"] for some in told] == [True, False, False, False, False]
 
 
 def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
