@@ -221,6 +221,8 @@ def test_settings_are_checked() -> None:
     for wrong in ({"truncated": 1.5}, {"truncated": "never"}, {"window": 0}):
         with pytest.raises(ValidationError):
             HealthSettings(**wrong)
+    with pytest.raises(SettingError, match=r"health\.truncated': got 'never', expected a share, 0 to 1, or 'off'"):
+        load_config({}, ["health.truncated=never"])
     with pytest.raises(SettingError, match=r"health\.graft_unused.*no effect"):
         load_config({}, ["health.graft_unused=0.5"])
 

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from treegraft.settings import Settings
 
-Share = Annotated[float, Field(ge=0, le=1)] | Literal["off"]
-Amount = Annotated[float, Field(ge=0)] | Literal["off"]
+
+def _limit(value: Any, most: float, expected: str) -> float | Literal["off"]:
+    # Said by one validator, since of a union's members only the last would be heard.
+    if value == "off":
+        return "off"
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most:
+        return float(value)
+    raise ValueError(expected)
+
+
+def _share(value: Any) -> float | Literal["off"]:
+    return _limit(value, 1.0, "a share, 0 to 1, or 'off'")
+
+
+def _amount(value: Any) -> float | Literal["off"]:
+    return _limit(value, 1e300, "a number from 0 on, or 'off'")
+
+
+Share = Annotated[float | Literal["off"], PlainValidator(_share)]
+Amount = Annotated[float | Literal["off"], PlainValidator(_amount)]
 
 
 class HealthSettings(Settings):

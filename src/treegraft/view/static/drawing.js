@@ -3,7 +3,7 @@
 import { hideTip, flat, num, plain, s, showTip, signed } from "./dom.js";
 import { author, causeWords, headline, ORIGINS, refusalWords, shade, STATUS_WORDS } from "./marks.js";
 
-const ROW = 42;
+const ROW = 46;
 const TOP = 26;
 const LEFT = 26;
 const CHIP = 200;

@@ -152,7 +152,7 @@ function strip(group) {
 
 const GROUP_COLUMNS = [
   { key: "n", label: "group", of: (row) => row.n, show: (row) => `group ${row.n}` },
-  { key: "question", label: "question", of: (row) => row.question, text: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 140)), row.snippet && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
+  { key: "question", label: "question", of: (row) => row.question, text: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 140)), row.snippet && flat(row.snippet, 140) !== flat(row.question, 140) && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
   { key: "category", label: "category", of: (row) => row.category, text: true, show: (row) => plain(row.category) },
   { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), show: strip },
   { key: "reward", label: "reward", of: (row) => row.reward_mean },

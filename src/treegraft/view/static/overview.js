@@ -96,7 +96,8 @@ export async function overview(page, { runs, query, go }) {
         if (!values.some((v) => v !== null)) continue;
         const interval = values.map((v) => wilson(v, run.numEval));
         found.push({ label: `${prefix}${key === "eval/accuracy" ? "greedy" : "sampled"}`, colour, values, low: interval.map((i) => i[0]), high: interval.map((i) => i[1]), points: true });
-        card.about = `share of ${run.numEval} held-out tasks; band: Wilson's 95 % interval`;
+        const counts = [...new Set(shown.map((one) => one.numEval).filter(Boolean))];
+        card.about = `share of ${counts.join(" or ")} held-out tasks; band: Wilson's 95 % interval`;
         continue;
       }
       for (const [key, label, dashed] of card.keys) {

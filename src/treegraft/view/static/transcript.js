@@ -20,23 +20,26 @@ export function contentParts(content) {
   return found;
 }
 
-export function stepFacts(step, leaf) {
+export function stepFacts(step, leaf, numBelow = 1) {
   const facts = [plural(step.num_tokens, "token")];
   if (step.entropy_mean !== null) facts.push(`entropy ${num(step.entropy_mean)} (largest ${num(step.entropy_max)})`);
   if (step.num_loss) {
     const advantage = step.is_hard ? step.advantage : leaf?.advantage;
-    facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}`}`);
+    const isShared = numBelow > 1 && !step.is_hard && leaf && step.advantage !== null;
+    const shared = isShared ? ` on this path, ${signed(step.advantage)} in the mean of the ${numBelow} leaves below` : "";
+    facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}${shared}`}`);
   } else if (step.cause) facts.push("no loss");
   if (step.ratio_mean !== null && step.is_learned) facts.push(`ratio ${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`);
-  if (step.num_lesson) facts.push(`${step.num_lesson} lesson tokens`);
+  if (step.num_lesson) facts.push(`${step.num_lesson} that learning from grafts would imitate`);
   return facts.join(" · ");
 }
 
+const isBelow = (leaf, step) => leaf.step_id === step.id || leaf.step_id.startsWith(`${step.id}.`);
+
 // What the leaves below a step earned, and those of the group that do not hold it.
 function belowWords(step, tree) {
-  const isBelow = (leaf) => leaf.step_id === step.id || leaf.step_id.startsWith(`${step.id}.`);
   const scored = tree.leaves.filter((leaf) => leaf.reward !== null);
-  const [below, others] = [scored.filter(isBelow), scored.filter((leaf) => !isBelow(leaf))];
+  const [below, others] = [scored.filter((leaf) => isBelow(leaf, step)), scored.filter((leaf) => !isBelow(leaf, step))];
   const mean = (leaves) => num(leaves.reduce((sum, leaf) => sum + leaf.reward, 0) / leaves.length);
   if (!below.length || !others.length) return null;
   return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${mean(others)} over the ${others.length} others of the group.`;
@@ -60,7 +63,7 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
     h("header", null,
       h("button", { class: "stepid", onclick: () => onPick?.(step.id), title: "select this step" }, kind === "prompt" ? "prompt" : step.id),
       h("span", { class: "who" }, h("i", { class: `dot by-${step.origin}` }), kind === "prompt" ? "the task" : `written by ${author(step)}`),
-      h("span", { class: "facts" }, stepFacts(step, leaf))),
+      h("span", { class: "facts" }, stepFacts(step, leaf, tree ? tree.leaves.filter((one) => isBelow(one, step)).length : 1))),
     kind !== "prompt" && kind !== "continuation" && h("p", { class: `cause ${kind}` }, `Here because it is ${causeWords(step)}.`),
     refusalWords(step) && h("p", { class: "cause refused" }, refusalWords(step)),
     notes, body, details);
