@@ -69,7 +69,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   let drawing = null;
   function draw() {
     drawing = new Drawing(tree, { width: left.clientWidth - 16, scale, onLeaf: (one) => choose(one, null), onStep: pickStep });
-    const ringLegend = h("div", { class: "ringlegend" }, h("span", null, "ring: who wrote its tokens "), ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch (ΔH: entropy change, p: probability)"), h("span", { class: "refusedword" }, "⊘ the rule looked and opened none"), h("span", { class: "graftword" }, "◆ graft (source, similarity)"), h("span", null, "✓ right or ✗ wrong, with the reward"), h("span", null, "bar: advantage (orange raised, blue lowered)"));
+    const ringLegend = h("div", { class: "ringlegend" }, h("span", null, "ring: who wrote its tokens "), ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch (ΔH: entropy change, p: probability)"), h("span", { class: "refusedword" }, "⊘ looked, none opened"), h("span", { class: "graftword" }, "◆ graft (source, similarity)"), h("span", null, "✓ right or ✗ wrong, with the reward"), h("span", null, "bar: advantage (orange up, blue down)"));
     replace(left, ringLegend, drawing.element);
     drawing.paint(overlay);
     drawing.select(leaf, step);
