@@ -45,6 +45,12 @@ def branch(num: int = 1, change: float = 0.0) -> Branch:
     return Branch(num, BranchCause(entropy_change=change, probability=0.5, rule="threshold"))
 
 
+def wanted(found: Branch | None) -> int:
+    """How many branches a rule asks for; it says what it saw also where it wants none."""
+    assert found is not None
+    return found.num
+
+
 # ---------------------------------------------------------------------- ARPO's rule
 
 
@@ -56,41 +62,41 @@ def test_threshold_branches_where_entropy_rose() -> None:
     assert found.cause.entropy_change == pytest.approx(0.3)
     assert found.cause.probability == pytest.approx(0.56)
     assert found.cause.rule == "threshold"
-    assert explorer.after_probe(path(step("0.0", [1.0, 0.5])), [1.0, 0.5]) is None  # P = τ does not exceed it
-    assert explorer.after_probe(path(step("0.0", [1.0, 0.5])), [0.9, 0.5]) is None
+    assert wanted(explorer.after_probe(path(step("0.0", [1.0, 0.5])), [1.0, 0.5])) == 0  # P = τ does not exceed it
+    assert wanted(explorer.after_probe(path(step("0.0", [1.0, 0.5])), [0.9, 0.5])) == 0
 
 
 def test_the_normaliser_cannot_matter_where_base_and_threshold_agree() -> None:
     for normaliser in (1.0, 11.9, 151_665.0):
         explorer = EntropyBranching(probe_tokens=1, normaliser=normaliser)
-        assert explorer.after_probe(path(step("0.0", [1.0])), [1.01]) is not None
-        assert explorer.after_probe(path(step("0.0", [1.0])), [0.99]) is None
+        assert wanted(explorer.after_probe(path(step("0.0", [1.0])), [1.01])) > 0
+        assert wanted(explorer.after_probe(path(step("0.0", [1.0])), [0.99])) == 0
 
 
 def test_the_baseline_is_the_roots_first_step_for_branches_too() -> None:
     """Deep on a branch, the step before the probe (2.0 nats) does not matter; the start's (0.1) does."""
     explorer = EntropyBranching(probe_tokens=1)
     view = path(step("0.2", [0.1]), step("0.2.1", [2.0]))
-    assert explorer.after_probe(view, [0.2]) is not None
+    assert wanted(explorer.after_probe(view, [0.2])) > 0
     assert view.start == 2
 
 
 def test_bernoulli_tosses_a_keyed_coin_with_that_probability() -> None:
     explorer = EntropyBranching(probe_tokens=1, rule="bernoulli", normaliser=1.0)
     first = path(step("0.0", [0.0]))
-    hits = [explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0]) is not None for n in range(4000)]
+    hits = [wanted(explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0])) > 0 for n in range(4000)]
     assert 0.7 - 0.03 < sum(hits) / 4000 < 0.7 + 0.03  # 0.5 + 0.2 · 1
-    assert hits == [explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0]) is not None for n in range(4000)]
-    assert all(explorer.after_probe(PathView(first.steps, (n,)), [9.0]) for n in range(200))  # clipped to 1
-    assert not any(explorer.after_probe(PathView(first.steps, (n,)), [-9.0]) for n in range(200))  # clipped to 0
+    assert hits == [wanted(explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0])) > 0 for n in range(4000)]
+    assert all(wanted(explorer.after_probe(PathView(first.steps, (n,)), [9.0])) for n in range(200))  # clipped to 1
+    assert not any(wanted(explorer.after_probe(PathView(first.steps, (n,)), [-9.0])) for n in range(200))  # clipped to 0
 
 
 def test_the_lagging_statistic_looks_at_the_step_that_called() -> None:
     """The released code: no change after the first result by construction, and one result late afterwards."""
     explorer = EntropyBranching(probe_tokens=1, statistic="lagging")
     assert explorer.probe_tokens == 0
-    assert explorer.after_probe(path(step("0.0", [1.0])), ()) is None
-    assert explorer.after_probe(path(step("0.0", [1.0]), step("0.0.0", [1.5])), ()) is not None
+    assert wanted(explorer.after_probe(path(step("0.0", [1.0])), ())) == 0
+    assert wanted(explorer.after_probe(path(step("0.0", [1.0]), step("0.0.0", [1.5])), ())) > 0
 
 
 # ---------------------------------------------------------------------- RAPO's rule

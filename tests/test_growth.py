@@ -148,6 +148,25 @@ def test_more_children_than_the_budget_are_cut() -> None:
     tree = grow(make(EntropyBranching(num_starts=2, num_branches=5, probe_tokens=2), entropy=unsure_after_results))
     assert [step.id for step in tree.steps if isinstance(step.cause, BranchCause)] == ["0.0.1", "0.0.2"]
     assert len(tree.leaves) == 4
+    # The record says why the second start has none: the rule wanted five, the budget was spent.
+    decisions = {step.id: (step.decision.num_wanted, step.decision.num_opened) for step in tree.steps if step.decision}
+    assert decisions == {"0.0.0": (5, 2), "0.1.0": (5, 0)}
+
+
+def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
+    """Two tokens of half a nat after a result, one nat at the start: the change is -1, P = 0.5 - 0.2, below the threshold."""
+    tree = grow(make(EntropyBranching(num_starts=2, probe_tokens=2), entropy=lambda path: 1.5 - unsure_after_results(path)))
+    decisions = {step.id: step.decision for step in tree.steps if step.decision is not None}
+    # Fresh starts that fill up are asked too: a budget that is spent must not look like a rule that said no.
+    assert sorted(decisions) == ["0.0.0", "0.1.0", "0.2.0", "0.3.0"]
+    one = decisions["0.0.0"]
+    assert (one.num_wanted, one.num_opened, one.seen.rule, one.seen.bar) == (0, 0, "threshold", 0.5)
+    assert one.seen.entropy_change == pytest.approx(-1.0) and one.seen.probability == pytest.approx(0.3)
+    tossed = grow(make(EntropyBranching(num_starts=2, probe_tokens=2, rule="bernoulli"), entropy=unsure_after_results))
+    coins = [step.decision.seen for step in tossed.steps if step.decision is not None]
+    wanted = [step.decision.num_wanted for step in tossed.steps if step.decision is not None]
+    assert all(coin.bar is not None for coin in coins)
+    assert wanted == [int(coin.probability > (coin.bar or 0.0)) for coin in coins]
     tree = grow(make(EntropyBranching(num_starts=1, num_branches=2, probe_tokens=2), entropy=unsure_after_results))
     assert ids(tree) == ["0", "0.0", "0.0.0", "0.0.1", "0.0.2", "0.1", "0.1.0"]  # Z = 2, then one fresh start
 

@@ -429,7 +429,8 @@ def test_clipping_acts_on_the_shaped_ratio_in_the_second_minibatch() -> None:
         loss = LossSettings(shaping_weight=weight, clip_low=0.28, clip_high=0.28)
         rules = Rules(loss)
         learner, descent = make_learner(build_model("llama"), loss, lr=1e-4)
-        _, metrics = learner.learn(credited([tree], rules))
+        learned, metrics = learner.learn(credited([tree], rules))
+        assert [leaf.shaping_factor for leaf in learned[0].leaves] == [pytest.approx(1.0 + weight * 0.5), 1.0]
         fractions[weight] = metrics["learn/clip_frac"]
         twin = build_model("llama")
         plain_loss(twin, [tree], rules).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from tests.trees import Part, build_tree, recorded_trees
 
 from treegraft.errors import CheckpointError, DataError
 from treegraft.record import RunFolder, read_metrics, read_trees, tree_from_json, tree_to_json, write_atomically, write_trees
-from treegraft.types import Task, Tree
+from treegraft.types import BranchCause, BranchDecision, Task, Tree
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 
@@ -23,6 +24,21 @@ def test_a_tree_comes_back_equal(tree: Tree) -> None:
     assert "\n" not in line
     assert tree_from_json(line) == tree
     assert tree_to_json(tree_from_json(line)) == line
+
+
+def test_records_from_before_decisions_and_factors_are_read() -> None:
+    decided = replace(
+        TREE.steps[2], decision=BranchDecision(seen=BranchCause(entropy_change=0.1, probability=0.5, rule="x"), num_wanted=1)
+    )
+    tree = replace(TREE, steps=(*TREE.steps[:2], decided, *TREE.steps[3:]))
+    tree = replace(tree, leaves=tuple(replace(leaf, shaping_factor=1.02) for leaf in tree.leaves))
+    assert tree_from_json(tree_to_json(tree)) == tree
+    data = json.loads(tree_to_json(tree))
+    for step in data["steps"]:
+        del step["decision"]
+    for leaf in data["leaves"]:
+        del leaf["shaping_factor"]
+    assert tree_from_json(json.dumps(data)) == TREE
 
 
 def test_columns_are_written_for_sampled_tokens_only() -> None:

@@ -94,7 +94,7 @@ def test_every_metric_is_known_and_none_is_missing(run: RunResult) -> None:
     assert {"eval/gain", "eval/gain_low", "eval/gain_high"} <= lines[-1].keys() and "eval/gain" not in lines[1]
     latest: dict[str, float] = {}
     for line in lines:
-        latest |= line
+        latest = {key: value for key, value in latest.items() if not key.startswith("health/")} | line
     del latest["update"]
     assert run.metrics == latest
 
@@ -300,9 +300,11 @@ def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabiliti
     display = Recorder()
     with pytest.raises(DriftError, match="third time in a row"):
         start(tmp_path, display=display, run={"num_updates": 9}, eval={"every": 0}, learn={"lr": 0.01})
-    gaps = [text for text in display.warnings if "engine and learner differ" in text]
-    assert [text.split(":")[0] for text in gaps] == ["update 2", "update 3"]
-    assert read_metrics(tmp_path / "a")[-1]["update"] == 3
+    # Said once, when it begins, and written into the line of each update in which it stands.
+    assert [text.split(":")[0] for text in display.warnings if "engine_drift" in text.split(":")[0]] == ["engine_drift at update 2"]
+    lines = read_metrics(tmp_path / "a")
+    assert [line["update"] for line in lines if "health/engine_drift" in line] == [2, 3] and lines[-1]["update"] == 3
+    assert lines[2]["health/engine_drift"] == lines[2]["learn/engine_gap"] > lines[2]["learn/engine_gap_limit"] == 1e-4
     assert any("once the cause is mended, go on" in text for text in display.warnings)
 
 

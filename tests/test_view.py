@@ -14,17 +14,22 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from starlette.testclient import TestClient
-from tests.viewed import copy_without_checkpoints, expert_hash, grown_tree, metrics_of, write_run, write_update
+from tests.trees import recorded_trees
+from tests.viewed import copy_without_checkpoints, expert_hash, grown_tree, metrics_of, plain_tree, write_run, write_update
 from typer.testing import CliRunner
 
 from treegraft.cli import app as command_line
 from treegraft.errors import CheckpointError, DataError
-from treegraft.record import RunFolder, tree_to_json
-from treegraft.view.health import warnings_of
+from treegraft.record import RunFolder, tree_to_json, write_trees
+from treegraft.types import Tree
+from treegraft.view.health import shown, standing
 from treegraft.view.runs import Run, open_runs
 from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app, is_own_name
 from treegraft.view.shapes import draw, path_tokens, summarise
+from treegraft.view.stepindex import parse_indexed, read_steps
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +64,13 @@ def test_a_group_is_summed_up() -> None:
 def test_a_tree_is_drawn_with_its_reasons() -> None:
     drawn = draw(json.loads(tree_to_json(grown_tree(1, "t/1"))))
     steps = {step["id"]: step for step in drawn["steps"]}
-    assert steps["0.0.1"]["cause"] == {"kind": "branch", "entropy_change": 0.25, "probability": 0.625, "rule": "threshold"}
+    assert steps["0.0.1"]["cause"] == {
+        "kind": "branch",
+        "entropy_change": 0.25,
+        "probability": 0.625,
+        "rule": "threshold",
+        "bar": None,
+    }
     assert steps["0.0.0"]["origin"] == "retrieved" and steps["0.0.0"]["origins"] == {"retrieved": 4}
     assert steps["0.0"]["origins"] == {"policy": 3, "tool": 2}
     # 0.0 lies on two leaves of equal weight: (1.5 - 0.5) / 2.
@@ -103,11 +114,20 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_warnings_say_what_is_wrong() -> None:
-    found = warnings_of([{"update": n, **metrics_of(n)} for n in range(5)])
+    lines = [{"update": n, **metrics_of(n)} for n in range(5)]
+    # Recorded before there were warnings: the rules look now.
+    found = shown(standing(lines, {}))
     assert [bool(some) for some in found] == [False, False, False, True, False]
-    assert found[3] == ["trajectories were lost to failures of ours: 25.0%"]
-    assert warnings_of([{"update": 1, "learn/loss": "nan"}]) == [["learn/loss is nan"]]
-    assert "entropy fell to 1.0%" in warnings_of([{"learn/entropy": 1.0}, {"learn/entropy": 0.01}])[1][0]
+    assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
+        ("failed", "trajectories lost to failures of ours: 25.0%", True)
+    ]
+    assert [one["rule"] for one in shown(standing([{"update": 1, "learn/loss": "nan"}], {}))[0]] == ["not_finite"]
+    # Recorded with them: what stands in the lines counts, whatever the default limits would say.
+    assert standing(lines, {"health": {}}) == [[]] * 5
+    held = [{**line, "health/tool_failing_search": 0.75} for line in lines]
+    told = shown(standing(held, {"health": {}}))
+    assert [one["text"] for one in told[0]] == ["the tool search fails more than usual: 75% of its calls"]
+    assert [some[0]["is_new"] for some in told] == [True, False, False, False, False]
 
 
 def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
@@ -362,3 +382,43 @@ def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
 def test_the_viewer_starts_without_torch() -> None:
     code = "import sys, treegraft.view.server, treegraft.view.command; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# ---------------------------------------------------------------------- one path of a large tree
+
+
+@given(recorded_trees())
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_a_path_read_by_its_places_is_the_path_of_the_whole_tree(tree: Tree) -> None:
+    line = tree_to_json(tree).encode()
+    parsed, index = parse_indexed(line)
+    assert parsed == json.loads(line)
+    for leaf, path in zip(tree.leaves, tree.trajectories(), strict=True):
+        ids = [step.id for step in path.steps]
+        found = read_steps(index, ids, lambda begin, end: line[begin:end])
+        wanted = [step for step in parsed["steps"] if step["id"] in ids]
+        assert found == {**parsed, "steps": wanted} and ids[-1] == leaf.step_id
+
+
+@pytest.mark.parametrize("line", ["", "[]", "{", '{"a"}', '{"a": 1', '{"steps": [1 2]}', '{"steps": [', '{"a": 1} x', '{"a" 1}'])
+def test_damaged_lines_are_no_trees(line: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011: what json says differs
+        parse_indexed(line.encode())
+
+
+def test_the_next_leaf_parses_its_path_alone(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(run_dir)
+    whole = run.tree("update-000001", 0)
+    monkeypatch.setattr("treegraft.view.runs.parse_indexed", None)  # would fail if the line were parsed again
+    for leaf in range(4):
+        assert path_tokens(run.path_of("update-000001", 0, leaf), leaf) == path_tokens(whole, leaf)
+    with pytest.raises(DataError, match="there is no leaf 4"):
+        run.path_of("update-000001", 0, 4)
+
+
+def test_a_file_written_anew_is_indexed_anew(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
+    run = Run(path)
+    assert len(run.path_of("update-000001", 0, 0)["steps"]) == 4
+    write_trees(path / "trees" / "update-000001.jsonl", [plain_tree(1, "t/1")])
+    assert len(run.path_of("update-000001", 0, 0)["steps"]) == 2

@@ -132,14 +132,21 @@ def test_overview(page: Any, address: str) -> None:
     show(page, address, "")
     cards = [card.get_attribute("data-card") for card in page.query_selector_all("section.card")]
     assert cards[:7] == ["Reward", "Held-out accuracy", "Entropy", "Tool calls", "Retrieved", "Branched", "Time"]
-    assert "Updates with warnings (2)" in text(page, ".warnings") and "trajectories were lost" in text(page, ".warnings")
+    assert "Warnings (in 2 updates)" in text(page, ".warnings") and "trajectories lost to failures of ours: 25.0%" in text(
+        page, ".warnings"
+    )
+    # What it means and what to do stand with it, and each update that it stood in is a way there.
+    assert "leave their groups" in text(page, ".warning") and "To do: The error stands on the failed leaves" in text(
+        page, ".warning"
+    )
+    assert page.locator(".warning a").first.get_attribute("href").endswith("update-000003")
     box = page.query_selector("[data-card='Reward'] .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 20)
     assert "update 4" in text(page, "#tip") and "0.4" in text(page, "#tip")
     page.keyboard.press("+")
     assert "smooth=0.1" in query(page)
     page.click("button.run >> text=second")
-    until(page, "document.querySelector('.warnings').innerText.includes('Updates with warnings (1)')")
+    until(page, "document.querySelector('.warnings').innerText.includes('Warnings (in 1 update)')")
     assert "runs=first" in query(page)
 
 
@@ -147,6 +154,11 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
     show(page, address, "#/r/first")
     first = "#updates tbody tr:first-child td:first-child"
     assert text(page, first) == "update 4" and page.locator("tr.warned").count() == 1
+    badge = page.locator("tr.warned .badge")
+    assert "failed" in badge.inner_text() and "To do: The error stands on the failed leaves" in badge.get_attribute("title")
+    # What an update learned is not said of the evaluation after it.
+    cells = page.locator("#updates tr", has_text="evaluation after update 2").locator("td").all_inner_texts()
+    assert (cells[1], cells[9]) == ("\u2013", "\u2013")
     page.click("#updates th >> text=reward")
     page.click("#updates th >> text=reward")
     assert text(page, first) == "update 1"
@@ -182,13 +194,22 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert page.locator("svg.drawing .node").count() == 9 and page.locator(".edge.branch").count() == 1
     assert "├ ΔH +0.25 p 0.63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(page, ".node.graft")
     graft = text(page, "article.step.graft")
-    assert "another agent" in graft and "similarity 0.875" in graft and "0.2 before it, 0.15 after it" in graft
+    assert (
+        "another agent" in graft
+        and "similarity 0.875" in graft
+        and "0.2 in its step before, 0.15 in its step after (-0.05, surer)" in graft
+    )
+    assert "Mean reward: 1 over 1 leaf below it, 0 over the 3 others of the group." in graft
+    assert "ratios \u00d7 1.0182 before clipping" in text(page, ".leaffacts")
     page.click(".leaf[data-leaf='1']")
     page.wait_for_selector(".pathpane[data-leaf='1']")
     assert "entropy changed by +0.25" in text(page, "article.step.branch") and "leaf=1" in query(page)
     page.keyboard.press("j")
     page.wait_for_selector(".pathpane[data-leaf='2']")
     assert "no such entity" in text(page, ".part.result.error")
+    refused = "entropy changed by -0.125 against the start, and probability 0.475 is not above the threshold, 0.5"
+    assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(page, ".leaffacts")
+    assert text(page, ".mark.refused") == "⊘ ΔH -0.13 p 0.47"
     page.keyboard.press("b")
     page.wait_for_selector(".pathpane[data-leaf='0']")
     page.keyboard.press("ArrowRight")
@@ -203,6 +224,8 @@ def test_a_deep_link_shows_its_step(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0?step=0.1.0&over=entropy")
     assert page.get_attribute(".pathpane", "data-leaf") == "2" and page.locator("article.step.sel[data-step='0.1.0']").count() == 1
     assert page.get_attribute("[data-overlay='entropy']", "aria-pressed") == "true"
+    # The pane scrolls to the step, the page's own head stays.
+    assert page.evaluate("scrollY") == 0 and page.evaluate("document.getElementById('bar').getBoundingClientRect().top") == 0
 
 
 def test_token_overlays_are_switched_by_keys_and_hovering_is_exact(page: Any, address: str) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -19,6 +20,7 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 from treegraft.types import (
     BranchCause,
+    BranchDecision,
     Cause,
     ContinuationCause,
     GraftCause,
@@ -75,6 +77,7 @@ def grown_tree(update: int, task: str, *, question: str = "r2 of r1 of e1 ?", an
     """Returns a tree of four leaves: a right one after a graft, a wrong one, a branch beside it, a truncated start."""
     graft = GraftCause(source="expert", task_id="t/9", reward=1.0, similarity=0.875, content_hash=expert_hash())
     branch = BranchCause(entropy_change=0.25, probability=0.625, rule="threshold")
+    refused = BranchDecision(seen=BranchCause(entropy_change=-0.125, probability=0.475, rule="threshold", bar=0.5), num_wanted=0)
     search = StepContent(thought=note, calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="r1 of e1 is e2"),))
     failed = StepContent(calls=(ToolCall("search", "nonsense"),), observations=(Observation(text="no such entity", is_error=True),))
     steps = (
@@ -84,7 +87,7 @@ def grown_tree(update: int, task: str, *, question: str = "r2 of r1 of e1 ?", an
         step("0.0.0.0", "ss", StepContent(answer=answer), ContinuationCause(), ids=3),
         step("0.0.1", "sss", StepContent(answer="e2"), branch, ids=4),
         step("0.1", "ssstt", search, StartCause(), ids=1),
-        step("0.1.0", "sstt", failed, ContinuationCause(), ids=6),
+        replace(step("0.1.0", "sstt", failed, ContinuationCause(), ids=6), decision=refused),
         step("0.1.0.0", "s", StepContent(answer="e1"), ContinuationCause(), ids=7),
         step("0.2", "ssssssss", StepContent(thought="on and on"), StartCause(), ids=8),
     )
@@ -101,6 +104,7 @@ def grown_tree(update: int, task: str, *, question: str = "r2 of r1 of e1 ?", an
             advantage=advantage,
             outcome_advantage=advantage,
             retrieved_frac=4 / 11 if step_id == "0.0.0.0" else 0.0,
+            shaping_factor=1.0182 if step_id == "0.0.0.0" else 1.0,
         )
         for step_id, reward, advantage in leaf_parts
     )

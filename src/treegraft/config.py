@@ -14,6 +14,7 @@ from pydantic import Field
 
 from treegraft.settings import Settings
 from treegraft.settings_environment import EnvironmentSettings
+from treegraft.settings_health import HealthSettings
 from treegraft.settings_search import BrowseToolSettings, SearchToolSettings
 
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
@@ -488,3 +489,4 @@ class Config(Settings):
     warmup: WarmupSettings = WarmupSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     track: TrackSettings = TrackSettings()
+    health: HealthSettings = HealthSettings()

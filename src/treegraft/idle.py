@@ -135,6 +135,13 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("loss.clip_high", _ratio_is_one, _IDLE_CLIP),
     IdleRule("loss.dual_clip", _ratio_is_one, _IDLE_CLIP),
     IdleRule(
+        "health.branch_unused",
+        _without("entropy"),
+        _EXPLORERS + "'entropy'",
+    ),
+    IdleRule("health.graft_unused", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule("health.answer_copied", _without("graft"), _EXPLORERS + "'graft'"),
+    IdleRule(
         "warmup.",
         lambda c: c.warmup.num_steps == 0,
         "warmup.num_steps is 0; add warmup.num_steps=300",
@@ -147,5 +154,6 @@ IDLE_RULES: tuple[IdleRule, ...] = (
 EVALUATION_IGNORES = (
     *("run.name", "run.num_updates", "run.tasks_per_update", "tasks.num_train", "rollout.temperature"),
     *("explore.", "buffer.", "credit.", "loss.", "learn.", "warmup.", "checkpoint.", "track.trackers", "eval.every", "eval.at_"),
+    "health.",
 )
 """What `treegraft eval` and `treegraft run` take no notice of."""

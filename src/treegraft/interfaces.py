@@ -353,6 +353,8 @@ class Explorer(Protocol):
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns whether to open further children beside the step under way, below a step that has tool results.
 
+        None and a `Branch` of 0 open none; the latter records what the rule saw.
+
         Args:
             path: ends with the step that the children would hang below.
             probe: entropies in nats of the first tokens, at most `probe_tokens`, of the step under way.

@@ -366,7 +366,7 @@ def _type_fault(loc: tuple[int | str, ...], message: str, got: Any, where: Calla
         field = model.model_fields[str(part)]
         name = f"{name}.{part}" if name else str(part)
         model = _table(field) or model
-    expected = message.replace("Field required", "one more entry").removeprefix("Input should be ")
+    expected = message.replace("Field required", "one more entry").removeprefix("Input should be ").removeprefix("Value error, ")
     expected = expected.replace("an object", "a table").replace("a valid array", "a list")
     fault = f"{where(name)}: setting '{name}{items}': got {got!r}, expected {expected[0].lower() + expected[1:]}."
     if field is not None and field.description:

@@ -25,6 +25,7 @@ from typing import IO, Any
 from treegraft.errors import CheckpointError, DataError
 from treegraft.types import (
     BranchCause,
+    BranchDecision,
     BudgetState,
     Cause,
     ContinuationCause,
@@ -103,6 +104,7 @@ def _step_to_dict(step: Step) -> dict[str, Any]:
         "violation": step.violation,
         "policy_version": step.policy_version,
         "cause": None if cause is None else {"kind": _cause_kind(cause), **asdict(cause)},
+        "decision": None if step.decision is None else asdict(step.decision),
         "lesson_ids": step.lesson_ids,
         "advantage": step.advantage,
     }
@@ -144,6 +146,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
         columns[name] = None if values is None else tuple(filled)
     content = data.pop("content")
     cause = data.pop("cause")
+    decision = data.pop("decision", None)
     return Step(
         **{
             **data,
@@ -161,6 +164,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
                 answer=content["answer"],
             ),
             "cause": None if cause is None else CAUSES[cause.pop("kind")](**cause),
+            "decision": None if decision is None else BranchDecision(**{**decision, "seen": BranchCause(**decision["seen"])}),
         }
     )
 

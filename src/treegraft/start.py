@@ -15,8 +15,9 @@ from treegraft.errors import CheckpointError, SettingError
 from treegraft.recipe import config_json, differences, load_config
 from treegraft.record import RunFolder, read_metrics, write_atomically
 
-MAY_CHANGE = ("run.num_updates", "eval.every", "eval.at_end", "checkpoint.every", "checkpoint.keep")
-"""Settings that a resumed run may take anew: how long it goes on, and what it looks at on its way."""
+MAY_CHANGE = ("run.num_updates", "eval.every", "eval.at_end", "checkpoint.every", "checkpoint.keep", "health.")
+"""Settings that a resumed run may take anew: how long it goes on, what it looks at on its way, and when it warns; tables end with
+a dot."""
 Source = Config | Mapping[str, Any] | str | Path | None
 
 
@@ -60,8 +61,17 @@ class Start:
         latest: dict[str, float] = {}
         if self.folder is not None and self.state.metrics_size:
             for line in read_metrics(self.path):
-                latest |= {key: value for key, value in line.items() if key != "update"}
+                latest = update_latest(latest, {key: value for key, value in line.items() if key != "update"})
         return latest
+
+    def history(self) -> list[dict[str, float]]:
+        """Returns the lines of metrics up to the state to go on from; call it after `open_folder`."""
+        return read_metrics(self.path) if self.folder is not None and self.state.metrics_size else []
+
+
+def update_latest(latest: Mapping[str, float], line: Mapping[str, float]) -> dict[str, float]:
+    """Returns the latest value of every metric after a further line; warnings that do not stand any more are left out."""
+    return {key: value for key, value in latest.items() if not key.startswith("health/")} | dict(line)
 
 
 def new_start(config: Source, recipe: str | None) -> Start:
@@ -94,7 +104,7 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
     """
     own = own_config(run_dir)
     settings = own if config is None else load_config(config)
-    refused = [change for change in differences(own, settings) if change.partition(" ")[0] not in MAY_CHANGE]
+    refused = [change for change in differences(own, settings) if not _may_change(change.partition(" ")[0])]
     if refused:
         raise CheckpointError(
             f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A resumed run may change "
@@ -115,6 +125,10 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
         folder.release()
         raise
     return Start(config=settings, path=folder.path, folder=folder, checkpoint=checkpoint, state=state)
+
+
+def _may_change(name: str) -> bool:
+    return any(name == one or (one.endswith(".") and name.startswith(one)) for one in MAY_CHANGE)
 
 
 def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:

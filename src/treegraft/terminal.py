@@ -53,6 +53,10 @@ class Display(Protocol):
         """Something is not as it should be, and the run goes on."""
         ...
 
+    def note(self, text: str) -> None:
+        """Something worth a line that is no warning."""
+        ...
+
     def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
         """The run is complete."""
         ...
@@ -200,6 +204,11 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
 
 
+def standing_warnings(metrics: Mapping[str, float]) -> str:
+    """Returns the names of the warnings that stand after an update, with commas; "" for none."""
+    return ", ".join(plain(key.removeprefix("health/")) for key in metrics if key.startswith("health/"))
+
+
 _MAX_CATEGORIES = 6
 
 
@@ -314,7 +323,8 @@ class PlainDisplay:
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
         self._last_phase_s = self._clock()
         numbers = "  ".join(f"{name} {_cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics)
-        self._line(f"update {update}/{num_updates}  {numbers}")
+        standing = standing_warnings(metrics)
+        self._line(f"update {update}/{num_updates}  {numbers}{f'  ! {standing}' if standing else ''}")
         if self._sample is not None and self._clock() - self._last_sample_s >= self._sample_every_s:
             self._last_sample_s = self._clock()
             for line in _short_transcript(self._sample):
@@ -329,6 +339,9 @@ class PlainDisplay:
 
     def warn(self, text: str) -> None:
         self._line(f"warning: {plain(text)}")
+
+    def note(self, text: str) -> None:
+        self._line(f"note: {plain(text)}")
 
     def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
         result = evaluation_line(metrics)
@@ -388,6 +401,8 @@ class RichDisplay:
                 bar,
                 Text(f"{done}/{count}" if count else str(done or "")) + Text(f"  {plain(detail, 100)}", "dim"),
             )
+        if self._rows and (standing := standing_warnings(self._rows[-1][1])):
+            grid.add_row("warnings", "", Text(standing, style="yellow"))
         if self._evaluation:
             grid.add_row("eval", "", Text(self._evaluation, style="bold"))
         return grid
@@ -443,6 +458,9 @@ class RichDisplay:
 
     def warn(self, text: str) -> None:
         self._say(Text(f"warning: {plain(text)}", style="yellow"))
+
+    def note(self, text: str) -> None:
+        self._say(Text(f"note: {plain(text)}"))
 
     def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
         self._phase, self._evaluation = None, ""

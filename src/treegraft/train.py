@@ -20,6 +20,7 @@ from treegraft.assemble import assemble, build_explorer, check_prompts, find_tra
 from treegraft.checkpoint import checkpoint_name, load_checkpoint, prune_checkpoints, save_checkpoint
 from treegraft.errors import DataError, TreegraftError
 from treegraft.evaluate import Evaluation, evaluate
+from treegraft.health import Monitor, explained
 from treegraft.interrupt import Interrupted, Stop, run_to_end
 from treegraft.keyed import keyed_int
 from treegraft.learn.drift import DriftGuard
@@ -29,7 +30,8 @@ from treegraft.recipe import config_json
 from treegraft.record import read_trees, write_trees
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics
-from treegraft.start import Source, Start, new_start, resumed_start
+from treegraft.rollout.unused import unused_metrics
+from treegraft.start import Source, Start, new_start, resumed_start, update_latest
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever
@@ -150,6 +152,7 @@ class _Run:
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
         self.latest = start.latest_metrics()
+        self.health = Monitor(self.config.health, start.history())
         for text in source.report():
             self._warn(text)
 
@@ -160,6 +163,8 @@ class _Run:
         try:
             with self.stop.on_ctrl_c(self._announce_stop):
                 self._show("started", self.folder.path, self.config)
+                if self.health.standing:
+                    self._show("note", f"warnings that stood when the run stopped: {', '.join(self.health.standing)}")
                 self._warm_up()
                 await self.drift.publish(self.state.update)
                 if self._only_warms_up and not self.state.is_closed:
@@ -242,7 +247,8 @@ class _Run:
         trees, learned = self.learner.learn([assign_credit(tree, **credit) for tree in grown])
         done_learning = time.monotonic()
         await self.drift.publish(update)
-        metrics = rollout_metrics(trees) | learned | self._part_metrics()
+        metrics = rollout_metrics(trees) | unused_metrics(trees, explorer, config.explore.num_leaves)
+        metrics |= learned | self._part_metrics()
         if self.buffer is not None:
             metrics["graft/num_without_room"] = float(grower.num_grafts_without_room)
             grow_buffer(self.buffer, config, trees, update)
@@ -254,7 +260,7 @@ class _Run:
             "time/update_s": time.monotonic() - began,
             "time/cpu_s": time.process_time() - cpu_before,
         }
-        self.drift.check(update, metrics, self._warn)
+        metrics |= self.drift.check(update, metrics)
         self._warn_of_failures(trees)
         if config.track.record_trees:
             write_trees(self.folder.trees_path(update), trees)
@@ -265,7 +271,7 @@ class _Run:
         """Says that trajectories were lost, since a failed leaf is otherwise a number among many."""
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         failed = [leaf for leaf in leaves if leaf.status is Status.FAILED]
-        if failed:
+        if failed and "failed" not in self.health.standing:
             self._warn(f"{len(failed)} of {len(leaves)} trajectories failed and left their groups; the first: {failed[0].error}")
 
     async def _close_update(self) -> None:
@@ -368,12 +374,18 @@ class _Run:
 
     def _log(self, update: int, metrics: Mapping[str, float]) -> None:
         full = {**metrics, "policy_version": float(update)}
+        found, began, over = self.health.take({"update": update, **full})
+        full |= {warning.key: warning.value for warning in found}
         self.folder.append_metrics(update, full)
-        self.latest |= full
+        self.latest = update_latest(self.latest, full)
         for tracker in self.trackers:
             tracker.log(update, full)
         if update:
             self._show("update", update, self.config.run.num_updates, full)
+        for warning in began:
+            self._warn(explained(warning, update))
+        for text in over:
+            self._show("note", text)
 
     def _checkpoint_path(self) -> Path:
         return self.folder.checkpoints_dir / checkpoint_name(self.state)

@@ -19,6 +19,13 @@ from enum import IntEnum, StrEnum
 from itertools import pairwise
 from typing import Any
 
+from treegraft.causes import BranchCause as BranchCause
+from treegraft.causes import BranchDecision as BranchDecision
+from treegraft.causes import Cause as Cause
+from treegraft.causes import ContinuationCause as ContinuationCause
+from treegraft.causes import GraftCause as GraftCause
+from treegraft.causes import StartCause as StartCause
+
 ROOT_ID = "0"
 
 
@@ -192,49 +199,6 @@ class Trace:
         return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-@dataclass(frozen=True, slots=True)
-class StartCause:
-    """The first step of a first-level rollout."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContinuationCause:
-    """The ordinary next step of its parent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BranchCause:
-    """A further sampled child of its parent."""
-
-    entropy_change: float
-    """What the rule saw, in the rule's own normalisation."""
-    probability: float
-    """The probability with which the rule branched, 0..1."""
-    rule: str
-    """The rule's name."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraftCause:
-    """A step retrieved from another agent."""
-
-    source: str
-    """The other agent."""
-    task_id: str
-    """The task on which it wrote the step."""
-    reward: float
-    """What its trajectory earned there."""
-    similarity: float
-    """Cosine between the retrieval key and the trace's key, -1..1; 0 where the trace was drawn at random."""
-    content_hash: str = ""
-    """Which trace of the buffer."""
-    num_cut: int = 0
-    """Tokens cut from its left for want of room."""
-
-
-Cause = StartCause | ContinuationCause | BranchCause | GraftCause
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a completion is sampled. Sampling(max_new_tokens=64, stop=("</search>",), final=("</answer>",))"""
@@ -300,6 +264,9 @@ class Step:
     """Version of the policy that sampled it."""
     cause: Cause | None = None
     """Why it is here; None for the root."""
+    decision: BranchDecision | None = None
+    """Why branches were opened beside it or were not; None where nobody asked: a first step, a branch's own first step, a step
+    after a graft, an explorer that does not branch."""
     lesson_ids: tuple[int, ...] = ()
     """For a graft: what its agent wrote, as the policy would have written it here; read by learning from grafts alone."""
     advantage: float | None = None
@@ -366,6 +333,8 @@ class Leaf:
     """Mean over its grafts of how much they helped; 0 without one."""
     retrieved_frac: float = 0.0
     """Share of the tokens after the prompt that were grafted, 0..1."""
+    shaping_factor: float | None = None
+    """What its ratios were multiplied by before clipping (RAPO, eq. 8); None before learning or where it was not learned from."""
     has_loss: bool = True
     """False where its own path gives no gradient (failed; truncated, where the recipe says so)."""
     error: str | None = None

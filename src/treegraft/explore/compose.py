@@ -31,13 +31,21 @@ class Composed:
         return Generate()
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns all explorers' branches as one, with the cause of the first."""
+        """Returns all explorers' branches as one, with the cause of the first that wants any, else of the first that looked."""
         wanted = []
         for explorer in self._explorers:
             if explorer.probe_tokens is not None:
                 branch = explorer.after_probe(path, probe[: explorer.probe_tokens])
                 wanted += [branch] if branch is not None else []
-        return Branch(sum(branch.num for branch in wanted), wanted[0].cause) if wanted else None
+        if not wanted:
+            return None
+        first = next((branch for branch in wanted if branch.num), wanted[0])
+        return Branch(sum(branch.num for branch in wanted), first.cause)
+
+    def is_hybrid(self, start: int) -> bool:
+        """Returns whether the rollouts of this first-level ordinal may retrieve, by any explorer that says so."""
+        asked = [getattr(explorer, "is_hybrid", None) for explorer in self._explorers]
+        return any(ask(start) for ask in asked if ask is not None)
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns what the first explorer fills."""

@@ -56,14 +56,13 @@ class EntropyBranching:
         return Generate()
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns Z further children where the rule says so."""
+        """Returns Z further children where the rule says so, else 0 with what it saw."""
         current = probe if self._statistic == "probe" else self._first_entropies(path.steps[-1])
         change = entropy_change(current, self._first_entropies(path.steps[1]), self._normaliser)
         probability = branch_probability(change, self._base, self._weight)
         bar = self._threshold if self._rule == "threshold" else keyed_unit(*path.noise_key, "branch")
-        if probability <= bar:
-            return None
-        return Branch(self._num_branches, BranchCause(entropy_change=change, probability=probability, rule=self._rule))
+        num = self._num_branches if probability > bar else 0
+        return Branch(num, BranchCause(entropy_change=change, probability=probability, rule=self._rule, bar=bar))
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns the leaves that are still missing, all at once."""

@@ -57,6 +57,7 @@ class Branch:
     """Opens further sampled children below a step."""
 
     num: int
+    """0: the rule looked and said no, which is worth recording."""
     cause: BranchCause
 
 

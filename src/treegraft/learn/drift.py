@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from treegraft.checkpoint import TrainState
@@ -50,26 +50,24 @@ class DriftGuard:
                 "its samples would come from another policy"
             )
 
-    def check(self, update: int, metrics: Mapping[str, float], warn: Callable[[str], None]) -> None:
-        """Looks at the update's mean |log-probability of the engine - of the learner|.
+    def check(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Looks at the update's mean |log-probability of the engine - of the learner| and returns learn/engine_gap_limit.
+
+        A first breach is a warning of `treegraft.health`.
 
         Raises:
             DriftError: it was too large three times in a row.
         """
         gap = metrics.get("learn/engine_gap")
         if gap is None:
-            return
+            return {}
         if self._first_gap is None:
             self._first_gap = gap
         limit = FLOAT32_LIMIT if self._dtype == "float32" else BFLOAT16_FACTOR * self._first_gap
-        if gap <= limit:
-            self._num_breaches = 0
-            return
-        self._num_breaches += 1
-        text = (
-            f"update {update}: engine and learner differ by {gap:.3g} nats a token (limit {limit:.3g}); "
-            "samples may come from another policy than the one that learns"
-        )
+        self._num_breaches = self._num_breaches + 1 if gap > limit else 0
         if self._num_breaches >= MAX_BREACHES:
-            raise DriftError(f"{text}. It is the third time in a row.")
-        warn(text)
+            raise DriftError(
+                f"update {update}: engine and learner differ by {gap:.3g} nats a token (limit {limit:.3g}); samples may come from "
+                "another policy than the one that learns. It is the third time in a row."
+            )
+        return {"learn/engine_gap_limit": limit}

@@ -218,7 +218,14 @@ class Learner:
         metrics = tally.metrics(len(passes)) | self._static_metrics(trees, packs)
         metrics["learn/skipped_groups_frac"] = skipped / max(1, len(trees))
         done = [replace(tree, steps=tuple(written.get(n, {}).get(s.id, s) for s in tree.steps)) for n, tree in enumerate(trees)]
-        return done, metrics
+        return [self._with_factors(tree) if self._is_learned(tree) else tree for tree in done], metrics
+
+    def _with_factors(self, tree: Tree) -> Tree:
+        """The tree with the shaping factor that each trajectory was learned with, for the record."""
+        weight = self._loss.shaping_weight
+        factors = [shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None for leaf in tree.leaves]
+        leaves = [replace(leaf, shaping_factor=factor) for leaf, factor in zip(tree.leaves, factors, strict=True)]
+        return replace(tree, leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
         if _has_signal(tree) or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
@@ -309,6 +316,9 @@ class Learner:
             divergence = k3_divergence(new, pack.ref_logprobs.index_select(0, tokens))
             losses = losses + settings.kl_coef * divergence
             tally.add("learn/kl", divergence.detach())
+        signs = batch.advantages[rows]
+        if (signs != 0).any():
+            tally.add("learn/positive_frac", (signs[signs != 0] > 0).float())
         tally.add("learn/clip_frac", terms.is_clipped.float())
         tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
         log_ratios = torch.log(terms.ratios)

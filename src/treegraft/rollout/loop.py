@@ -21,6 +21,7 @@ from treegraft.rollout.tree import OpenPath, OpenTree, result_of
 from treegraft.tools.sessions import Sessions
 from treegraft.tools.toolbox import Toolbox
 from treegraft.types import (
+    BranchDecision,
     Cause,
     Completion,
     GraftCause,
@@ -380,10 +381,13 @@ class _Growth:
         if fork.after is Origin.POLICY and path.tools.can_branch:
             branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
         if branch is not None:
+            self._tree.decide(step_id, BranchDecision(seen=branch.cause, num_wanted=branch.num))
+        if branch is not None and branch.num:
             # The step under way has made no call yet, so the environment still stands where the branch begins.
             fork.point = path.tools.mark()
             self._forks[steps[-1].ordinals] = fork
-        self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, branch)
+        wish = branch if branch is not None and branch.num else None
+        self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
 
     def _open_branches(self) -> None:

@@ -8,6 +8,7 @@ from math import comb
 
 import numpy as np
 
+from treegraft.rollout.copied import copied_metrics
 from treegraft.types import BranchCause, GraftCause, Origin, Status, Trajectory, Tree
 
 
@@ -68,7 +69,7 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
         scored = [reward for reward in rewards if reward is not None]
         if scored:
             metrics[name] = statistics.fmean(scored)
-    return metrics
+    return metrics | copied_metrics(paths)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

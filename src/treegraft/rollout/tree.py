@@ -9,6 +9,8 @@ from treegraft.explore.budget import Budget
 from treegraft.tools.sessions import Point, Session
 from treegraft.types import (
     ROOT_ID,
+    BranchCause,
+    BranchDecision,
     Cause,
     Completion,
     ContinuationCause,
@@ -77,6 +79,7 @@ class OpenTree:
     _steps: dict[str, Step] = field(default_factory=dict)
     _leaves: dict[str, Leaf] = field(default_factory=dict)
     _children: dict[str, int] = field(default_factory=dict)
+    _decisions: dict[str, BranchDecision] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         count = len(self.prompt_ids)
@@ -211,9 +214,20 @@ class OpenTree:
         )
         self._leaves[step_id] = Leaf(step_id=step_id, status=Status.FAILED, has_loss=False, error=error)
 
+    def decide(self, step_id: str, decision: BranchDecision) -> None:
+        """Keeps what a rule saw in the first tokens of a step under way; `close` counts the branches that came of it."""
+        self._decisions[step_id] = decision
+
+    def _decided(self, step: Step) -> Step:
+        if step.id not in self._decisions:
+            return step
+        beside = (other for other in self._steps.values() if other.parent == step.parent)
+        opened = sum(isinstance(other.cause, BranchCause) for other in beside)
+        return replace(step, decision=replace(self._decisions[step.id], num_opened=opened))
+
     def close(self) -> Tree:
         """Returns the tree in depth-first order."""
-        steps = tuple(sorted(self._steps.values(), key=lambda step: step.ordinals))
+        steps = tuple(self._decided(step) for step in sorted(self._steps.values(), key=lambda step: step.ordinals))
         leaves = tuple(self._leaves[step.id] for step in steps if step.id in self._leaves)
         return Tree(task=self.task, group_id=self.group_id, steps=steps, leaves=leaves, budget=self.budget.state)
 

@@ -1,55 +1,40 @@
-"""What is wrong with an update, as far as its metrics say: marks for the charts and the list."""
+"""The warnings of a run as the pages show them: those that its lines of metrics hold, or, for a run recorded before there were
+any, those that the rules find in its metrics now."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treegraft.metrics import find_meaning
+from treegraft.health import HealthWarning, recorded, warnings_of
 
 Line = Mapping[str, Any]
 
 
-def _at_least(key: str, limit: float) -> Callable[[Line], bool]:
-    def holds(line: Line) -> bool:
-        value = line.get(key)
-        return isinstance(value, int | float) and value >= limit
+def standing(lines: Sequence[Line], config: Mapping[str, Any]) -> list[list[HealthWarning]]:
+    """Returns for each line of metrics the warnings that stand after it.
 
-    return holds
-
-
-_RULES: Sequence[tuple[Callable[[Line], bool], str]] = (
-    (_at_least("rollout/failed_frac", 1e-9), "trajectories were lost to failures of ours: {rollout/failed_frac:.1%}"),
-    (
-        _at_least("rollout/truncated_frac", 0.25),
-        "many trajectories ran out of tokens, steps or calls: {rollout/truncated_frac:.0%}",
-    ),
-    (_at_least("rollout/violation_frac", 0.5), "most trajectories broke the format: {rollout/violation_frac:.0%}"),
-    (_at_least("learn/skipped_groups_frac", 1.0), "no group had a variance of reward: nothing was learned"),
-    (lambda line: line.get("rollout/num_tool_calls") == 0, "no tool was called"),
-    (lambda line: line.get("learn/grad_norm") == 0, "the gradient was 0: the policy did not move"),
-    (_at_least("eval/failed_frac", 1e-9), "held-out trajectories were lost to failures of ours: {eval/failed_frac:.1%}"),
-)
-COLLAPSE = 0.05
-"""Entropy below this share of the first update's."""
+    Args:
+        config: the run's resolved settings.
+    """
+    return [recorded(line) for line in lines] if "health" in config else warnings_of(lines)
 
 
-def warnings_of(lines: Sequence[Line]) -> list[list[str]]:
-    """Returns for each line of metrics its warnings, in words."""
-    first = next((line["learn/entropy"] for line in lines if isinstance(line.get("learn/entropy"), float)), None)
-    return [_of_line(line, first) for line in lines]
+def shown(found: Sequence[Sequence[HealthWarning]]) -> list[list[dict[str, Any]]]:
+    """Returns the same as JSON: each with its name, text and number, and whether it begins with this line."""
+    before: set[str] = set()
+    lines = []
+    for warnings in found:
+        lines.append(
+            [{"name": one.name, "rule": one.rule.name, "text": one.text, "is_new": one.name not in before} for one in warnings]
+        )
+        before = {one.name for one in warnings}
+    return lines
 
 
-def _of_line(line: Line, first_entropy: float | None) -> list[str]:
-    found = [text.format_map(line) for holds, text in _RULES if holds(line)]
-    for key, value in line.items():
-        if isinstance(value, str):
-            found.append(f"{key} is {value}")
-        elif key.startswith("health/") and value:
-            found.append(find_meaning(key) or key)
-        elif key.startswith("tools/") and key.endswith("_failure_frac") and value >= 0.5:
-            found.append(f"the tool {key.removeprefix('tools/').removesuffix('_failure_frac')} failed in {value:.0%} of its calls")
-    entropy = line.get("learn/entropy")
-    if isinstance(entropy, float) and first_entropy and entropy < COLLAPSE * first_entropy:
-        found.append(f"entropy fell to {entropy / first_entropy:.1%} of the first update's")
-    return found
+def explanations(found: Sequence[Sequence[HealthWarning]]) -> dict[str, dict[str, Any]]:
+    """Returns what the rules that occur mean: name -> meaning, causes and advice."""
+    rules = {one.rule.name: one.rule for warnings in found for one in warnings}
+    return {
+        name: {"meaning": rule.meaning, "causes": list(rule.causes), "advice": rule.advice} for name, rule in sorted(rules.items())
+    }

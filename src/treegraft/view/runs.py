@@ -21,7 +21,8 @@ from typing import Any
 
 from treegraft.errors import DataError
 from treegraft.record import RunFolder
-from treegraft.view.shapes import summarise
+from treegraft.view.shapes import ids_above, summarise
+from treegraft.view.stepindex import StepIndex, parse_indexed, read_steps
 
 FILE_NAME = re.compile(r"(update|eval)-(\d{6,})(?:-([a-z]+))?")
 """The stem of a file of trees; nothing else is served."""
@@ -30,6 +31,8 @@ _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
 _KEPT_FILES = 24
 """Files whose summaries stay in memory."""
+_KEPT_TREES = 16
+"""Trees of which the places of their steps stay in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,7 @@ class Run:
         self._read_to, self._era = 0, 0
         self._lines: dict[str, _Lines] = {}
         self._summaries: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
+        self._steps: OrderedDict[tuple[str, int, int, int], StepIndex] = OrderedDict()
 
     def config(self) -> dict[str, Any]:
         """Returns the resolved settings. Raises DataError: config.json is damaged."""
@@ -170,18 +174,57 @@ class Run:
         """Returns how many trees a file holds."""
         return len(self._index(name).tasks)
 
-    def line(self, name: str, number: int) -> bytes:
-        """Returns one tree as it was written. Raises DataError: there is no such file or tree."""
+    def _span(self, name: str, number: int) -> tuple[_Lines, int, int]:
+        """The index of a file, and where one of its lines begins and ends."""
         lines = self._index(name)
         if not 0 <= number < len(lines.tasks):
             raise DataError(f"'{name}' of run '{self.name}' holds {len(lines.tasks)} trees; there is no number {number}")
+        return lines, lines.starts[number], lines.starts[number + 1]
+
+    def line(self, name: str, number: int) -> bytes:
+        """Returns one tree as it was written. Raises DataError: there is no such file or tree."""
+        _, begin, end = self._span(name, number)
+        return self._read(name, begin, end)
+
+    def _read(self, name: str, begin: int, end: int) -> bytes:
         with self._path(name).open("rb") as file:
-            file.seek(lines.starts[number])
-            return file.read(lines.starts[number + 1] - lines.starts[number])
+            file.seek(begin)
+            return file.read(end - begin)
+
+    def _load(self, name: str, number: int) -> tuple[dict[str, Any], StepIndex, int]:
+        """One tree parsed, the places of its steps, and where its line begins."""
+        lines, begin, end = self._span(name, number)
+        tree, index = _parsed(self._read(name, begin, end), name, number)
+        with self._lock:
+            self._steps[name, number, *lines.stamp] = index
+            while len(self._steps) > _KEPT_TREES:
+                self._steps.popitem(last=False)
+        return tree, index, begin
 
     def tree(self, name: str, number: int) -> dict[str, Any]:
         """Returns one tree parsed. Raises DataError: there is none, or it is damaged."""
-        return _parsed(self.line(name, number), name, number)
+        return self._load(name, number)[0]
+
+    def path_of(self, name: str, number: int, leaf: int) -> dict[str, Any]:
+        """Returns one tree with the steps of one leaf's path alone; the first time the whole line is parsed, then that path only.
+
+        Raises:
+            DataError: there is no such tree or leaf, or it is damaged.
+        """
+        lines, begin, _ = self._span(name, number)
+        with self._lock:
+            index = self._steps.get((name, number, *lines.stamp))
+        if index is None:
+            _, index, begin = self._load(name, number)
+        leaves = index.head["leaves"]
+        if not 0 <= leaf < len(leaves):
+            raise DataError(f"'{name}', tree {number} has {len(leaves)} leaves; there is no leaf {leaf}")
+        try:
+            return read_steps(
+                index, ids_above(leaves[leaf]["step_id"]), lambda first, last: self._read(name, begin + first, begin + last)
+            )
+        except ValueError as error:
+            raise DataError(f"'{name}' of run '{self.name}' has just been written anew; load the page again") from error
 
     def groups(self, name: str) -> list[dict[str, Any]]:
         """Returns a summary of each tree of a file, in order."""
@@ -192,7 +235,7 @@ class Run:
                 self._summaries.move_to_end(key)
                 return self._summaries[key]
         with self._path(name).open("rb") as file:
-            made = [summarise(_parsed(line, name, number)) | {"file": name, "n": number} for number, line in enumerate(file)]
+            made = [summarise(_parsed(line, name, number)[0]) | {"file": name, "n": number} for number, line in enumerate(file)]
         with self._lock:
             self._summaries[key] = made
             while len(self._summaries) > _KEPT_FILES:
@@ -231,14 +274,14 @@ def _task_of(line: bytes) -> str:
     return group.partition("/")[2]
 
 
-def _parsed(line: bytes, name: str, number: int) -> dict[str, Any]:
+def _parsed(line: bytes, name: str, number: int) -> tuple[dict[str, Any], StepIndex]:
     try:
-        found: Any = json.loads(line)
+        tree, index = parse_indexed(line)
     except ValueError as error:
         raise DataError(f"'{name}', line {number + 1}: not a recorded tree ({error})") from error
-    if not isinstance(found, dict) or "steps" not in found:
+    if "steps" not in tree:
         raise DataError(f"'{name}', line {number + 1}: not a recorded tree (it has no steps)")
-    return found
+    return tree, index
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, Run]:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treegraft.errors import DataError, ModelError, SettingError, TreegraftError
 from treegraft.metrics import METRICS, find_meaning
-from treegraft.view.health import warnings_of
+from treegraft.view.health import explanations, shown, standing
 from treegraft.view.pieces import Pieces
 from treegraft.view.query import Filter, find, grafts_of, task_history
 from treegraft.view.runs import Run
@@ -211,7 +211,8 @@ class Api:
         """Metrics from line `first` on, with warnings; all of them where the era is another."""
         run = self._run(request)
         era, lines = run.metrics()
-        warnings = warnings_of(lines)
+        found = standing(lines, run.config())
+        warnings = shown(found)
         first = _whole(request, "first") or 0
         if _whole(request, "era") not in (None, era):
             first = 0
@@ -220,7 +221,8 @@ class Api:
         return {
             "era": era,
             "first": first,
-            "lines": [line | {"warnings": found} for line, found in zip(lines[first:], warnings[first:], strict=True)],
+            "lines": [line | {"warnings": some} for line, some in zip(lines[first:], warnings[first:], strict=True)],
+            "rules": explanations(found),
             "num_eval": num_eval or run.config().get("tasks", {}).get("num_eval"),
         }
 
@@ -263,10 +265,8 @@ class Api:
     def tokens(self, request: Request) -> Any:
         """The tokens of one path, with every column that was recorded."""
         run, name, number = self._run(request), request.path_params["file"], request.path_params["n"]
-        tree, leaf = run.tree(name, number), _whole(request, "leaf") or 0
-        if not 0 <= leaf < len(tree["leaves"]):
-            raise DataError(f"'{name}', tree {number} has {len(tree['leaves'])} leaves; there is no leaf {leaf}")
-        steps = path_tokens(tree, leaf)
+        leaf = _whole(request, "leaf") or 0
+        steps = path_tokens(run.path_of(name, number, leaf), leaf)
         for step in steps:
             step["texts"] = self._pieces[run.name].of(step["token_ids"])
         return {"leaf": leaf, "steps": steps}

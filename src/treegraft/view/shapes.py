@@ -18,8 +18,8 @@ SCORES = ("entropies", "sampling_logprobs", "old_logprobs", "ratios")
 """Columns that are recorded for sampled tokens only."""
 
 
-def _parents(step_id: str) -> list[str]:
-    """The ids on the path, the root first."""
+def ids_above(step_id: str) -> list[str]:
+    """Returns the ids on the path to a step, the root first, itself last."""
     parts = step_id.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))]
 
@@ -27,7 +27,7 @@ def _parents(step_id: str) -> list[str]:
 def _paths(tree: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """The steps of each leaf's path."""
     steps = {step["id"]: step for step in tree["steps"]}
-    return [[steps[step_id] for step_id in _parents(leaf["step_id"])] for leaf in tree["leaves"]]
+    return [[steps[step_id] for step_id in ids_above(leaf["step_id"])] for leaf in tree["leaves"]]
 
 
 def _kind(step: dict[str, Any]) -> str:
@@ -134,6 +134,7 @@ def _drawn_step(step: dict[str, Any], leaves: Sequence[dict[str, Any]]) -> dict[
         "entropy_kind",
     )
     return {name: step[name] for name in kept} | {
+        "decision": step.get("decision"),
         "num_tokens": len(step["token_ids"]),
         "num_lesson": len(step.get("lesson_ids") or ()),
         "num_loss": num_loss,
@@ -192,8 +193,9 @@ def draw(tree: dict[str, Any]) -> dict[str, Any]:
 def path_tokens(tree: dict[str, Any], number: int) -> list[dict[str, Any]]:
     """Returns the steps of a leaf's path with their tokens' columns; scores are of sampled tokens only, None where not recorded."""
     leaf = tree["leaves"][number]
+    steps = {step["id"]: step for step in tree["steps"]}
     found = []
-    for step in _paths(tree)[number]:
+    for step in (steps[step_id] for step_id in ids_above(leaf["step_id"])):
         advantage = step["advantage"] if step["advantage"] is not None else leaf["advantage"]
         found.append(
             {

@@ -110,6 +110,11 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
     text.append(f" {len(step.token_ids)} tokens  {plain(' '.join(' '.join(said).split()) or step.content.thought, 60)}")
     if isinstance(step.cause, BranchCause):
         text.append(f"  branch: entropy change {step.cause.entropy_change:+.4g}, p {step.cause.probability:.3f}", style="yellow")
+    if (decision := step.decision) is not None and decision.num_opened < max(1, decision.num_wanted):
+        why = "the budget was spent" if decision.num_wanted else "the rule said no"
+        seen = decision.seen
+        bar = "" if seen.bar is None else f", to exceed {seen.bar:.3f}"
+        text.append(f"  no branch, {why}: entropy change {seen.entropy_change:+.4g}, p {seen.probability:.3f}{bar}", style="dim")
     if isinstance(step.cause, GraftCause):
         text.append(f"  graft from {plain(step.cause.source, 40)}, similarity {step.cause.similarity:.3f}", style="magenta")
     if leaf is not None:

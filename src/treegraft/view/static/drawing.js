@@ -1,9 +1,9 @@
 // The tree as a drawing: steps as nodes (size by tokens, ring by who wrote their tokens), branches and grafts marked where they arose.
 
 import { hideTip, flat, num, plain, s, showTip, signed } from "./dom.js";
-import { author, causeWords, headline, leafChip, ORIGINS, shade, STATUS_WORDS } from "./marks.js";
+import { author, causeWords, headline, ORIGINS, refusalWords, shade, STATUS_WORDS } from "./marks.js";
 
-const ROW = 42;
+const ROW = 46;
 const TOP = 26;
 const LEFT = 26;
 const CHIP = 200;
@@ -40,11 +40,16 @@ function ring(step, r) {
   });
 }
 
+// Where columns are narrow a mark says one number, so that it does not run into the next; hovering and the transcript say all.
 function causeMark(step, column) {
   const cause = step.cause;
-  if (cause?.kind === "branch") return s("text", { class: "mark branch", x: 0, y: 24, "text-anchor": "middle" }, `├ ΔH ${signed(cause.entropy_change, 2)} p ${num(cause.probability, 2)}`);
-  if (cause?.kind === "graft") return s("text", { class: "mark graft", x: 0, y: 26, "text-anchor": "middle" }, `◆ ${flat(cause.source, Math.max(6, column / 6.5 - 9))} sim ${num(cause.similarity, 2)}`);
-  return null;
+  const isNarrow = column < 140;
+  const mark = (kind, y, text) => s("text", { class: `mark ${kind}`, x: 0, y, "text-anchor": "middle" }, text);
+  if (cause?.kind === "branch") return mark("branch", 24, `├ ΔH ${signed(cause.entropy_change, 2)}${isNarrow ? "" : ` p ${num(cause.probability, 2)}`}`);
+  if (cause?.kind === "graft") return mark("graft", 26, `◆ ${flat(cause.source, Math.max(6, column / 6.5 - 9))} sim ${num(cause.similarity, 2)}`);
+  if (!step.decision || step.decision.num_opened) return null;
+  if (step.decision.num_wanted) return mark("refused", 24, isNarrow ? "⊘ budget" : "⊘ budget spent");
+  return mark("refused", 24, isNarrow ? `⊘ p ${num(step.decision.seen.probability, 2)}` : `⊘ ΔH ${signed(step.decision.seen.entropy_change, 2)} p ${num(step.decision.seen.probability, 2)}`);
 }
 
 function node(step, place, column, isOneTool) {
@@ -108,7 +113,7 @@ export class Drawing {
   }
 
   stepTip(step) {
-    const rows = [[`step ${step.id}`], ["written by", author(step)], ["here because", causeWords(step)], ["tokens", ORIGINS.filter((name) => step.origins[name]).map((name) => `${step.origins[name]} ${name}`).join(", ")]];
+    const rows = [[`step ${step.id}`], ["written by", author(step)], ["here because", causeWords(step)], ...(refusalWords(step) ? [["branching", refusalWords(step)]] : []), ["tokens", ORIGINS.filter((name) => step.origins[name]).map((name) => `${step.origins[name]} ${name}`).join(", ")]];
     if (step.entropy_mean !== null) rows.push(["entropy, mean and largest", `${step.entropy_mean} · ${step.entropy_max}`]);
     if (step.advantage !== null && step.num_loss) rows.push([step.is_hard ? "advantage (shared)" : "advantage, mean of its leaves", String(step.advantage)]);
     if (step.ratio_mean !== null && step.is_learned) rows.push(["ratio", `${step.ratio_min} to ${step.ratio_max}`]);

@@ -52,23 +52,26 @@ function rowKeys(page) {
 
 // ---- updates
 
+// An evaluation stands in the line of its update, whose rollouts and learning are not its own.
+const ofUpdate = (key) => (row) => (row.kind === "update" ? row.m[key] : null);
+
 export async function updates(page, { run, query }) {
   let sort = query.sort ?? "update";
   let down = query.down !== "0";
   let only = query.only ?? "";
   const columns = [
     { key: "update", label: "update", of: (row) => row.update + (row.kind === "update" ? 0 : 0.5), show: (row) => fileTitle(row.name), text: true },
-    { key: "reward", label: "reward", of: (row) => row.m["reward/mean"] },
+    { key: "reward", label: "reward", of: ofUpdate("reward/mean") },
     { key: "accuracy", label: "correct", of: (row) => (row.kind === "update" ? row.m["rollout/accuracy"] : row.m[row.kind === "greedy" ? "eval/accuracy" : "eval/accuracy_sampled"]), show: (row) => percent(columns[2].of(row)) },
     { key: "calls", label: "calls", of: (row) => row.m[row.kind === "update" ? "rollout/tool_calls_mean" : "eval/tool_calls_mean"] },
-    { key: "entropy", label: "entropy", of: (row) => row.m["learn/entropy"] },
-    { key: "branches", label: "branches", of: (row) => row.m["branch/num_branches"] },
-    { key: "grafts", label: "grafts", of: (row) => row.m["graft/num_grafts"] },
-    { key: "skipped", label: "no variance", title: "share of groups without variance of reward, skipped in learning", of: (row) => row.m["learn/skipped_groups_frac"], show: (row) => percent(row.m["learn/skipped_groups_frac"]) },
-    { key: "ratio", label: "largest ratio", of: (row) => row.m["learn/ratio_max"] },
-    { key: "tokens", label: "tokens", of: (row) => row.m["rollout/num_sampled_tokens"] },
-    { key: "time", label: "seconds", of: (row) => row.m["time/update_s"] },
-    { key: "warnings", label: "warnings", of: (row) => row.warnings.length, show: (row) => (row.warnings.length ? h("span", { class: "warn" }, `⚠ ${row.warnings.join("; ")}`) : ""), text: true },
+    { key: "entropy", label: "entropy", of: ofUpdate("learn/entropy") },
+    { key: "branches", label: "branches", of: ofUpdate("branch/num_branches") },
+    { key: "grafts", label: "grafts", of: ofUpdate("graft/num_grafts") },
+    { key: "skipped", label: "no variance", title: "share of groups without variance of reward, skipped in learning", of: ofUpdate("learn/skipped_groups_frac"), show: (row) => percent(ofUpdate("learn/skipped_groups_frac")(row)) },
+    { key: "ratio", label: "largest ratio", of: ofUpdate("learn/ratio_max") },
+    { key: "tokens", label: "tokens", of: ofUpdate("rollout/num_sampled_tokens") },
+    { key: "time", label: "seconds", of: (row) => row.m[row.kind === "update" ? "time/update_s" : "time/eval_s"], title: "of an update, evaluation included; of an evaluation: both kinds together" },
+    { key: "warnings", label: "warnings", of: (row) => row.warnings.length, show: (row) => row.warnings.map((one) => h("span", { class: "warn badge", title: plain(`${one.text}\n${row.rules[one.rule]?.meaning ?? ""}\nTo do: ${row.rules[one.rule]?.advice ?? ""}`) }, `⚠ ${plain(one.name)}`, h("small", null, plain(one.text)))), text: true },
   ];
   const place = h("div");
   const chooser = h("select", { "aria-label": "which", onchange: (event) => { only = event.target.value; note({ only }); draw(); } },
@@ -81,7 +84,7 @@ export async function updates(page, { run, query }) {
     const by = new Map(metrics.lines.map((line) => [line.update, line]));
     data = one.files.map((file) => {
       const line = by.get(file.update) ?? { warnings: [] };
-      return { ...file, m: line, warnings: file.kind === "update" ? line.warnings : [] };
+      return { ...file, m: line, rules: metrics.rules, warnings: file.kind === "update" ? line.warnings : [] };
     });
     draw();
   };
@@ -149,7 +152,7 @@ function strip(group) {
 
 const GROUP_COLUMNS = [
   { key: "n", label: "group", of: (row) => row.n, show: (row) => `group ${row.n}` },
-  { key: "question", label: "question", of: (row) => row.question, text: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 140)), row.snippet && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
+  { key: "question", label: "question", of: (row) => row.question, text: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 140)), row.snippet && flat(row.snippet, 140) !== flat(row.question, 140) && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
   { key: "category", label: "category", of: (row) => row.category, text: true, show: (row) => plain(row.category) },
   { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), show: strip },
   { key: "reward", label: "reward", of: (row) => row.reward_mean },

@@ -57,13 +57,29 @@ export function leafChip(leaf) {
 
 // ---- steps
 
+// The comparison that decided: what had to be exceeded is a threshold or the coin that was tossed.
+function decided(seen, holds) {
+  if (seen.bar === null || seen.bar === undefined) return `probability ${num(seen.probability, 4)}`;
+  const bar = seen.rule === "bernoulli" ? "the coin" : "the threshold";
+  return `probability ${num(seen.probability, 4)} ${holds ? "is above" : "is not above"} ${bar}, ${num(seen.bar, 4)}`;
+}
+
+// Why no branch was opened beside a step, or fewer than the rule wanted; null where nobody asked or all were opened.
+export function refusalWords(step) {
+  const decision = step.decision;
+  if (!decision || decision.num_opened >= Math.max(1, decision.num_wanted)) return null;
+  const change = `in its first tokens entropy changed by ${signed(decision.seen.entropy_change, 4)} against the start`;
+  if (decision.num_wanted === 0) return `No branch beside it: ${change}, and ${decided(decision.seen, false)} (rule “${plain(decision.seen.rule)}”).`;
+  return `${decision.num_opened} of ${decision.num_wanted} branches beside it: ${change} and ${decided(decision.seen, true)}, but the budget of leaves was spent.`;
+}
+
 export function causeWords(step) {
   const cause = step.cause;
   if (!cause) return "the prompt";
   if (cause.kind === "start") return "a start: a first-level rollout";
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
-  if (cause.kind === "branch") return `a branch: after the result above it entropy changed by ${signed(cause.entropy_change, 4)}, so the rule "${plain(cause.rule)}" branched with probability ${num(cause.probability, 4)}`;
-  return `a graft: retrieved from "${plain(cause.source)}", who wrote it on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${num(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
+  if (cause.kind === "branch") return `a branch: after the result above it the policy's entropy changed by ${signed(cause.entropy_change, 4)} against the start of the trajectory; ${decided(cause, true)} (rule “${plain(cause.rule)}”)`;
+  return `a graft: retrieved from “${plain(cause.source)}”, who wrote it on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${num(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
 }
 
 // `isBrief`: without the tool's name, where there is but one.

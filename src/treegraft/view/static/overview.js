@@ -42,7 +42,7 @@ export async function overview(page, { runs, query, go }) {
     const known = loaded.get(name);
     const got = await get(runPath(name, "/metrics"), known ? { first: known.lines.length, era: known.era } : {});
     const lines = known && got.era === known.era ? [...known.lines.slice(0, got.first), ...got.lines] : got.lines;
-    loaded.set(name, { name, era: got.era, lines, numEval: got.num_eval });
+    loaded.set(name, { name, era: got.era, lines, numEval: got.num_eval, rules: got.rules });
   }
 
   const legend = h("div", { class: "legend", id: "run-legend" });
@@ -96,7 +96,8 @@ export async function overview(page, { runs, query, go }) {
         if (!values.some((v) => v !== null)) continue;
         const interval = values.map((v) => wilson(v, run.numEval));
         found.push({ label: `${prefix}${key === "eval/accuracy" ? "greedy" : "sampled"}`, colour, values, low: interval.map((i) => i[0]), high: interval.map((i) => i[1]), points: true });
-        card.about = `share of ${run.numEval} held-out tasks; band: Wilson's 95 % interval`;
+        const counts = [...new Set(shown.map((one) => one.numEval).filter(Boolean))];
+        card.about = `share of ${counts.join(" or ")} held-out tasks; band: Wilson's 95 % interval`;
         continue;
       }
       for (const [key, label, dashed] of card.keys) {
@@ -122,7 +123,9 @@ export async function overview(page, { runs, query, go }) {
   function drawCard(card, shown, x, marks) {
     const runsOf = card.time ? shown.slice(0, 3).map((run) => [run]) : [shown];
     for (const some of runsOf) {
-      const series = card.time ? timeSeries(some[0], x) : seriesOf(card, some, x);
+      // The parts of a run's time are areas: they end where the run does, however long others are.
+      const own = card.time ? allUpdates(some) : x;
+      const series = card.time ? timeSeries(some[0], own) : seriesOf(card, some, x);
       const place = h("div", { class: "plot" });
       const title = card.time && shown.length > 1 ? `${card.title}: ${some[0].name}` : card.title;
       const keys = card.time ? series.map((one) => { const i = h("i", { class: "swatch" }); i.style.background = one.colour; return h("span", null, i, one.label); }).reverse() : [];
@@ -130,7 +133,7 @@ export async function overview(page, { runs, query, go }) {
       grid.append(box);
       if (!series.length) continue;
       const pick = (update) => { if (update > 0) go(to.groups(some[0].name, `update-${String(update).padStart(6, "0")}`)); };
-      plots.push(chart(place, { x, series: series.map((one) => (one.hidden ? { ...one, label: "", raw: one.values.map(() => null) } : one)), marks, range: card.range, format: card.format ?? num, sync: "updates", onPick: pick, stacked: card.time }));
+      plots.push(chart(place, { x: own, series: series.map((one) => (one.hidden ? { ...one, label: "", raw: one.values.map(() => null) } : one)), marks: card.time ? marks.filter((mark) => mark.run === some[0].name) : marks, range: card.range, format: card.format ?? num, sync: "updates", onPick: pick, stacked: card.time }));
     }
   }
 
@@ -140,23 +143,33 @@ export async function overview(page, { runs, query, go }) {
     const shown = chosen.map((name) => loaded.get(name)).filter((run) => run && run.lines.length);
     drawLegend(shown);
     grid.replaceChildren();
-    const marked = shown.flatMap((run) => run.lines.filter((line) => line.warnings.length).map((line) => ({ x: line.update, run: run.name, texts: line.warnings })));
+    const marked = shown.flatMap((run) => run.lines.filter((line) => line.warnings.length).map((line) => ({ x: line.update, run: run.name, texts: line.warnings.map((one) => `${one.name}: ${one.text}`) })));
     if (!shown.length) {
       replace(grid, h("p", { class: "notice" }, chosen.length ? "No update is finished yet. This page shows each one as it ends." : "No run is chosen."));
     } else {
       const x = allUpdates(shown);
-      const marks = marked.map((mark) => ({ x: mark.x, colour: shown.length > 1 ? colourOf(mark.run) : null, texts: mark.texts.map((text) => (shown.length > 1 ? `${mark.run}: ${text}` : text)) }));
+      const marks = marked.map((mark) => ({ x: mark.x, run: mark.run, colour: shown.length > 1 ? colourOf(mark.run) : null, texts: mark.texts.map((text) => (shown.length > 1 ? `${mark.run}: ${text}` : text)) }));
       for (const card of CARDS) drawCard(card, shown, x, marks);
       for (const key of extra) drawCard({ title: key, keys: [[key, key]], about: meanings[key] ?? "" }, shown, x, marks);
     }
     const keys = [...new Set(shown.flatMap((run) => run.lines.flatMap(Object.keys)))].filter((key) => key.includes("/") && !extra.includes(key)).sort();
     replace(more, h("option", { value: "" }, "add a chart …"), keys.map((key) => h("option", { value: key }, key)));
-    replace(
-      warnings,
-      marked.length > 0 && h("h2", null, `Updates with warnings (${marked.length})`),
-      marked.slice(-200).reverse().map((mark) => h("p", null, h("b", { class: "warn" }, "⚠ "), mark.x > 0 ? h("a", { href: to.groups(mark.run, `update-${String(mark.x).padStart(6, "0")}`) }, `${mark.run} update ${mark.x}`) : `${mark.run} start`, " ", mark.texts.join("; "))),
-    );
+    replace(warnings, marked.length > 0 && h("h2", null, `Warnings (in ${marked.length === 1 ? "1 update" : `${marked.length} updates`})`), shown.map((run) => episodes(run, shown.length > 1)));
     grid.dataset.points = String(shown.reduce((sum, run) => sum + run.lines.length, 0));
+  }
+
+  // A warning with the updates it stood in, what it means and what to do.
+  function episodes(run, isNamed) {
+    const found = new Map();
+    for (const line of run.lines) for (const one of line.warnings) found.set(one.name, [...(found.get(one.name) ?? []), { update: line.update, ...one }]);
+    const place = (one) => (one.update > 0 ? h("a", { href: to.groups(run.name, `update-${String(one.update).padStart(6, "0")}`), title: plain(one.text) }, String(one.update)) : "start");
+    return [...found].sort((a, b) => b[1].at(-1).update - a[1].at(-1).update).map(([name, stood]) => {
+      const rule = run.rules[stood[0].rule] ?? { meaning: "", causes: [], advice: "" };
+      const shownPlaces = stood.length > 14 ? [...stood.slice(0, 6).map(place), "…", ...stood.slice(-6).map(place)] : stood.map(place);
+      return h("article", { class: "warning", "data-warning": name },
+        h("header", null, h("b", { class: "warn" }, `⚠ ${isNamed ? `${run.name}: ` : ""}${plain(name)}`), h("span", null, plain(stood.at(-1).text)), h("span", { class: "dim" }, stood.length === 1 ? "update " : `${stood.length} updates: `, shownPlaces.flatMap((one, n) => (n ? [" ", one] : [one])))),
+        h("p", null, rule.meaning), h("p", null, h("b", null, "To do: "), rule.advice), rule.causes.length > 0 && h("p", { class: "dim" }, `Likely causes: ${rule.causes.join("; ")}.`));
+    });
   }
 
   async function update() {

@@ -1,7 +1,7 @@
 // A path to read: who wrote each step and why it is there, then what it says; markup is folded away.
 
 import { to } from "./api.js";
-import { author, causeWords, STATUS_WORDS } from "./marks.js";
+import { author, causeWords, refusalWords, STATUS_WORDS } from "./marks.js";
 import { h, num, plain, plural, signed } from "./dom.js";
 
 const part = (name, label, text, ...marks) => h("div", { class: `part ${name}` }, h("span", { class: "label" }, label, marks), h("pre", { class: "foreign" }, plain(text)));
@@ -20,24 +20,38 @@ export function contentParts(content) {
   return found;
 }
 
-export function stepFacts(step, leaf) {
+export function stepFacts(step, leaf, numBelow = 1) {
   const facts = [plural(step.num_tokens, "token")];
   if (step.entropy_mean !== null) facts.push(`entropy ${num(step.entropy_mean)} (largest ${num(step.entropy_max)})`);
   if (step.num_loss) {
     const advantage = step.is_hard ? step.advantage : leaf?.advantage;
-    facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}`}`);
+    const isShared = numBelow > 1 && !step.is_hard && leaf && step.advantage !== null;
+    const shared = isShared ? ` on this path, ${signed(step.advantage)} in the mean of the ${numBelow} leaves below` : "";
+    facts.push(`${step.num_loss} with loss${advantage === null || advantage === undefined ? "" : `, advantage ${signed(advantage)}${shared}`}`);
   } else if (step.cause) facts.push("no loss");
   if (step.ratio_mean !== null && step.is_learned) facts.push(`ratio ${num(step.ratio_min, 5)} to ${num(step.ratio_max, 5)}`);
-  if (step.num_lesson) facts.push(`${step.num_lesson} lesson tokens`);
+  if (step.num_lesson) facts.push(`${step.num_lesson} that learning from grafts would imitate`);
   return facts.join(" · ");
 }
 
-export function stepCard(step, { run, leaf, onPick, selected, raw }) {
+const isBelow = (leaf, step) => leaf.step_id === step.id || leaf.step_id.startsWith(`${step.id}.`);
+
+// What the leaves below a step earned, and those of the group that do not hold it.
+function belowWords(step, tree) {
+  const scored = tree.leaves.filter((leaf) => leaf.reward !== null);
+  const [below, others] = [scored.filter((leaf) => isBelow(leaf, step)), scored.filter((leaf) => !isBelow(leaf, step))];
+  const mean = (leaves) => num(leaves.reduce((sum, leaf) => sum + leaf.reward, 0) / leaves.length);
+  if (!below.length || !others.length) return null;
+  return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${mean(others)} over the ${others.length} others of the group.`;
+}
+
+export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
   const kind = step.cause?.kind ?? "prompt";
   const effect = leaf?.effects?.[step.id];
   const notes = [];
   if (kind === "graft") {
-    if (effect) notes.push(h("p", null, `Mean entropy of the policy's steps: ${num(effect[0])} before it, ${num(effect[1])} after it (${signed(effect[1] - effect[0])}).`));
+    if (effect) notes.push(h("p", null, `The policy's mean entropy: ${num(effect[0])} in its step before, ${num(effect[1])} in its step after (${signed(effect[1] - effect[0])}${effect[1] > effect[0] ? ", less sure" : ", surer"}).`));
+    if (tree && belowWords(step, tree)) notes.push(h("p", null, belowWords(step, tree)));
     if (step.cause.content_hash) notes.push(h("p", null, h("a", { href: to.trace(run, step.cause.content_hash) }, "its trace in the buffer")));
   }
   const said = contentParts(step.content);
@@ -49,8 +63,9 @@ export function stepCard(step, { run, leaf, onPick, selected, raw }) {
     h("header", null,
       h("button", { class: "stepid", onclick: () => onPick?.(step.id), title: "select this step" }, kind === "prompt" ? "prompt" : step.id),
       h("span", { class: "who" }, h("i", { class: `dot by-${step.origin}` }), kind === "prompt" ? "the task" : `written by ${author(step)}`),
-      h("span", { class: "facts" }, stepFacts(step, leaf))),
+      h("span", { class: "facts" }, stepFacts(step, leaf, tree ? tree.leaves.filter((one) => isBelow(one, step)).length : 1))),
     kind !== "prompt" && kind !== "continuation" && h("p", { class: `cause ${kind}` }, `Here because it is ${causeWords(step)}.`),
+    refusalWords(step) && h("p", { class: "cause refused" }, refusalWords(step)),
     notes, body, details);
 }
 
@@ -64,6 +79,8 @@ export function leafFacts(leaf, task) {
   const own = leaf.outcome_advantage;
   const differs = own !== null && own !== undefined && leaf.advantage !== null && Math.abs(own - leaf.advantage) > 1e-9;
   rows.push(["advantage", `${signed(leaf.advantage, 4)}${differs ? ` (of the reward alone ${signed(own, 4)}; retrieval reward ${signed(leaf.retrieval_reward, 3)})` : ""}${leaf.has_loss ? "" : "; no loss on this path"}`]);
+  const factor = leaf.shaping_factor;
+  if (factor !== null && factor !== undefined && (factor !== 1 || leaf.num_grafts)) rows.push(["shaping", `ratios × ${num(factor, 5)} before clipping (retrieval importance shaping: 1 + weight × ${num(100 * leaf.retrieved_frac, 3)} % retrieved)`]);
   rows.push(["length", `${plural(leaf.num_tokens, "token")}, ${plural(leaf.num_steps, "step")}, ${plural(leaf.num_calls, "tool call")}${leaf.retrieved_frac ? `, ${num(100 * leaf.retrieved_frac)} % retrieved` : ""}`]);
   return h("dl", { class: "leaffacts" }, rows.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value))));
 }

@@ -69,7 +69,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   let drawing = null;
   function draw() {
     drawing = new Drawing(tree, { width: left.clientWidth - 16, scale, onLeaf: (one) => choose(one, null), onStep: pickStep });
-    const ringLegend = h("div", { class: "ringlegend" }, h("span", null, "ring: "), ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch (entropy change, probability)"), h("span", { class: "graftword" }, "◆ graft (source, similarity)"), h("span", null, "bar: advantage"));
+    const ringLegend = h("div", { class: "ringlegend" }, h("span", null, "ring: who wrote its tokens "), ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch (ΔH: entropy change, p: probability)"), h("span", { class: "refusedword" }, "⊘ looked, none opened"), h("span", { class: "graftword" }, "◆ graft (source, similarity)"), h("span", null, "✓ right or ✗ wrong, with the reward"), h("span", null, "bar: advantage (orange up, blue down)"));
     replace(left, ringLegend, drawing.element);
     drawing.paint(overlay);
     drawing.select(leaf, step);
@@ -100,7 +100,7 @@ export async function treePage(page, { run, query, go }, file, n) {
         const found = got.steps.find((s) => s.id === id);
         details.querySelector("pre").textContent = plain((found.texts ?? found.token_ids.map((t) => `#${t} `)).join(""));
       };
-      replace(right, head, facts, path().map((s) => stepCard(s, { run, leaf: one, onPick: pickStep, selected: s.id === step, raw })));
+      replace(right, head, facts, path().map((s) => stepCard(s, { run, tree, leaf: one, onPick: pickStep, selected: s.id === step, raw })));
     } else {
       const got = await tokens(which);
       if (which !== leaf || mode !== "tokens") return;
@@ -110,6 +110,11 @@ export async function treePage(page, { run, query, go }, file, n) {
     }
     right.dataset.leaf = String(leaf);
     right.dataset.mode = mode;
+  }
+  // Scrolls the pane and never the page, whose head must stay in sight.
+  function showStep() {
+    const card = step === null ? null : right.querySelector(`[data-step="${CSS.escape(step)}"]`);
+    right.scrollTop = card ? card.getBoundingClientRect().top - right.getBoundingClientRect().top + right.scrollTop - 8 : 0;
   }
   const other = () => tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward) >= 0 ? tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward) : leaf === 0 ? 1 : 0;
 
@@ -121,8 +126,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     drawing.select(leaf, step);
     reveal();
     await drawPath();
-    if (step) right.querySelector(`[data-step="${CSS.escape(step)}"]`)?.scrollIntoView({ block: "start" });
-    else right.scrollTop = 0;
+    showStep();
   }
   const pickStep = (id) => choose(Math.max(0, leafBelow(id)), id);
   const move = (by) => choose((leaf + by + tree.leaves.length) % tree.leaves.length, null);
@@ -155,7 +159,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   setOverlay(overlay);
   await drawPath();
   reveal();
-  if (step) right.querySelector(`[data-step="${CSS.escape(step)}"]`)?.scrollIntoView({ block: "start" });
+  showStep();
   const onResize = () => draw();
   addEventListener("resize", onResize);
   return {

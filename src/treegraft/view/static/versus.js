@@ -63,7 +63,7 @@ export async function versus(page, { run, query, go }, file, n) {
     const leaves = now.map((leaf) => tree.leaves[leaf]);
     const cut = parting(paths[0], paths[1]);
     said.textContent = now[0] === now[1] ? "Both sides show the same leaf." : verdict(leaves[0], leaves[1], paths[0], paths[1], cut, steps);
-    const common = h("details", { class: "common" }, h("summary", null, `common: ${plural(cut.steps, "step")}, ${plural(paths[0].slice(0, cut.steps).reduce((sum, step) => sum + step.token_ids.length, 0), "token")}`), paths[0].slice(0, cut.steps).map((step) => stepCard(steps.get(step.id), { run, leaf: leaves[0] })));
+    const common = h("details", { class: "common" }, h("summary", null, `common: ${plural(cut.steps, "step")}, ${plural(paths[0].slice(0, cut.steps).reduce((sum, step) => sum + step.token_ids.length, 0), "token")}`), paths[0].slice(0, cut.steps).map((step) => stepCard(steps.get(step.id), { run, tree, leaf: leaves[0] })));
     views = [];
     const side = (k) => {
       const rest = paths[k].slice(cut.steps);
@@ -74,7 +74,7 @@ export async function versus(page, { run, query, go }, file, n) {
         views.push(view);
         body = view.element;
       } else body = rest.map((step, place) => {
-        const card = stepCard(steps.get(step.id), { run, leaf: leaves[k] });
+        const card = stepCard(steps.get(step.id), { run, tree, leaf: leaves[k] });
         if (place === 0) card.classList.add("parts");
         return card;
       });
