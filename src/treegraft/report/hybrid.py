@@ -1,0 +1,267 @@
+"""On-policy against hybrid trajectories: what they earn and cost, how different they are from each other, and a map of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from treegraft.report.bands import Point, student
+from treegraft.report.diversity import PHASES, Clusters, Reservoir, choose_encoder, count, embed, phase_of, project, radius_of
+from treegraft.report.groups import Group
+from treegraft.report.pieces import Scene, draw_band, how_many, label_ends, whole_updates
+from treegraft.report.records import Record
+from treegraft.report.shape import Cell, LeftOut, Made, Table
+from treegraft.report.style import COLOURS, legend_above, legend_height, looks, new_figure, printable
+from treegraft.report.trees import MOST_FILES, Seen, read_trajectories
+
+HYBRID, DIVERSITY, MAP = "on-policy-against-hybrid", "semantic-diversity", "trajectory-map"
+_KINDS = ("on-policy", "hybrid")
+_MEASURES = (("reward", "mean reward"), ("num_sampled", "sampled tokens a trajectory"), ("num_calls", "tool calls a trajectory"))
+LEAST = 20
+"""Trajectories that a set needs for its clusters to be counted."""
+_MOST_ROWS, _MOST_MAPS = 3, 6
+_OWN = "hybrid, own steps"
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one pass over a run's trees found."""
+
+    sums: dict[tuple[str, int], dict[str, list[float]]] = field(default_factory=dict)
+    """(kind, update) -> measure -> [sum, count]."""
+    samples: dict[tuple[str, int], Reservoir] = field(default_factory=dict)
+    """(kind, third of the run) -> trajectories."""
+    num_seen: int = 0
+
+    def add(self, seen: Seen, num_updates: int) -> None:
+        """Counts one trajectory; those lost to failures of ours count nowhere."""
+        if seen.reward is None:
+            return
+        self.num_seen += 1
+        kind = _KINDS[seen.is_hybrid]
+        cell = self.sums.setdefault((kind, seen.update), {})
+        for measure, _ in _MEASURES:
+            total = cell.setdefault(measure, [0.0, 0.0])
+            total[0] += float(getattr(seen, measure))
+            total[1] += 1
+        self.samples.setdefault((kind, phase_of(seen.update, num_updates)), Reservoir()).add(seen)
+
+    def mean(self, kind: str, measure: str) -> dict[int, float]:
+        """Returns the mean of a measure by update."""
+        return {update: cell[measure][0] / cell[measure][1] for (k, update), cell in sorted(self.sums.items()) if k == kind}
+
+    @property
+    def has_hybrid(self) -> bool:
+        """Returns whether any trajectory holds a graft."""
+        return any(kind == "hybrid" for kind, _ in self.sums)
+
+
+def scan(groups: Sequence[Group], notes: list[str]) -> dict[str, Scan]:
+    """Returns what each run's trees hold, by the run's name; runs without trees are left out. One line is in memory at a time."""
+    found = {}
+    for record in (record for group in groups for record in group.records if record.run is not None):
+        one, last = Scan(), _last_update(record)
+        for seen in read_trajectories(record.run, notes):  # type: ignore[arg-type]
+            one.add(seen, last)
+        if one.num_seen:
+            found[record.name] = one
+    return found
+
+
+def _last_update(record: Record) -> int:
+    updates = [file.update for file in record.run.files()] if record.run is not None else []
+    return max(updates, default=1)
+
+
+# ---------------------------------------------------------------------- what they earn and cost
+
+
+def hybrid(scene: Scene, scans: Mapping[str, Scan]) -> Made | LeftOut:
+    """Returns reward, sampled tokens and tool calls of trajectories with a graft and without one."""
+    title = "On-policy against hybrid trajectories"
+    if not scans:
+        return LeftOut(HYBRID, title, "no run folder with recorded trees was given.")
+    grafted = [group for group in scene.groups if any(scans[r.name].has_hybrid for r in group.records if r.name in scans)]
+    if not grafted:
+        return LeftOut(HYBRID, title, "no trajectory of these runs holds a retrieved step.")
+    drawn = grafted[:_MOST_ROWS]
+    figure, axes = new_figure(len(drawn), len(_MEASURES), 2.1 * len(drawn))
+    rows, ends = list[tuple[Cell, ...]](), list[tuple[Any, list[tuple[float, float, str, str]]]]()
+    for row, group in enumerate(grafted):
+        for column, (measure, name) in enumerate(_MEASURES):
+            curves = {kind: _kind_band(group, scans, kind, measure) for kind in _KINDS}
+            rows += [
+                (group.panel, group.label, measure, kind, int(p.x), p.num, p.mean, p.low, p.high) for kind in _KINDS for p in curves[kind]
+            ]  # fmt: skip
+            if row < len(drawn):
+                one = axes[row * len(_MEASURES) + column]
+                _draw_kinds(one, curves, name, printable(group.label, 30) if column == 0 else "")
+                ends.append((one, [(c[-1].x, c[-1].mean, kind, COLOURS[n]) for n, (kind, c) in enumerate(curves.items()) if c]))
+    figure.canvas.draw()
+    for place, (one, found) in enumerate(ends):
+        if place % len(_MEASURES) == len(_MEASURES) - 1:
+            label_ends(one, found)
+    caption = (
+        "Means over the trajectories of an update; hybrid: holds at least one retrieved step, whose tokens count neither as sampled nor as "
+        f"calls. At most {MOST_FILES} updates of a run are read, spread evenly. {how_many(grafted)}"
+    )
+    notes = [f"For want of room in the table only: {', '.join(g.label for g in grafted[_MOST_ROWS:])}."] if len(grafted) > _MOST_ROWS else []
+    columns = ("panel", "group", "measure", "kind", "update", "n", "mean", "low", "high")
+    return Made(HYBRID, title, caption, Table(columns, rows), figure, notes)
+
+
+def _kind_band(group: Group, scans: Mapping[str, Scan], kind: str, measure: str) -> list[Point]:
+    series = [found for r in group.records if r.name in scans and (found := scans[r.name].mean(kind, measure))]
+    if not series:
+        return []
+    shared = sorted(set.intersection(*(set(one) for one in series)))
+    return [Point(update, *student([one[update] for one in series]), len(series)) for update in shared]
+
+
+def _draw_kinds(axes: Any, curves: Mapping[str, Sequence[Point]], name: str, title: str) -> None:
+    for number, (kind, points) in enumerate(curves.items()):
+        if points:
+            draw_band(axes, points, kind, looks(number))
+    axes.set_title(title)
+    axes.set_xlabel("update")
+    axes.set_ylabel(name)
+    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    whole_updates(axes)
+
+
+# ---------------------------------------------------------------------- how different they are
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """Vectors of one kind of trajectories of one run in one third of it."""
+
+    label: str
+    kind: str
+    phase: int
+    record: str
+    vectors: Any
+
+
+def _sets(scene: Scene, scans: Mapping[str, Scan]) -> tuple[list[_Set], str]:
+    """Embeds the samples; the second value says with what."""
+    encoder, about = choose_encoder(scene.encoder)
+    found = []
+    for group in scene.groups:
+        is_grafted = any(scans[r.name].has_hybrid for r in group.records if r.name in scans)
+        label = f"{group.label} ({group.panel})" if group.panel else group.label
+        for record in group.records:
+            samples = scans[record.name].samples if record.name in scans else {}
+            for (kind, phase), reservoir in sorted(samples.items()):
+                if len(reservoir.items) < LEAST:
+                    continue
+                shown = kind if is_grafted else "all"
+                found.append(_Set(label, shown, phase, record.name, embed(encoder, [seen.whole for seen in reservoir.items])))
+                if kind == "hybrid":
+                    own = embed(encoder, [seen.own for seen in reservoir.items])
+                    found.append(_Set(label, _OWN, phase, record.name, own))
+    return found, about
+
+
+def diversity(scene: Scene, scans: Mapping[str, Scan]) -> list[Made | LeftOut]:
+    """Returns the figure of clusters and distances, and the map; both left out where trees are too few."""
+    titles = ((DIVERSITY, "Semantic diversity of trajectories"), (MAP, "Map of trajectories"))
+    if not scans:
+        return [LeftOut(name, title, "no run folder with recorded trees was given.") for name, title in titles]
+    sets, about = _sets(scene, scans)
+    if not sets:
+        why = f"no third of a run has {LEAST} trajectories of a kind in the updates looked at."
+        return [LeftOut(name, title, why) for name, title in titles]
+    num = min(len(one.vectors) for one in sets)
+    sets = [_Set(one.label, one.kind, one.phase, one.record, one.vectors[:num]) for one in sets]
+    return [_clusters(scene, sets, num, about), _map(sets, num, about)]
+
+
+def _named(one: _Set) -> str:
+    return one.label if one.kind == "all" else f"{one.label}: {one.kind}"
+
+
+def _clusters(scene: Scene, sets: Sequence[_Set], num: int, about: str) -> Made:
+    radius = radius_of([one.vectors for one in sets if one.kind != _OWN])
+    found: dict[tuple[str, int], list[Clusters]] = {}
+    for one in sets:
+        found.setdefault((_named(one), one.phase), []).append(count(one.vectors, radius))
+    names = list(dict.fromkeys(name for name, _ in found))
+    rows: list[tuple[Cell, ...]] = []
+    drawn = names[: len(COLOURS)]
+    labels = [printable(name, 40) for name in drawn]
+    figure, axes = new_figure(1, 2, 2.5, top=legend_height(labels))
+    for column, (measure, y_label) in enumerate((("clusters", "DBSCAN clusters"), ("distance", "mean cosine distance of two"))):
+        for place, name in enumerate(drawn):
+            points = [
+                Point(phase, *student([float(getattr(c, measure)) for c in found[name, phase]]), len(found[name, phase]))
+                for phase in range(len(PHASES))
+                if (name, phase) in found
+            ]
+            draw_band(axes[column], points, labels[place], looks(place))
+        axes[column].set_xticks(range(len(PHASES)), PHASES)
+        axes[column].set_xlim(-0.25, len(PHASES) - 0.75)
+        axes[column].set_ylim(bottom=0)
+        axes[column].set_ylabel(y_label)
+        axes[column].set_xlabel("part of the run's updates")
+    legend_above(figure, axes[:1])
+    for (name, phase), several in found.items():
+        for measure in ("clusters", "noise", "distance"):
+            mean, low, high = student([float(getattr(c, measure)) for c in several])
+            rows.append((name, PHASES[phase], measure, len(several), num, mean, low, high))
+    caption = (
+        f"{num} trajectories of each kind, part and run, drawn at random from at most {MOST_FILES} updates of a run (more points make more "
+        f"clusters). Embedded without the question, with {about}; DBSCAN on cosine distances, radius {radius:.3f} (half the median distance "
+        f"of two trajectories), at least 3 in a cluster. {_OWN}: the same hybrid trajectories without their retrieved steps. "
+        f"noise in the table: share in no cluster. {how_many(scene.groups)}"
+    )
+    notes = [f"In the table only: {', '.join(names[len(drawn) :])}."] if len(names) > len(drawn) else []
+    columns = ("set", "part", "measure", "n", "trajectories", "mean", "low", "high")
+    return Made(DIVERSITY, "Semantic diversity of trajectories", caption, Table(columns, rows), figure, notes)
+
+
+# ---------------------------------------------------------------------- the map
+
+
+def _map(sets: Sequence[_Set], num: int, about: str) -> Made | LeftOut:
+    """One panel for each kind, all on the same axes, the others in grey behind."""
+    title = "Map of trajectories"
+    last = {}
+    for one in sets:
+        # The first run of a group stands for it: axes are shared, so runs of one group would hide each other.
+        if one.kind != _OWN and (_named(one) not in last or last[_named(one)].record == one.record):
+            last[_named(one)] = one
+    names = list(last)[:_MOST_MAPS]
+    places, shares = project({name: last[name].vectors for name in last})
+    if shares == (0.0, 0.0):
+        return LeftOut(MAP, title, "all trajectories looked at are alike, so there is nothing to spread.")
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    figure, axes = new_figure(rows, columns, (2.35 if columns == 3 else 3.0) * rows)
+    everything = np.concatenate(list(places.values()))
+    for place, one in enumerate(axes):
+        if place >= len(names):
+            one.set_axis_off()
+            continue
+        look, mine = looks(place), places[names[place]]
+        one.plot(everything[:, 0], everything[:, 1], ".", color="#cccccc", markersize=2.5, linestyle="none")
+        one.plot(mine[:, 0], mine[:, 1], look["marker"], color=look["color"], markersize=3.2, alpha=0.6, linestyle="none",
+                 markeredgewidth=0)  # fmt: skip
+        one.set_title(printable(names[place], 34))
+        one.set_xlabel(f"1st component ({100 * shares[0]:.0f} % of variance)")
+        if place % columns == 0:
+            one.set_ylabel(f"2nd component ({100 * shares[1]:.0f} %)")
+        one.set_aspect("equal", adjustable="datalim")
+    caption = (
+        f"First two principal components of the embeddings ({about}; the question left out) of {num} trajectories of each kind, from the "
+        "last part of a run (see the table) and the first run of a group. Coloured: the kind named above; grey: all others. Components are "
+        "of all panels together."
+    )
+    table_rows = [
+        (name, PHASES[last[name].phase], last[name].record, float(x), float(y)) for name in last for x, y in places[name]
+    ]
+    notes = [f"In the table only: {', '.join(list(last)[_MOST_MAPS:])}."] if len(last) > _MOST_MAPS else []
+    return Made(MAP, title, caption, Table(("set", "part", "run", "component 1", "component 2"), table_rows), figure, notes)
