@@ -15,11 +15,11 @@ from treegraft.report.style import legend_above, legend_height, looks, new_figur
 
 EFFICIENCY, FINAL, NOISE, OFF_POLICY = "efficiency", "final-accuracy", "noise-rate", "off-policy-source"
 _PER_UPDATE = (
-    ("time/rollout_s", "rollout time (s)"),
-    ("time/learn_s", "learning time (s)"),
-    ("rollout/num_sampled_tokens", "sampled tokens"),
-    ("rollout/num_tool_calls", "tool calls"),
-    ("time/cpu_s", "processor time (s)"),
+    ("time/rollout_s", "rollout time per update (s)"),
+    ("time/learn_s", "learning time per update (s)"),
+    ("rollout/num_sampled_tokens", "sampled tokens per update"),
+    ("rollout/num_tool_calls", "tool calls per update"),
+    ("time/cpu_s", "processor time per update (s)"),
 )
 _RANDOM = "buffer.random_prob"
 _BAR = 0.235
@@ -42,35 +42,19 @@ def per_update(record: Record, key: str) -> float | None:
 def efficiency(scene: Scene) -> Made | LeftOut:
     """Returns what a mean update costs: rollout and learning time, sampled tokens, tool calls."""
     title = "Efficiency: what an update costs"
-    cells, rows = list[tuple[str, list[Bar]]](), list[tuple[Cell, ...]]()
+    rows, cells = list[tuple[Cell, ...]](), dict[tuple[str, str], list[Bar]]()
     for panel in scene.panels:
-        groups = scene.of_panel(panel)
-        for key, name in _PER_UPDATE:
-            bars = []
-            for place, group in enumerate(groups):
-                values = [value for record in group.records if (value := per_update(record, key)) is not None]
-                if not values or max(values) <= 0:
-                    continue
-                mean, low, high = student(values)
-                bars.append(Bar(group.label, mean, low, high, values, place))
-                rows.append((panel, key, group.label, len(values), mean, low, high))
-            # The processor's time stands in for the two clocks where a study has none.
-            if bars and not (key == "time/cpu_s" and any(p == panel and k == "time/rollout_s" for p, k, *_ in rows)):
-                cells.append((f"{panel}: {name}" if panel else name, bars))
-    if not cells:
+        for key, _ in _PER_UPDATE:
+            bars = _cost_bars(scene, panel, key)
+            rows += [(panel, key, bar.label, len(bar.dots), bar.value, bar.low, bar.high) for bar in bars]
+            if any(bar.value > 0 for bar in bars):
+                cells[panel, key] = bars
+    keys = [(key, name) for key, name in _PER_UPDATE if any(found == key for _, found in cells)]
+    # The processor's time stands in for the two clocks where a study has none.
+    keys = [(key, name) for key, name in keys if key != "time/cpu_s" or "time/rollout_s" not in dict(keys)]
+    if not keys:
         return LeftOut(EFFICIENCY, title, "no run has recorded times, sampled tokens or tool calls of an update yet.")
-    columns = 2 if len(cells) in (2, 4) else min(3, len(cells))
-    num_rows = -(-len(cells) // columns)
-    most = max(len(bars) for _, bars in cells)
-    figure, axes = new_figure(num_rows, columns, num_rows * (0.62 + _BAR * most))
-    for place, one in enumerate(axes):
-        if place >= len(cells):
-            one.set_axis_off()
-            continue
-        name, bars = cells[place]
-        names_here = place % columns == 0 or [bar.label for bar in bars] != [bar.label for bar in cells[place - 1][1]]
-        draw_bars(one, bars, shows_names=names_here)
-        one.set_title(printable(f"{name} per update" if not name.endswith(")") else name.replace(" (s)", " per update (s)"), 44))
+    figure = _draw_costs([(panel, [(name, cells.get((panel, key), [])) for key, name in keys]) for panel in scene.panels])
     caption = (
         f"Mean over a run's updates, then over the runs of a group. {how_many(scene.groups)} Dots: single runs. Seconds are those of the "
         "machines that made the runs, other work on them included."
@@ -78,10 +62,42 @@ def efficiency(scene: Scene) -> Made | LeftOut:
     return Made(EFFICIENCY, title, caption, Table(("panel", "metric", "group", "n", "mean", "low", "high"), rows), figure)
 
 
+def _cost_bars(scene: Scene, panel: str, key: str) -> list[Bar]:
+    bars = []
+    for group in scene.of_panel(panel):
+        values = [value for record in group.records if (value := per_update(record, key)) is not None]
+        if values:
+            bars.append(Bar(group.label, *student(values), values, scene.look(group.label)))
+    return bars
+
+
+def _draw_costs(rows: Sequence[tuple[str, Sequence[tuple[str, list[Bar]]]]]) -> Any:
+    """A row for each panel of the scene, or, of one panel with four costs, two rows of two."""
+    from matplotlib.ticker import MaxNLocator, StrMethodFormatter
+
+    cells = [(panel if not place else "", name, bars) for panel, costs in rows for place, (name, bars) in enumerate(costs)]
+    columns = 2 if len(rows) == 1 and len(cells) == 4 else len(rows[0][1])
+    num_rows = -(-len(cells) // columns)
+    ratios = [0.6 + _BAR * max(len(bars) for *_, bars in cells[n * columns : (n + 1) * columns]) for n in range(num_rows)]
+    figure, axes = new_figure(num_rows, columns, sum(ratios))
+    axes[0].get_gridspec().set_height_ratios(ratios)
+    for place, (one, (title, name, bars)) in enumerate(zip(axes, cells, strict=True)):
+        if not bars:
+            one.set_axis_off()
+            continue
+        before = cells[place - 1][2]
+        draw_bars(one, bars, shows_names=place % columns == 0 or [bar.label for bar in bars] != [bar.label for bar in before])
+        one.set_title(printable(title, 44))
+        one.set_xlabel(name)
+        one.xaxis.set_major_locator(MaxNLocator(nbins=5))
+        one.xaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+    return figure
+
+
 # ---------------------------------------------------------------------- where methods ended
 
 
-def final_bar(group: Group, key: str, look: int = 0) -> Bar | None:
+def final_bar(group: Group, key: str, look: int | None = 0) -> Bar | None:
     """Returns a group's last accuracy with its interval, None where no run was evaluated."""
     found = [(record, value) for record in group.records if (value := last_accuracy(record, key)) is not None]
     if not found:
@@ -104,15 +120,16 @@ def final_accuracy(scene: Scene) -> Made | LeftOut:
         groups = scene.of_panel(panel)
         base = next((group for group in groups if group.label == scene.baseline), None)
         bars, gaps = [], []
-        for place, group in enumerate(groups):
-            bar = final_bar(group, key, place)
+        for group in groups:
+            look = scene.look(group.label)
+            bar = final_bar(group, key, look)
             if bar is None:
                 notes.append(f"{group.label}: not evaluated.")
                 continue
             gap = paired(group.records, base.records, key) if base is not None and group is not base else []
             middle = student(gap) if gap else (None, None, None)
             bars.append(bar)
-            gaps.append(Bar(group.label, middle[0] or 0.0, middle[1], middle[2], gap, place))
+            gaps.append(Bar(group.label, middle[0] or 0.0, middle[1], middle[2], gap, look))
             seeds = " ".join(number(value) for value in bar.dots)
             rows.append((panel, group.label, len(bar.dots), bar.value, bar.low, bar.high, seeds, len(gap), *middle))
             ends = sorted({max(found) for record in group.records if (found := values_at(record.lines, key))})
@@ -120,7 +137,7 @@ def final_accuracy(scene: Scene) -> Made | LeftOut:
         if scene.baseline and base is None:
             notes.append(f"Panel '{panel}' has no group {scene.baseline}, so no differences.")
         cells.append((panel, bars, gaps if base is not None else []))
-    caption = f"The last evaluation of each run. {how_many(scene.groups, is_accuracy=True)} Dots: single runs. {key}: {meaning(key)}."
+    caption = f"The last evaluation of each run. {how_many(scene.groups, is_accuracy=True)} Dots: single runs; intervals are cut at 0 and 100 %. {key}: {meaning(key)}."
     if scene.baseline:
         caption += (
             f" Right: difference to {scene.baseline} in percentage points at the last update that both evaluated, paired by seed; n there "
@@ -138,11 +155,11 @@ def _draw_final(cells: Sequence[tuple[str, list[Bar], list[Bar]]]) -> Any:
     axes[0].get_gridspec().set_height_ratios(ratios)
     for row, (panel, bars, gaps) in enumerate(cells):
         left = axes[row * (2 if has_gaps else 1)]
-        draw_bars(left, bars, shows_names=True, said=lambda value: f"{100 * value:.1f} %")
-        left.set_xlim(0, 1.16)
+        draw_bars(left, bars, shows_names=True, said=lambda value: f"{100 * value:.1f} %", most=1.0)
+        left.set_xlim(0, 1.24)
         left.set_xticks([0, 0.25, 0.5, 0.75, 1])
         as_percent(left, "x")
-        left.set_title(printable(panel, 44) if panel else "held-out accuracy")
+        left.set_title(printable(panel, 44))
         left.set_xlabel("held-out accuracy (%)")
         if has_gaps:
             right = axes[2 * row + 1]
@@ -157,19 +174,20 @@ def _draw_gaps(axes: Any, gaps: Sequence[Bar]) -> None:
     """Differences as points with whiskers about a line at 0: bars would hide their sign."""
     for place, gap in enumerate(gaps):
         if not gap.dots:
-            axes.text(0, place, "  baseline", va="center", fontsize=7.5, color="#555555")
+            axes.text(0, place, " baseline ", va="center", ha="center", fontsize=7.5, color="#555555", backgroundcolor="white")
             continue
-        look = looks(gap.look)
+        look = {"color": "#666666", "marker": "o"} if gap.look is None else looks(gap.look)
         error = None if gap.low is None or gap.high is None else [[100 * (gap.value - gap.low)], [100 * (gap.high - gap.value)]]
         axes.plot([100 * dot for dot in gap.dots], [place] * len(gap.dots), "o", color="white", markeredgecolor="#777777",
                   markersize=3, markeredgewidth=0.6, linestyle="none")  # fmt: skip
         axes.errorbar(100 * gap.value, place, xerr=error, color=look["color"], marker=look["marker"], capsize=2.5, linewidth=1.2)
     axes.axvline(0, color="black", linewidth=0.8)
+    low, high = axes.get_xlim()
+    axes.set_xlim(max(low, -100), min(high, 100))
     axes.set_ylim(len(gaps) - 0.45, -0.55)
     axes.set_yticks(range(len(gaps)), [""] * len(gaps))
     axes.tick_params(axis="y", length=0)
-    axes.set_title("difference, paired by seed")
-    axes.set_xlabel("percentage points")
+    axes.set_xlabel("difference (percentage points)")
 
 
 # ---------------------------------------------------------------------- studies of one setting
@@ -191,12 +209,13 @@ def noise_rate(scene: Scene) -> Made | LeftOut:
         lines.append((name, [(p, bar) for p, _, bar in kept]))
     names = [printable(name, 40) for name, _ in lines]
     is_direct = fits_direct(names)
-    figure, (axes,) = new_figure(1, 1, 2.6, top=0.0 if is_direct else legend_height(names))
+    figure, (axes,) = new_figure(1, 1, 2.4, top=0.0 if is_direct else legend_height(names), width=4.6)
     for place, (name, points_of) in enumerate(lines):
+        look = looks(place) | ({} if len(points_of) > 2 else {"linestyle": (0, (1, 2)), "linewidth": 1})
         means = [bar.value for _, bar in points_of]
         below = [bar.value - (bar.value if bar.low is None else bar.low) for _, bar in points_of]
         above = [(bar.value if bar.high is None else bar.high) - bar.value for _, bar in points_of]
-        axes.errorbar([p for p, _ in points_of], means, yerr=[below, above], capsize=3, label=printable(name, 40), **looks(place))
+        axes.errorbar([p for p, _ in points_of], means, yerr=[below, above], capsize=3, label=printable(name, 40), **look)
     axes.set_xlabel("probability that a retrieved step is a random one")
     axes.set_ylabel("held-out accuracy (%)")
     as_percent(axes)
@@ -207,7 +226,8 @@ def noise_rate(scene: Scene) -> Made | LeftOut:
     else:
         legend_above(figure, [axes])
     involved = [group for found in sets for group in found]
-    caption = f"Last evaluation of runs that differ in {_RANDOM} alone. {how_many(involved, is_accuracy=True)} {key}: {meaning(key)}."
+    caption = f"Last evaluation of runs that differ in {_RANDOM} alone. {how_many(involved, is_accuracy=True)} "
+    caption += f"Lines join what was measured; between two values nothing was. {key}: {meaning(key)}."
     table = Table(("method", _RANDOM, "group", "n", "mean", "low", "high"), rows)
     return Made(NOISE, title, caption, table, figure)
 
@@ -248,8 +268,8 @@ def off_policy_source(scene: Scene) -> Made | LeftOut:
         if place >= len(cells):
             one.set_axis_off()
             continue
-        draw_bars(one, cells[place][1], shows_names=place % columns == 0, said=lambda value: f"{100 * value:.1f} %")
-        one.set_xlim(0, 1.22)
+        draw_bars(one, cells[place][1], shows_names=place % columns == 0, said=lambda value: f"{100 * value:.1f} %", most=1.0)
+        one.set_xlim(0, 1.27)
         one.set_xticks([0, 0.25, 0.5, 0.75, 1])
         as_percent(one, "x")
         one.set_title(printable(cells[place][0], 44))

@@ -12,7 +12,7 @@ from treegraft.report.bands import Point, accuracy_band, band, spent, values_at
 from treegraft.report.groups import Group
 from treegraft.report.pieces import Scene, as_percent, draw_band, fits_direct, how_many, label_ends, whole_updates
 from treegraft.report.shape import Cell, LeftOut, Made, Table
-from treegraft.report.style import legend_above, legend_height, new_figure, printable
+from treegraft.report.style import legend_above, legend_height, looks, new_figure, printable
 
 REWARD, ENTROPY = "reward/mean", "learn/entropy"
 COSTS = (
@@ -58,26 +58,24 @@ def dynamics(scene: Scene) -> Made | LeftOut:
     cells, rows = list[_Cell](), list[tuple[Cell, ...]]()
     for panel in scene.panels:
         for key, title, y_label, is_share in keys:
-            groups, left = scene.drawn(panel, _has(key))
+            groups, left = scene.curves(panel, _has(key))
             make = accuracy_band if is_share else band
             curves = [[(point.x, point) for point in make(group.records, key)] for group in groups]
             notes += [note for note in left if note not in notes] + _short(groups, key, panel)
-            cells.append(_Cell(_title(panel, title, len(keys)), "update", y_label, is_share, groups, curves))
+            cells.append(_Cell(panel or title, "update", y_label, is_share, groups, curves))
             rows += [(panel, key, *row) for row in _rows(scene.of_panel(panel), key, make)]
     caption = (
         "Means over the runs of a group, at the updates that all of them have reached. "
         f"{how_many(scene.groups, is_accuracy=scene.accuracy is not None)} " + " ".join(f"{key}: {meaning(key)}." for key, *_ in keys)
     )
     table = Table(("panel", "metric", "group", "update", "n", "mean", "low", "high"), rows)
-    return Made(DYNAMICS, _DYNAMICS_TITLE, caption, table, _draw(cells, len(keys)), notes)
+    return Made(DYNAMICS, _DYNAMICS_TITLE, caption, table, _draw(scene, cells, len(keys)), notes)
 
 
 def _has(key: str) -> Callable[[Group], bool]:
     return lambda group: any(values_at(record.lines, key) for record in group.records)
 
 
-def _title(panel: str, title: str, num_columns: int) -> str:
-    return (panel if num_columns == 1 else f"{panel}: {title}") if panel else title
 
 
 def _rows(groups: Sequence[Group], key: str, make: Callable[..., list[Point]]) -> list[tuple[Cell, ...]]:
@@ -97,6 +95,10 @@ def _short(groups: Sequence[Group], key: str, panel: str) -> list[str]:
             found.append(f"{group.label}{where}: {key} is drawn to update {shared}, which all its runs reached, of {longest}.")
         if len(recorded) < len(series):
             found.append(f"{group.label}{where}: {len(series) - len(recorded)} of {len(series)} runs have no {key}.")
+        updates = [sum(line["update"] > 0 for line in record.lines) for record in group.records]
+        sparse = [(len(one), num) for one, num in zip(series, updates, strict=True) if one and key == ENTROPY and len(one) < num]
+        if sparse:
+            found.append(f"{group.label}{where}: {key} was recorded in {sparse[0][0]} of {sparse[0][1]} updates, those that learned.")
     return found
 
 
@@ -114,11 +116,11 @@ def against_cost(scene: Scene) -> Made | LeftOut:
     cells, rows, notes = list[_Cell](), list[tuple[Cell, ...]](), list[str]()
     for panel in scene.panels:
         for cost, name in costs:
-            groups, left = scene.drawn(panel, lambda group, cost=cost: _has(key)(group) and _is_spent(group, cost))  # type: ignore[misc]
+            groups, left = scene.curves(panel, lambda group, cost=cost: _has(key)(group) and _is_spent(group, cost))  # type: ignore[misc]
             scale, unit = _unit(cost, [x for group in groups for x, _ in cost_curve(group, cost, key)])
             curves = [[(x / scale, point) for x, point in cost_curve(group, cost, key)] for group in groups]
             notes += [note for note in left if note not in notes]
-            cells.append(_Cell(_title(panel, name, len(costs)), f"{name} so far ({unit})", "held-out accuracy (%)", True, groups, curves))
+            cells.append(_Cell(panel, f"{name} so far ({unit})", "held-out accuracy (%)", True, groups, curves))
             for group in scene.of_panel(panel):
                 rows += [(panel, cost, group.label, int(p.x), p.num, x, p.mean, p.low, p.high) for x, p in cost_curve(group, cost, key)]
     caption = (
@@ -126,7 +128,7 @@ def against_cost(scene: Scene) -> Made | LeftOut:
         f"left out. {how_many(scene.groups, is_accuracy=True)} {key}: {meaning(key)}."
     )
     table = Table(("panel", "cost", "group", "update", "n", "spent", "accuracy", "low", "high"), rows)
-    return Made(COST, _COST_TITLE, caption, table, _draw(cells, len(costs)), notes)
+    return Made(COST, _COST_TITLE, caption, table, _draw(scene, cells, len(costs)), notes)
 
 
 def _is_spent(group: Group, cost: str) -> bool:
@@ -150,43 +152,40 @@ def cost_curve(group: Group, cost: str, key: str) -> list[tuple[float, Point]]:
 # ---------------------------------------------------------------------- drawing
 
 
-def _draw(cells: Sequence[_Cell], num_columns: int) -> Any:
+def _draw(scene: Scene, cells: Sequence[_Cell], num_columns: int) -> Any:
     """Draws a grid: a row for each panel of the scene, or, where each has one cell, three beside each other."""
     cells = [cell for cell in cells if any(cell.curves)]
     columns = num_columns if num_columns > 1 else min(3, len(cells))
     rows = -(-len(cells) // columns)
-    labels = list(dict.fromkeys(printable(group.label, 40) for cell in cells for group in cell.groups))
-    is_direct = rows == 1 and fits_direct(labels) and len(labels) == len(cells[-1].groups)
+    present = {group.label for cell in cells for group in cell.groups}
+    labels = [printable(label, 40) for label in scene.drawn if label in present]
+    is_direct = rows == 1 and len(labels) == len(cells[-1].groups) and fits_direct(labels)
     top = 0.0 if is_direct or len(labels) == 1 else legend_height(labels)
-    height = (2.15 if columns > 1 else 2.9) * rows
-    figure, axes = new_figure(rows, columns, height, top=top)
+    figure, axes = new_figure(rows, columns, (2.15 if columns > 1 else 2.9) * rows, top=top)
     for one in axes[len(cells) :]:
         one.set_axis_off()
     for one, cell in zip(axes, cells, strict=False):
-        _draw_cell(one, cell, labels)
-    if is_direct and len(labels) > 1:
-        ends = [
-            (curve[-1][0], curve[-1][1].mean, printable(group.label), _look(group, labels)["color"])
-            for group, curve in zip(cells[-1].groups, cells[-1].curves, strict=True)
-            if curve
-        ]
-        figure.canvas.draw()
-        label_ends(axes[len(cells) - 1], ends)
-    elif top:
+        _draw_cell(scene, one, cell)
+    if top:
         legend_above(figure, axes)
+    elif len(labels) > 1:
+        last = zip(cells[-1].groups, cells[-1].curves, strict=True)
+        figure.canvas.draw()
+        label_ends(
+            axes[len(cells) - 1],
+            [(curve[-1][0], curve[-1][1].mean, printable(g.label), _look(scene, g)["color"]) for g, curve in last if curve],
+        )
     return figure
 
 
-def _look(group: Group, labels: Sequence[str]) -> dict[str, Any]:
-    from treegraft.report.style import looks
-
-    return looks(labels.index(printable(group.label, 40)))
+def _look(scene: Scene, group: Group) -> dict[str, Any]:
+    return looks(scene.look(group.label) or 0)
 
 
-def _draw_cell(axes: Any, cell: _Cell, labels: Sequence[str]) -> None:
+def _draw_cell(scene: Scene, axes: Any, cell: _Cell) -> None:
     for group, curve in zip(cell.groups, cell.curves, strict=True):
         if curve:
-            draw_band(axes, [point for _, point in curve], printable(group.label, 40), _look(group, labels), [x for x, _ in curve])
+            draw_band(axes, [point for _, point in curve], printable(group.label, 40), _look(scene, group), [x for x, _ in curve])
     axes.set_title(printable(cell.title, 44))
     axes.set_xlabel(cell.x_label)
     axes.set_ylabel(cell.y_label)

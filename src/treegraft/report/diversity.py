@@ -1,8 +1,8 @@
 """Semantic diversity of trajectories: embeddings, their first two principal components, clusters by DBSCAN.
 
-Sets that are compared have equal numbers of trajectories, since more points make more clusters. DBSCAN (Ester et al., KDD 1996) runs
-on each set by itself, on cosine distances, with `MIN_SAMPLES` and one radius for all of them: half the median distance of two
-trajectories of a set. So a cluster is a way of acting that at least three trajectories share.
+Sets that are compared have equal numbers of trajectories, since more points make more clusters. DBSCAN (Ester, Kriegel, Sander & Xu,
+KDD 1996) runs on each set by itself, on cosine distances, with `MIN_SAMPLES` and one radius for all of them, found as its authors
+propose (sec. 4.2) from the distances to the nearest neighbour that makes a core point: their median, so that half of all are core points.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Reservoir:
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """How many ways of acting: Clusters(num=50, clusters=7, noise=0.1, distance=0.4)"""
+    """How many ways of acting: Clusters(num=50, clusters=7, noise=0.1, distance=0.4, within=0.05)"""
 
     num: int
     """Trajectories."""
@@ -52,6 +52,8 @@ class Clusters:
     """Share of trajectories in no cluster, 0..1."""
     distance: float
     """Mean cosine distance of two trajectories, 0..2."""
+    within: float | None
+    """The same of two of one tree, so of one task; None: no two are."""
 
 
 def phase_of(update: int, num_updates: int) -> int:
@@ -83,20 +85,28 @@ def distances(vectors: _Matrix) -> _Matrix:
 
 
 def radius_of(vectors: Sequence[_Matrix]) -> float:
-    """Returns half the median cosine distance of two trajectories of one set, over all sets; 0 where all are alike."""
-    parts = [distances(one)[np.triu_indices(len(one), 1)] for one in vectors if len(one) > 1]
-    return float(np.median(np.concatenate(parts))) / 2 if parts else 0.0
+    """Returns the median over all trajectories of the distance to the neighbour of its set that makes it a core point."""
+    nearest = [np.sort(distances(one), axis=1)[:, MIN_SAMPLES - 1] for one in vectors if len(one) >= MIN_SAMPLES]
+    return float(np.median(np.concatenate(nearest))) if nearest else 0.0
 
 
-def count(vectors: _Matrix, radius: float) -> Clusters:
-    """Returns the clusters of some trajectories, neighbours being at most `radius` apart."""
+def count(vectors: _Matrix, trees: Sequence[str], radius: float) -> Clusters:
+    """Returns the clusters of some trajectories, neighbours being at most `radius` apart; `trees` says what each is of."""
     from sklearn.cluster import DBSCAN
 
     matrix = distances(vectors)
-    labels = DBSCAN(eps=max(radius, 1e-6), min_samples=MIN_SAMPLES, metric="precomputed").fit_predict(matrix)
-    pairs = matrix[np.triu_indices(len(vectors), 1)]
-    mean = float(pairs.mean()) if len(pairs) else 0.0
-    return Clusters(len(vectors), len(set(labels.tolist()) - {-1}), float(np.mean(labels == -1)), mean)
+    # Rounding keeps equal texts a little apart.
+    labels = DBSCAN(eps=max(radius, 1e-5), min_samples=MIN_SAMPLES, metric="precomputed").fit_predict(matrix)
+    first, second = np.triu_indices(len(vectors), 1)
+    of = np.unique(np.asarray(trees), return_inverse=True)[1]
+    pairs, shared = matrix[first, second], of[first] == of[second]
+    return Clusters(
+        num=len(vectors),
+        clusters=len(set(labels.tolist()) - {-1}),
+        noise=float(np.mean(labels == -1)),
+        distance=float(pairs.mean()) if len(pairs) else 0.0,
+        within=float(pairs[shared].mean()) if shared.any() else None,
+    )
 
 
 def project(sets: Mapping[str, _Matrix]) -> tuple[dict[str, npt.NDArray[np.float64]], tuple[float, float]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,8 @@ LEAST = 20
 """Trajectories that a set needs for its clusters to be counted."""
 _MOST_ROWS, _MOST_MAPS = 3, 6
 _OWN = "hybrid, own steps"
+_LOOKS = (looks(4), looks(5))
+"""Of the two kinds: other colours than the first groups have."""
 
 
 @dataclass(slots=True)
@@ -99,14 +101,15 @@ def hybrid(scene: Scene, scans: Mapping[str, Scan]) -> Made | LeftOut:
             if row < len(drawn):
                 one = axes[row * len(_MEASURES) + column]
                 _draw_kinds(one, curves, name, printable(group.label, 30) if column == 0 else "")
-                ends.append((one, [(c[-1].x, c[-1].mean, kind, COLOURS[n]) for n, (kind, c) in enumerate(curves.items()) if c]))
+                ends.append((one, [(c[-1].x, c[-1].mean, kind, _LOOKS[n]["color"]) for n, (kind, c) in enumerate(curves.items()) if c]))
     figure.canvas.draw()
     for place, (one, found) in enumerate(ends):
         if place % len(_MEASURES) == len(_MEASURES) - 1:
             label_ends(one, found)
     caption = (
         "Means over the trajectories of an update; hybrid: holds at least one retrieved step, whose tokens count neither as sampled nor as "
-        f"calls. At most {MOST_FILES} updates of a run are read, spread evenly. {how_many(grafted)}"
+        "calls. A trajectory that ends early has less occasion to be grafted, so the kinds differ in their questions too. "
+        f"At most {MOST_FILES} updates of a run are read, spread evenly. {how_many(grafted)}"
     )
     notes = [f"For want of room in the table only: {', '.join(g.label for g in grafted[_MOST_ROWS:])}."] if len(grafted) > _MOST_ROWS else []
     columns = ("panel", "group", "measure", "kind", "update", "n", "mean", "low", "high")
@@ -124,7 +127,7 @@ def _kind_band(group: Group, scans: Mapping[str, Scan], kind: str, measure: str)
 def _draw_kinds(axes: Any, curves: Mapping[str, Sequence[Point]], name: str, title: str) -> None:
     for number, (kind, points) in enumerate(curves.items()):
         if points:
-            draw_band(axes, points, kind, looks(number))
+            draw_band(axes, points, kind, _LOOKS[number])
     axes.set_title(title)
     axes.set_xlabel("update")
     axes.set_ylabel(name)
@@ -144,6 +147,12 @@ class _Set:
     phase: int
     record: str
     vectors: Any
+    trees: tuple[str, ...]
+    """Group id of each trajectory."""
+
+    def first(self, num: int) -> _Set:
+        """Returns the set cut to so many trajectories; they are in no order."""
+        return replace(self, vectors=self.vectors[:num], trees=self.trees[:num])
 
 
 def _sets(scene: Scene, scans: Mapping[str, Scan]) -> tuple[list[_Set], str]:
@@ -155,14 +164,15 @@ def _sets(scene: Scene, scans: Mapping[str, Scan]) -> tuple[list[_Set], str]:
         label = f"{group.label} ({group.panel})" if group.panel else group.label
         for record in group.records:
             samples = scans[record.name].samples if record.name in scans else {}
-            for (kind, phase), reservoir in sorted(samples.items()):
-                if len(reservoir.items) < LEAST:
+            for (kind, phase), reservoir in sorted(samples.items(), key=lambda one: (_KINDS.index(one[0][0]), one[0][1])):
+                items = reservoir.items
+                if len(items) < LEAST:
                     continue
-                shown = kind if is_grafted else "all"
-                found.append(_Set(label, shown, phase, record.name, embed(encoder, [seen.whole for seen in reservoir.items])))
+                trees = tuple(seen.group for seen in items)
+                made = _Set(label, kind if is_grafted else "all", phase, record.name, embed(encoder, [s.whole for s in items]), trees)
+                found.append(made)
                 if kind == "hybrid":
-                    own = embed(encoder, [seen.own for seen in reservoir.items])
-                    found.append(_Set(label, _OWN, phase, record.name, own))
+                    found.append(replace(made, kind=_OWN, vectors=embed(encoder, [seen.own for seen in items])))
     return found, about
 
 
@@ -176,7 +186,7 @@ def diversity(scene: Scene, scans: Mapping[str, Scan]) -> list[Made | LeftOut]:
         why = f"no third of a run has {LEAST} trajectories of a kind in the updates looked at."
         return [LeftOut(name, title, why) for name, title in titles]
     num = min(len(one.vectors) for one in sets)
-    sets = [_Set(one.label, one.kind, one.phase, one.record, one.vectors[:num]) for one in sets]
+    sets = [one.first(num) for one in sets]
     return [_clusters(scene, sets, num, about), _map(sets, num, about)]
 
 
@@ -188,39 +198,43 @@ def _clusters(scene: Scene, sets: Sequence[_Set], num: int, about: str) -> Made:
     radius = radius_of([one.vectors for one in sets if one.kind != _OWN])
     found: dict[tuple[str, int], list[Clusters]] = {}
     for one in sets:
-        found.setdefault((_named(one), one.phase), []).append(count(one.vectors, radius))
-    names = list(dict.fromkeys(name for name, _ in found))
-    rows: list[tuple[Cell, ...]] = []
+        found.setdefault((_named(one), one.phase), []).append(count(one.vectors, one.trees, radius))
+    names = list(dict.fromkeys(_named(one) for one in sets if one.kind != _OWN))
     drawn = names[: len(COLOURS)]
     labels = [printable(name, 40) for name in drawn]
     figure, axes = new_figure(1, 2, 2.5, top=legend_height(labels))
-    for column, (measure, y_label) in enumerate((("clusters", "DBSCAN clusters"), ("distance", "mean cosine distance of two"))):
+    for column, (measure, y_label) in enumerate((("clusters", "DBSCAN clusters"), ("within", "mean cosine distance within a task"))):
         for place, name in enumerate(drawn):
-            points = [
-                Point(phase, *student([float(getattr(c, measure)) for c in found[name, phase]]), len(found[name, phase]))
-                for phase in range(len(PHASES))
-                if (name, phase) in found
-            ]
-            draw_band(axes[column], points, labels[place], looks(place))
+            points = [point for phase in range(len(PHASES)) if (point := _point(found.get((name, phase), []), phase, measure))]
+            if points:
+                draw_band(axes[column], points, labels[place], looks(place))
         axes[column].set_xticks(range(len(PHASES)), PHASES)
         axes[column].set_xlim(-0.25, len(PHASES) - 0.75)
         axes[column].set_ylim(bottom=0)
         axes[column].set_ylabel(y_label)
         axes[column].set_xlabel("part of the run's updates")
     legend_above(figure, axes[:1])
+    rows: list[tuple[Cell, ...]] = []
     for (name, phase), several in found.items():
-        for measure in ("clusters", "noise", "distance"):
-            mean, low, high = student([float(getattr(c, measure)) for c in several])
-            rows.append((name, PHASES[phase], measure, len(several), num, mean, low, high))
+        for measure in ("clusters", "noise", "distance", "within"):
+            point = _point(several, phase, measure)
+            if point is not None:
+                rows.append((name, PHASES[phase], measure, point.num, num, point.mean, point.low, point.high))
     caption = (
         f"{num} trajectories of each kind, part and run, drawn at random from at most {MOST_FILES} updates of a run (more points make more "
-        f"clusters). Embedded without the question, with {about}; DBSCAN on cosine distances, radius {radius:.3f} (half the median distance "
-        f"of two trajectories), at least 3 in a cluster. {_OWN}: the same hybrid trajectories without their retrieved steps. "
-        f"noise in the table: share in no cluster. {how_many(scene.groups)}"
+        f"clusters; other questions do too). Embedded without the question, with {about}. Left: DBSCAN on cosine distances, radius "
+        f"{radius:.3f} (the median distance to the second nearest), at least 3 in a cluster. Right: two trajectories of one tree. In the "
+        f"table also: noise, the share in no cluster; distance, of any two; '{_OWN}', the hybrid ones without their retrieved steps. "
+        f"{how_many(scene.groups)}"
     )
     notes = [f"In the table only: {', '.join(names[len(drawn) :])}."] if len(names) > len(drawn) else []
     columns = ("set", "part", "measure", "n", "trajectories", "mean", "low", "high")
     return Made(DIVERSITY, "Semantic diversity of trajectories", caption, Table(columns, rows), figure, notes)
+
+
+def _point(several: Sequence[Clusters], phase: int, measure: str) -> Point | None:
+    values = [float(value) for one in several if (value := getattr(one, measure)) is not None]
+    return Point(phase, *student(values), len(values)) if values else None
 
 
 # ---------------------------------------------------------------------- the map
@@ -247,7 +261,7 @@ def _map(sets: Sequence[_Set], num: int, about: str) -> Made | LeftOut:
             one.set_axis_off()
             continue
         look, mine = looks(place), places[names[place]]
-        one.plot(everything[:, 0], everything[:, 1], ".", color="#cccccc", markersize=2.5, linestyle="none")
+        one.plot(everything[:, 0], everything[:, 1], ".", color="#cccccc", markersize=2.5, linestyle="none", rasterized=True)
         one.plot(mine[:, 0], mine[:, 1], look["marker"], color=look["color"], markersize=3.2, alpha=0.6, linestyle="none",
                  markeredgewidth=0)  # fmt: skip
         one.set_title(printable(names[place], 34))

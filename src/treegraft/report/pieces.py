@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from treegraft.report.bands import Point
 from treegraft.report.groups import Group
-from treegraft.report.shape import INTERVAL_SEEDS, INTERVAL_TASKS, number
-from treegraft.report.style import HATCHES, MOST_LINES, looks, printable
+from treegraft.report.shape import INTERVAL_SEEDS, INTERVAL_TASKS, brief
+from treegraft.report.style import COLOURS, HATCHES, MOST_LINES, printable
 
 _MOST_DIRECT, _LONGEST_DIRECT = 4, 22
 _NUM_MARKERS = 8
@@ -33,21 +34,34 @@ class Scene:
         return list(dict.fromkeys(group.panel for group in self.groups))
 
     def of_panel(self, panel: str) -> list[Group]:
-        """Returns a panel's groups."""
-        return [group for group in self.groups if group.panel == panel]
+        """Returns a panel's groups, in the same order in all panels."""
+        order = list(dict.fromkeys(group.label for group in self.groups))
+        return sorted((group for group in self.groups if group.panel == panel), key=lambda group: order.index(group.label))
 
-    def drawn(self, panel: str, fits: Callable[[Group], bool]) -> tuple[list[Group], list[str]]:
-        """Returns the groups whose curves a panel can hold apart, and a line on the others: those with fewest runs stay out."""
-        fitting = [group for group in self.of_panel(panel) if fits(group)]
-        ranked = sorted(fitting, key=lambda group: -len(group.records))[:MOST_LINES]
-        left = [group.label for group in fitting if group not in ranked]
-        where = f" ({panel})" if panel else ""
-        note = f"No curve{where}, for want of room, but in the bars: {', '.join(left)}."
-        return [group for group in fitting if group in ranked], [note] if left else []
+    @property
+    def drawn(self) -> list[str]:
+        """Returns the labels that get a curve and a colour of their own, in order: no more than can be told apart.
 
-    def looks(self, label: str, among: Sequence[str]) -> dict[str, Any]:
-        """Returns the look of a label, the same in all panels of a figure."""
-        return looks(list(dict.fromkeys(among)).index(label))
+        Where there are more, those with most runs in a panel come first.
+        """
+        runs: dict[str, int] = {}
+        for group in self.groups:
+            runs[group.label] = max(runs.get(group.label, 0), len(group.records))
+        chosen = sorted(runs, key=lambda label: -runs[label])[:MOST_LINES]
+        return [label for label in runs if label in chosen]
+
+    def look(self, label: str) -> int | None:
+        """Returns the number of a label's look, the same in all figures; None for one that is not drawn as a curve."""
+        drawn = self.drawn
+        return drawn.index(label) if label in drawn else None
+
+    def curves(self, panel: str, fits: Callable[[Group], bool]) -> tuple[list[Group], list[str]]:
+        """Returns the groups of a panel whose curves are drawn, and a line on those for which there is no room."""
+        drawn, fitting = self.drawn, [group for group in self.of_panel(panel) if fits(group)]
+        left = [group.label for group in fitting if group.label not in drawn]
+        where = f" in panel {panel}" if panel else ""
+        note = f"For want of room no curve{where} of: {', '.join(left)}; bars and table have them."
+        return [group for group in fitting if group.label in drawn], [note] if left else []
 
 
 def how_many(groups: Sequence[Group], *, is_accuracy: bool = False) -> str:
@@ -110,10 +124,10 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None
 
 
 def as_percent(axes: Any, which: str = "y") -> None:
-    """Shows an axis' shares as per cent."""
+    """Shows an axis' shares as per cent; its label says so."""
     from matplotlib.ticker import PercentFormatter
 
-    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, decimals=0))
+    getattr(axes, f"{which}axis").set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=""))
 
 
 def whole_updates(axes: Any) -> None:
@@ -133,15 +147,23 @@ class Bar:
     high: float | None
     dots: Sequence[float] = ()
     """Single runs, drawn on the bar."""
-    look: int = 0
+    look: int | None = 0
+    """Number of its colour and hatch; None: grey."""
 
 
-def draw_bars(axes: Any, bars: Sequence[Bar], *, shows_names: bool, said: Callable[[float], str] = number) -> None:
-    """Draws horizontal bars, the first on top, each with its whiskers, its runs as dots and its value beside it."""
+def draw_bars(
+    axes: Any, bars: Sequence[Bar], *, shows_names: bool, said: Callable[[float], str] = brief, most: float | None = None
+) -> None:
+    """Draws horizontal bars of values from 0 on, the first on top, each with its whiskers, its runs as dots and its value beside it.
+
+    Args:
+        most: largest value that there can be; whiskers are cut there, and at 0. None: cut at 0 only.
+    """
+    top = math.inf if most is None else most
+    bars = [bar if bar.low is None or bar.high is None else replace(bar, low=max(0.0, bar.low), high=min(top, bar.high)) for bar in bars]
     for place, bar in enumerate(bars):
-        look = looks(bar.look)
-        axes.barh(place, bar.value, height=0.68, color=look["color"], alpha=0.55, hatch=HATCHES[bar.look % len(HATCHES)],
-                  edgecolor=look["color"], linewidth=0.8)  # fmt: skip
+        colour, hatch = ("#8a8a8a", "") if bar.look is None else (COLOURS[bar.look % MOST_LINES], HATCHES[bar.look % MOST_LINES])
+        axes.barh(place, bar.value, height=0.68, color=colour, alpha=0.5, hatch=hatch, edgecolor=colour, linewidth=0.8)
         if bar.low is not None and bar.high is not None:
             axes.errorbar(bar.value, place, xerr=[[bar.value - bar.low], [bar.high - bar.value]], color="black", capsize=2.5,
                           linewidth=0.9)  # fmt: skip
@@ -149,14 +171,11 @@ def draw_bars(axes: Any, bars: Sequence[Bar], *, shows_names: bool, said: Callab
             axes.plot(bar.dots, [place] * len(bar.dots), "o", color="white", markeredgecolor="black", markersize=2.6,
                       markeredgewidth=0.6, linestyle="none", zorder=3)  # fmt: skip
     reach = [max([bar.value, *([] if bar.high is None else [bar.high]), *bar.dots, 0.0]) for bar in bars]
-    low = min([0.0, *(value for bar in bars for value in (bar.value, bar.low or 0.0, *bar.dots))])
-    span = max(max(reach) - low, 1e-9)
+    span = max(max(reach), 1e-9)
     for place, (bar, end) in enumerate(zip(bars, reach, strict=True)):
-        axes.text(end + 0.025 * span, place, said(bar.value), va="center", ha="left", fontsize=7.5)
-    axes.set_xlim(low * 1.05, low + 1.24 * span)
+        axes.text(end + 0.045 * span, place, said(bar.value), va="center", ha="left", fontsize=7.5)
+    axes.set_xlim(0, 1.27 * span)
     axes.set_ylim(len(bars) - 0.45, -0.55)
     axes.set_yticks(range(len(bars)), [printable(bar.label, 26) for bar in bars] if shows_names else [""] * len(bars))
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")
-    if low < 0:
-        axes.axvline(0, color="black", linewidth=0.8)

@@ -71,3 +71,8 @@ def number(value: float | None) -> str:
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+
+
+def brief(value: float) -> str:
+    """Returns a number as it stands beside a bar, to 3 digits."""
+    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"

@@ -15,7 +15,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#5
 """Okabe & Ito, "Color universal design" (2008), without the yellow, which is faint on white."""
 DASHES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1)), (0, (8, 2)), (0, (2, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-HATCHES = ("", "////", "....", "\\\\\\\\", "xxxx", "----", "++++")
+HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++")
 MOST_LINES = len(COLOURS)
 """Groups that one panel can hold apart."""
 WIDTH = 7.0
@@ -44,7 +44,7 @@ _RC: Mapping[str, Any] = {
     "hatch.linewidth": 0.5,
     # Names of runs are no mathematics.
     "text.parse_math": False,
-    "svg.fonttype": "path",
+    "svg.fonttype": "none",
     "svg.hashsalt": "treegraft",
 }
 _PNG_DPI = 200
@@ -61,11 +61,11 @@ def styled() -> Iterator[None]:
         yield
 
 
-def new_figure(rows: int, columns: int, height: float, *, top: float = 0.0) -> tuple[Any, list[Any]]:
-    """Returns a figure of the page's width with its panels row by row; `top`: inches kept free above for a legend."""
+def new_figure(rows: int, columns: int, height: float, *, top: float = 0.0, width: float = WIDTH) -> tuple[Any, list[Any]]:
+    """Returns a figure with its panels row by row, sizes in inches; `top`: kept free above for a legend."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height + top), layout="constrained")
+    figure = Figure(figsize=(width, height + top), layout="constrained")
     layout: Any = figure.get_layout_engine()
     layout.set(w_pad=0.06, h_pad=0.05, rect=(0, 0, 1, height / (height + top)))
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -112,7 +112,7 @@ def legend_height(labels: Sequence[str]) -> float:
 
 def save(figure: Any, path: Path) -> None:
     """Writes `path`.svg and `path`.png, the same bytes for the same figure."""
-    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None})
+    figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None}, dpi=_PNG_DPI)
     figure.savefig(path.with_suffix(".png"), dpi=_PNG_DPI, metadata={"Software": None})
 
 
