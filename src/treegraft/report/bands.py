@@ -16,7 +16,7 @@ _Z = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A mean over runs at one place: Point(x=10, mean=0.5, low=0.4, high=0.6, num=3); low and high None: nothing to estimate from."""
+    """A mean over runs at one place: Point(x=10, mean=0.5, low=0.4, high=0.6, num=3); low and high None: no interval."""
 
     x: float
     mean: float
@@ -99,8 +99,8 @@ def paired(own: Sequence[Record], base: Sequence[Record], key: str) -> list[floa
     by_seed = {record.seed: record for record in base if record.seed is not None}
     found = []
     for record in own:
-        other = by_seed.get(record.seed)
-        if record.seed is None or other is None:
+        other = None if record.seed is None else by_seed.get(record.seed)
+        if other is None:
             continue
         mine, theirs = values_at(record.lines, key), values_at(other.lines, key)
         shared = set(mine) & set(theirs)

@@ -56,8 +56,8 @@ def efficiency(scene: Scene) -> Made | LeftOut:
         return LeftOut(EFFICIENCY, title, "no run has recorded times, sampled tokens or tool calls of an update yet.")
     figure = _draw_costs([(panel, [(name, cells.get((panel, key), [])) for key, name in keys]) for panel in scene.panels])
     caption = (
-        f"Mean over a run's updates, then over the runs of a group. {how_many(scene.groups)} Dots: single runs. Seconds are those of the "
-        "machines that made the runs, other work on them included."
+        f"Mean over a run's updates, then over the runs of a group. {how_many(scene.groups)} Dots: single runs. Seconds are "
+        "those of the machines that made the runs, other work on them included."
     )
     return Made(EFFICIENCY, title, caption, Table(("panel", "metric", "group", "n", "mean", "low", "high"), rows), figure)
 
@@ -137,11 +137,16 @@ def final_accuracy(scene: Scene) -> Made | LeftOut:
         if scene.baseline and base is None:
             notes.append(f"Panel '{panel}' has no group {scene.baseline}, so no differences.")
         cells.append((panel, bars, gaps if base is not None else []))
-    caption = f"The last evaluation of each run. {how_many(scene.groups, is_accuracy=True)} Dots: single runs; intervals are cut at 0 and 100 %. {key}: {meaning(key)}."
+    caption = (
+        f"The last evaluation of each run. {how_many(scene.groups, is_accuracy=True)} Dots: single runs; intervals are "
+        f"cut at 0 and "
+        f"100 %. {key}: {meaning(key)}."
+    )
     if scene.baseline:
         caption += (
-            f" Right: difference to {scene.baseline} in percentage points at the last update that both evaluated, paired by seed; n there "
-            "is the number of shared seeds, in the table."
+            f" Right: difference to {scene.baseline} in percentage points at the last update that both evaluated, "
+            f"paired by seed; n "
+            "there is the number of shared seeds, in the table."
         )
     columns = ("panel", "group", "n", "mean", "low", "high", "runs", "pairs", "difference", "difference low", "difference high")
     figure = _draw_final([cell for cell in cells if cell[1]])

@@ -36,8 +36,13 @@ class Written:
 
 
 def write_report(
-    paths: Sequence[str], *, out: Path | None = None, baseline: str | None = None, encoder: str = "hashing", only: Sequence[str] = ()
-) -> Written:  # fmt: skip
+    paths: Sequence[str],
+    *,
+    out: Path | None = None,
+    baseline: str | None = None,
+    encoder: str = "hashing",
+    only: Sequence[str] = (),
+) -> Written:
     """Writes report.html and, beside it, figures/NAME.svg, .png and .csv.
 
     Args:
@@ -130,7 +135,7 @@ def _draw(scene: Scene, notes: list[str], only: Sequence[str], folder: Path) -> 
             made += [one for one in diversity(scene, scans) if one.name in wanted] if set(wanted) & set(FIGURES[5:7]) else []
         made += [maker(scene) for maker, name in ((noise_rate, FIGURES[7]), (off_policy_source, FIGURES[8])) if name in wanted]
         folder.mkdir(parents=True, exist_ok=True)
-        for name in FIGURES:
+        for name in wanted:
             for kind in ("svg", "png", "csv"):
                 (folder / f"{name}.{kind}").unlink(missing_ok=True)
         for one in made:

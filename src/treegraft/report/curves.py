@@ -66,7 +66,8 @@ def dynamics(scene: Scene) -> Made | LeftOut:
             rows += [(panel, key, *row) for row in _rows(scene.of_panel(panel), key, make)]
     caption = (
         "Means over the runs of a group, at the updates that all of them have reached. "
-        f"{how_many(scene.groups, is_accuracy=scene.accuracy is not None)} " + " ".join(f"{key}: {meaning(key)}." for key, *_ in keys)
+        f"{how_many(scene.groups, is_accuracy=scene.accuracy is not None)} "
+        + " ".join(f"{key}: {meaning(key)}." for key, *_ in keys)
     )
     table = Table(("panel", "metric", "group", "update", "n", "mean", "low", "high"), rows)
     return Made(DYNAMICS, _DYNAMICS_TITLE, caption, table, _draw(scene, cells, len(keys)), notes)
@@ -76,12 +77,9 @@ def _has(key: str) -> Callable[[Group], bool]:
     return lambda group: any(values_at(record.lines, key) for record in group.records)
 
 
-
-
 def _rows(groups: Sequence[Group], key: str, make: Callable[..., list[Point]]) -> list[tuple[Cell, ...]]:
-    return [
-        (group.label, int(point.x), point.num, point.mean, point.low, point.high) for group in groups for point in make(group.records, key)
-    ]  # fmt: skip
+    found = [(group.label, point) for group in groups for point in make(group.records, key)]
+    return [(label, int(point.x), point.num, point.mean, point.low, point.high) for label, point in found]
 
 
 def _short(groups: Sequence[Group], key: str, panel: str) -> list[str]:
@@ -98,7 +96,9 @@ def _short(groups: Sequence[Group], key: str, panel: str) -> list[str]:
         updates = [sum(line["update"] > 0 for line in record.lines) for record in group.records]
         sparse = [(len(one), num) for one, num in zip(series, updates, strict=True) if one and key == ENTROPY and len(one) < num]
         if sparse:
-            found.append(f"{group.label}{where}: {key} was recorded in {sparse[0][0]} of {sparse[0][1]} updates, those that learned.")
+            found.append(
+                f"{group.label}{where}: {key} was recorded in {sparse[0][0]} of {sparse[0][1]} updates, those that learned."
+            )
     return found
 
 
@@ -122,10 +122,12 @@ def against_cost(scene: Scene) -> Made | LeftOut:
             notes += [note for note in left if note not in notes]
             cells.append(_Cell(panel, f"{name} so far ({unit})", "held-out accuracy (%)", True, groups, curves))
             for group in scene.of_panel(panel):
-                rows += [(panel, cost, group.label, int(p.x), p.num, x, p.mean, p.low, p.high) for x, p in cost_curve(group, cost, key)]
+                rows += [
+                    (panel, cost, group.label, int(p.x), p.num, x, p.mean, p.low, p.high) for x, p in cost_curve(group, cost, key)
+                ]
     caption = (
-        "Each point is an evaluation: its place across is the mean over the group's runs of what training had spent by then, evaluation "
-        f"left out. {how_many(scene.groups, is_accuracy=True)} {key}: {meaning(key)}."
+        "Each point is an evaluation: its place across is the mean over the group's runs of what training had spent by then, "
+        f"evaluation left out. {how_many(scene.groups, is_accuracy=True)} {key}: {meaning(key)}."
     )
     table = Table(("panel", "cost", "group", "update", "n", "spent", "accuracy", "low", "high"), rows)
     return Made(COST, _COST_TITLE, caption, table, _draw(scene, cells, len(costs)), notes)
@@ -143,7 +145,7 @@ def _unit(cost: str, values: Sequence[float]) -> tuple[float, str]:
 
 
 def cost_curve(group: Group, cost: str, key: str) -> list[tuple[float, Point]]:
-    """Returns for each evaluation that all runs of a group have reached the mean cost until then and the accuracy with its interval."""
+    """Returns for each evaluation that all runs of a group have reached the mean cost until then, and the accuracy."""
     records = [record for record in group.records if values_at(record.lines, key)]
     costs = [spent(record.lines, cost) for record in records]
     return [(statistics.fmean(one[int(point.x)] for one in costs), point) for point in accuracy_band(records, key)]

@@ -1,8 +1,9 @@
 """Semantic diversity of trajectories: embeddings, their first two principal components, clusters by DBSCAN.
 
-Sets that are compared have equal numbers of trajectories, since more points make more clusters. DBSCAN (Ester, Kriegel, Sander & Xu,
-KDD 1996) runs on each set by itself, on cosine distances, with `MIN_SAMPLES` and one radius for all of them, found as its authors
-propose (sec. 4.2) from the distances to the nearest neighbour that makes a core point: their median, so that half of all are core points.
+Sets that are compared have equal numbers of trajectories, since more points make more clusters. DBSCAN (Ester, Kriegel, Sander
+& Xu, KDD 1996) runs on each set by itself, on cosine distances, with `MIN_SAMPLES` and one radius for all of them, found as its
+authors propose (sec. 4.2) from the distances to the neighbour that makes a core point: their median, so that half of all are core
+points.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from treegraft.report.groups import Group
 from treegraft.report.pieces import Scene, draw_band, how_many, label_ends, whole_updates
 from treegraft.report.records import Record
 from treegraft.report.shape import Cell, LeftOut, Made, Table
-from treegraft.report.style import COLOURS, legend_above, legend_height, looks, new_figure, printable
+from treegraft.report.style import legend_above, legend_height, looks, new_figure, printable
 from treegraft.report.trees import MOST_FILES, Seen, read_trajectories
 
 HYBRID, DIVERSITY, MAP = "on-policy-against-hybrid", "semantic-diversity", "trajectory-map"
@@ -22,7 +22,7 @@ _KINDS = ("on-policy", "hybrid")
 _MEASURES = (("reward", "mean reward"), ("num_sampled", "sampled tokens a trajectory"), ("num_calls", "tool calls a trajectory"))
 LEAST = 20
 """Trajectories that a set needs for its clusters to be counted."""
-_MOST_ROWS, _MOST_MAPS = 3, 6
+_MOST_ROWS, _MOST_MAPS, _MOST_DOTS = 3, 6, 120
 _OWN = "hybrid, own steps"
 _LOOKS = (looks(4), looks(5))
 """Of the two kinds: other colours than the first groups have."""
@@ -95,23 +95,29 @@ def hybrid(scene: Scene, scans: Mapping[str, Scan]) -> Made | LeftOut:
     for row, group in enumerate(grafted):
         for column, (measure, name) in enumerate(_MEASURES):
             curves = {kind: _kind_band(group, scans, kind, measure) for kind in _KINDS}
-            rows += [
-                (group.panel, group.label, measure, kind, int(p.x), p.num, p.mean, p.low, p.high) for kind in _KINDS for p in curves[kind]
-            ]  # fmt: skip
+            head = (group.panel, group.label, measure)
+            rows += [(*head, kind, int(p.x), p.num, p.mean, p.low, p.high) for kind in _KINDS for p in curves[kind]]
             if row < len(drawn):
                 one = axes[row * len(_MEASURES) + column]
                 _draw_kinds(one, curves, name, printable(group.label, 30) if column == 0 else "")
-                ends.append((one, [(c[-1].x, c[-1].mean, kind, _LOOKS[n]["color"]) for n, (kind, c) in enumerate(curves.items()) if c]))
+                ends.append(
+                    (one, [(c[-1].x, c[-1].mean, kind, _LOOKS[n]["color"]) for n, (kind, c) in enumerate(curves.items()) if c])
+                )
     figure.canvas.draw()
     for place, (one, found) in enumerate(ends):
         if place % len(_MEASURES) == len(_MEASURES) - 1:
             label_ends(one, found)
     caption = (
-        "Means over the trajectories of an update; hybrid: holds at least one retrieved step, whose tokens count neither as sampled nor as "
-        "calls. A trajectory that ends early has less occasion to be grafted, so the kinds differ in their questions too. "
+        "Means over the trajectories of an update; hybrid: holds at least one retrieved step, which counts neither as sampled "
+        "tokens nor as calls. A trajectory that ends early has less occasion to be grafted, so the kinds differ in "
+        "their questions too. "
         f"At most {MOST_FILES} updates of a run are read, spread evenly. {how_many(grafted)}"
     )
-    notes = [f"For want of room in the table only: {', '.join(g.label for g in grafted[_MOST_ROWS:])}."] if len(grafted) > _MOST_ROWS else []
+    notes = (
+        [f"For want of room in the table only: {', '.join(g.label for g in grafted[_MOST_ROWS:])}."]
+        if len(grafted) > _MOST_ROWS
+        else []
+    )
     columns = ("panel", "group", "measure", "kind", "update", "n", "mean", "low", "high")
     return Made(HYBRID, title, caption, Table(columns, rows), figure, notes)
 
@@ -142,7 +148,10 @@ def _draw_kinds(axes: Any, curves: Mapping[str, Sequence[Point]], name: str, tit
 class _Set:
     """Vectors of one kind of trajectories of one run in one third of it."""
 
+    group: str
+    """Its group's label, by which it gets its colour."""
     label: str
+    """The same with the panel, where there are several."""
     kind: str
     phase: int
     record: str
@@ -169,7 +178,8 @@ def _sets(scene: Scene, scans: Mapping[str, Scan]) -> tuple[list[_Set], str]:
                 if len(items) < LEAST:
                     continue
                 trees = tuple(seen.group for seen in items)
-                made = _Set(label, kind if is_grafted else "all", phase, record.name, embed(encoder, [s.whole for s in items]), trees)
+                shown, vectors = kind if is_grafted else "all", embed(encoder, [seen.whole for seen in items])
+                made = _Set(group.label, label, shown, phase, record.name, vectors, trees)
                 found.append(made)
                 if kind == "hybrid":
                     found.append(replace(made, kind=_OWN, vectors=embed(encoder, [seen.own for seen in items])))
@@ -187,7 +197,7 @@ def diversity(scene: Scene, scans: Mapping[str, Scan]) -> list[Made | LeftOut]:
         return [LeftOut(name, title, why) for name, title in titles]
     num = min(len(one.vectors) for one in sets)
     sets = [one.first(num) for one in sets]
-    return [_clusters(scene, sets, num, about), _map(sets, num, about)]
+    return [_clusters(scene, sets, num, about), _map(scene, sets, about)]
 
 
 def _named(one: _Set) -> str:
@@ -199,15 +209,17 @@ def _clusters(scene: Scene, sets: Sequence[_Set], num: int, about: str) -> Made:
     found: dict[tuple[str, int], list[Clusters]] = {}
     for one in sets:
         found.setdefault((_named(one), one.phase), []).append(count(one.vectors, one.trees, radius))
-    names = list(dict.fromkeys(_named(one) for one in sets if one.kind != _OWN))
-    drawn = names[: len(COLOURS)]
+    names = {_named(one): _look(scene, one) for one in sets if one.kind != _OWN}
+    drawn = {name: look for name, look in names.items() if look is not None}
     labels = [printable(name, 40) for name in drawn]
     figure, axes = new_figure(1, 2, 2.5, top=legend_height(labels))
-    for column, (measure, y_label) in enumerate((("clusters", "DBSCAN clusters"), ("within", "mean cosine distance within a task"))):
-        for place, name in enumerate(drawn):
+    for column, (measure, y_label) in enumerate(
+        (("clusters", "DBSCAN clusters"), ("within", "mean cosine distance within a task"))
+    ):
+        for label, (name, look) in zip(labels, drawn.items(), strict=True):
             points = [point for phase in range(len(PHASES)) if (point := _point(found.get((name, phase), []), phase, measure))]
             if points:
-                draw_band(axes[column], points, labels[place], looks(place))
+                draw_band(axes[column], points, label, look)
         axes[column].set_xticks(range(len(PHASES)), PHASES)
         axes[column].set_xlim(-0.25, len(PHASES) - 0.75)
         axes[column].set_ylim(bottom=0)
@@ -221,15 +233,26 @@ def _clusters(scene: Scene, sets: Sequence[_Set], num: int, about: str) -> Made:
             if point is not None:
                 rows.append((name, PHASES[phase], measure, point.num, num, point.mean, point.low, point.high))
     caption = (
-        f"{num} trajectories of each kind, part and run, drawn at random from at most {MOST_FILES} updates of a run (more points make more "
-        f"clusters; other questions do too). Embedded without the question, with {about}. Left: DBSCAN on cosine distances, radius "
-        f"{radius:.3f} (the median distance to the second nearest), at least 3 in a cluster. Right: two trajectories of one tree. In the "
-        f"table also: noise, the share in no cluster; distance, of any two; '{_OWN}', the hybrid ones without their retrieved steps. "
-        f"{how_many(scene.groups)}"
+        f"{num} trajectories of each kind, part and run, drawn at random from at most {MOST_FILES} updates of a run (more points "
+        f"make more clusters; other questions do too). Embedded without the question, with {about}. Left: DBSCAN on "
+        f"cosine distances, radius "
+        f"{radius:.3f} (the median distance to the second nearest), at least 3 in a cluster. Right: two trajectories of one tree. "
+        f"In the table also: noise, the share in no cluster; distance, of any two; '{_OWN}', the hybrid ones without "
+        f"their retrieved "
+        f"steps. {how_many(scene.groups)}"
     )
-    notes = [f"In the table only: {', '.join(names[len(drawn) :])}."] if len(names) > len(drawn) else []
+    left = [name for name in names if name not in drawn]
+    notes = [f"In the table only: {', '.join(left)}."] if left else []
     columns = ("set", "part", "measure", "n", "trajectories", "mean", "low", "high")
     return Made(DIVERSITY, "Semantic diversity of trajectories", caption, Table(columns, rows), figure, notes)
+
+
+def _look(scene: Scene, one: _Set) -> dict[str, Any] | None:
+    """The group's colour and marker; hybrid trajectories dotted and hollow beside the on-policy ones. None: it has no colour."""
+    number = scene.look(one.group)
+    if number is None:
+        return None
+    return looks(number) | ({"linestyle": (0, (1.2, 1.2)), "markerfacecolor": "white"} if one.kind == "hybrid" else {})
 
 
 def _point(several: Sequence[Clusters], phase: int, measure: str) -> Point | None:
@@ -240,42 +263,49 @@ def _point(several: Sequence[Clusters], phase: int, measure: str) -> Point | Non
 # ---------------------------------------------------------------------- the map
 
 
-def _map(sets: Sequence[_Set], num: int, about: str) -> Made | LeftOut:
+def _map(scene: Scene, sets: Sequence[_Set], about: str) -> Made | LeftOut:
     """One panel for each kind, all on the same axes, the others in grey behind."""
     title = "Map of trajectories"
-    last = {}
+    last: dict[str, _Set] = {}
     for one in sets:
-        # The first run of a group stands for it: axes are shared, so runs of one group would hide each other.
+        # The first run of a group stands for it: runs of one group on the same axes would hide each other.
         if one.kind != _OWN and (_named(one) not in last or last[_named(one)].record == one.record):
-            last[_named(one)] = one
-    names = list(last)[:_MOST_MAPS]
-    places, shares = project({name: last[name].vectors for name in last})
+            last[_named(one)] = one.first(_MOST_DOTS)
+    places, shares = project({name: one.vectors for name, one in last.items()})
     if shares == (0.0, 0.0):
         return LeftOut(MAP, title, "all trajectories looked at are alike, so there is nothing to spread.")
-    columns = min(3, len(names))
-    rows = -(-len(names) // columns)
-    figure, axes = new_figure(rows, columns, (2.35 if columns == 3 else 3.0) * rows)
-    everything = np.concatenate(list(places.values()))
-    for place, one in enumerate(axes):
-        if place >= len(names):
-            one.set_axis_off()
-            continue
-        look, mine = looks(place), places[names[place]]
-        one.plot(everything[:, 0], everything[:, 1], ".", color="#cccccc", markersize=2.5, linestyle="none", rasterized=True)
-        one.plot(mine[:, 0], mine[:, 1], look["marker"], color=look["color"], markersize=3.2, alpha=0.6, linestyle="none",
-                 markeredgewidth=0)  # fmt: skip
-        one.set_title(printable(names[place], 34))
-        one.set_xlabel(f"1st component ({100 * shares[0]:.0f} % of variance)")
-        if place % columns == 0:
-            one.set_ylabel(f"2nd component ({100 * shares[1]:.0f} %)")
-        one.set_aspect("equal", adjustable="datalim")
+    looked = [(name, look) for name, one in last.items() if (look := _look(scene, one)) is not None]
+    figure = _draw_map(looked[:_MOST_MAPS], places, shares)
+    num = len(next(iter(places.values())))
     caption = (
-        f"First two principal components of the embeddings ({about}; the question left out) of {num} trajectories of each kind, from the "
-        "last part of a run (see the table) and the first run of a group. Coloured: the kind named above; grey: all others. Components are "
-        "of all panels together."
+        f"First two principal components of the embeddings ({about}; the question left out) of {num} trajectories of "
+        f"each kind, from "
+        "the last part of a run and the first run of a group (see the table). Coloured: the kind named above; grey: all others. "
+        "Components are of all panels together; in brackets their share of the variance."
     )
-    table_rows = [
-        (name, PHASES[last[name].phase], last[name].record, float(x), float(y)) for name in last for x, y in places[name]
-    ]
-    notes = [f"In the table only: {', '.join(list(last)[_MOST_MAPS:])}."] if len(last) > _MOST_MAPS else []
-    return Made(MAP, title, caption, Table(("set", "part", "run", "component 1", "component 2"), table_rows), figure, notes)
+    rows = [(name, PHASES[one.phase], one.record, float(x), float(y)) for name, one in last.items() for x, y in places[name]]
+    left = [name for name in last if name not in dict(looked[:_MOST_MAPS])]
+    notes = [f"In the table only: {', '.join(left)}."] if left else []
+    return Made(MAP, title, caption, Table(("set", "part", "run", "component 1", "component 2"), rows), figure, notes)
+
+
+def _draw_map(looked: Sequence[tuple[str, Mapping[str, Any]]], places: Mapping[str, Any], shares: tuple[float, float]) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
+    columns = len(looked) if len(looked) <= 4 else 3
+    rows = -(-len(looked) // columns)
+    figure, axes = new_figure(rows, columns, {1: 3.4, 2: 3.2, 3: 2.35, 4: 2.05}[columns] * rows)
+    everything = np.concatenate(list(places.values()))
+    for one in axes[len(looked) :]:
+        one.set_axis_off()
+    for number, (one, (name, look)) in enumerate(zip(axes, looked, strict=False)):
+        dots = {"marker": look["marker"], "color": look["color"], "markerfacecolor": look.get("markerfacecolor", look["color"])}
+        one.plot(everything[:, 0], everything[:, 1], ".", color="#cccccc", markersize=2.5, linestyle="none", rasterized=True)
+        one.plot(places[name][:, 0], places[name][:, 1], markersize=3, alpha=0.75, linestyle="none", markeredgewidth=0.6, **dots)
+        one.set_title(printable(name, 26 if columns > 2 else 44))
+        one.set_xlabel(f"1st component ({100 * shares[0]:.0f} %)")
+        one.set_ylabel(f"2nd component ({100 * shares[1]:.0f} %)" if number % columns == 0 else "")
+        one.set_aspect("equal", adjustable="datalim")
+        for axis in (one.xaxis, one.yaxis):
+            axis.set_major_locator(MaxNLocator(nbins=4))
+    return figure

@@ -91,7 +91,7 @@ def _runs(groups: Sequence[Group]) -> Table:
     return Table(("panel", "group", "run", "seed", "state", "lines of metrics", "remarks"), _only_told(rows))
 
 
-def _only_told(rows: list[tuple[Cell, ...]]) -> list[tuple[Cell, ...]]:
+def _only_told(rows: Sequence[tuple[Cell, ...]]) -> list[tuple[Cell, ...]]:
     return [tuple(None if cell == "" else cell for cell in row) for row in rows]
 
 
@@ -118,7 +118,9 @@ def group_notes(groups: Sequence[Group]) -> list[str]:
         pooled = pooled_differences(group)
         if pooled:
             more = f" and {len(pooled) - 4} more" if len(pooled) > 4 else ""
-            found.append(f"{where}: its runs differ in {', '.join(pooled[:4])}{more} too; they are one group because of their label.")
+            found.append(
+                f"{where}: its runs differ in {', '.join(pooled[:4])}{more} too; they are one group because of their label."
+            )
         seeds = [record.seed for record in group.records if record.seed is not None]
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
         if twice:

@@ -154,13 +154,15 @@ class Bar:
 def draw_bars(
     axes: Any, bars: Sequence[Bar], *, shows_names: bool, said: Callable[[float], str] = brief, most: float | None = None
 ) -> None:
-    """Draws horizontal bars of values from 0 on, the first on top, each with its whiskers, its runs as dots and its value beside it.
+    """Draws horizontal bars of values from 0 on, the first on top, each with its whiskers, its runs as dots and its value.
 
     Args:
         most: largest value that there can be; whiskers are cut there, and at 0. None: cut at 0 only.
     """
     top = math.inf if most is None else most
-    bars = [bar if bar.low is None or bar.high is None else replace(bar, low=max(0.0, bar.low), high=min(top, bar.high)) for bar in bars]
+    bars = [
+        bar if bar.low is None or bar.high is None else replace(bar, low=max(0.0, bar.low), high=min(top, bar.high)) for bar in bars
+    ]
     for place, bar in enumerate(bars):
         colour, hatch = ("#8a8a8a", "") if bar.look is None else (COLOURS[bar.look % MOST_LINES], HATCHES[bar.look % MOST_LINES])
         axes.barh(place, bar.value, height=0.68, color=colour, alpha=0.5, hatch=hatch, edgecolor=colour, linewidth=0.8)

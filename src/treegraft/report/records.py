@@ -25,7 +25,7 @@ _CURVE_ONLY = ("update", "accuracy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One run, from a folder or from a study's line: Record(name="first", seed=0, lines=({"update": 1, "reward/mean": 0.5},), ...)"""
+    """One run, of a folder or of a study's line: Record(name="first", seed=0, lines=({"update": 1, "reward/mean": 0.5},))"""
 
     name: str
     label: str | None = None
@@ -49,7 +49,9 @@ class Record:
 
 
 def read_records(paths: Sequence[str]) -> list[Record]:
-    """Returns the runs of folders and of studies; PATH or LABEL=PATH, which gives its runs that label. What is given twice counts once.
+    """Returns the runs of folders and of studies, each PATH or LABEL=PATH, which gives its runs that label.
+
+    What is given twice counts once.
 
     Raises:
         CheckpointError: neither a run folder nor a study.

@@ -65,8 +65,8 @@ class LeftOut:
 def number(value: float | None) -> str:
     """Returns a number as tables on the page show it, to 4 digits."""
     if value is None:
-        return "–"
-    if isinstance(value, float) and not math.isfinite(value):
+        return "-"
+    if not math.isfinite(value):
         return str(value)
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"

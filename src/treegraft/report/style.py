@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ MOST_LINES = len(COLOURS)
 """Groups that one panel can hold apart."""
 WIDTH = 7.0
 """Inches of a figure: the text width of a page."""
-_RC: Mapping[str, Any] = {
+_RC: Any = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 8,
@@ -55,7 +55,7 @@ def styled() -> Iterator[None]:
     """Makes figures within look like ours, without a display."""
     import matplotlib
 
-    with warnings.catch_warnings(), matplotlib.rc_context(dict(_RC)):
+    with warnings.catch_warnings(), matplotlib.rc_context(_RC):
         # A name in a script that the font does not have is drawn as boxes; the tables have it whole.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
