@@ -22,7 +22,7 @@ _KINDS = ("on-policy", "hybrid")
 _MEASURES = (("reward", "mean reward"), ("num_sampled", "sampled tokens a trajectory"), ("num_calls", "tool calls a trajectory"))
 LEAST = 20
 """Trajectories that a set needs for its clusters to be counted."""
-_MOST_ROWS, _MOST_MAPS, _MOST_DOTS = 3, 6, 120
+_MOST_ROWS, _MOST_MAPS, _MOST_DOTS = 3, 6, 100
 _OWN = "hybrid, own steps"
 _LOOKS = (looks(4), looks(5))
 """Of the two kinds: other colours than the first groups have."""

@@ -18,7 +18,8 @@ _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto;
   max-width: 62rem; padding: 1.5rem 1.5rem 4rem; overflow-wrap: anywhere; }
-@media (min-width: 110rem) { body { font-size: 19px; } }
+@media (min-width: 1800px) { body { font-size: 19px; } }
+@media (min-width: 2400px) { body { font-size: 23px; } }
 h1 { font-size: 1.7rem; margin: 0.4rem 0; } h2 { font-size: 1.2rem; margin: 2.6rem 0 0.4rem; }
 nav { font-size: 0.9rem; } nav a { margin-right: 1rem; white-space: nowrap; }
 figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; }

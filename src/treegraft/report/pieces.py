@@ -10,7 +10,7 @@ from typing import Any
 from treegraft.report.bands import Point
 from treegraft.report.groups import Group
 from treegraft.report.shape import INTERVAL_SEEDS, INTERVAL_TASKS, brief
-from treegraft.report.style import COLOURS, HATCHES, MOST_LINES, printable
+from treegraft.report.style import COLOURS, HATCHES, MOST_LINES, printable, tint
 
 _MOST_DIRECT, _LONGEST_DIRECT = 4, 22
 _NUM_MARKERS = 8
@@ -165,7 +165,7 @@ def draw_bars(
     ]
     for place, bar in enumerate(bars):
         colour, hatch = ("#8a8a8a", "") if bar.look is None else (COLOURS[bar.look % MOST_LINES], HATCHES[bar.look % MOST_LINES])
-        axes.barh(place, bar.value, height=0.68, color=colour, alpha=0.5, hatch=hatch, edgecolor=colour, linewidth=0.8)
+        axes.barh(place, bar.value, height=0.68, facecolor=tint(colour), hatch=hatch, edgecolor=colour, linewidth=0.8)
         if bar.low is not None and bar.high is not None:
             axes.errorbar(bar.value, place, xerr=[[bar.value - bar.low], [bar.high - bar.value]], color="black", capsize=2.5,
                           linewidth=0.9)  # fmt: skip

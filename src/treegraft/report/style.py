@@ -80,6 +80,12 @@ def printable(text: str, width: int | None = None, lines: int = 3) -> str:
     return "\n".join([*wrapped[: lines - 1], wrapped[lines - 1] + " …"] if len(wrapped) > lines else wrapped)
 
 
+def tint(colour: str) -> str:
+    """Returns a colour half way to white, solid: hatches on it are seen in SVG too, where transparency would drown them."""
+    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
+    return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
+
+
 def looks(number: int) -> dict[str, Any]:
     """Returns colour, dashes and marker of the group of this number."""
     place = number % MOST_LINES
@@ -118,5 +124,5 @@ def save(figure: Any, path: Path) -> None:
 
 __all__ = [
     *("COLOURS", "DASHES", "HATCHES", "MARKERS", "MOST_LINES", "WIDTH"),
-    *("legend_above", "legend_height", "looks", "new_figure", "printable", "save", "styled"),
+    *("legend_above", "legend_height", "looks", "new_figure", "printable", "save", "styled", "tint"),
 ]
