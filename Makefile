@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treegraft-installed
 
-.PHONY: demo test check bench install clean
+.PHONY: demo figures test check bench install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert (RAPO).
 demo: install
@@ -20,6 +20,10 @@ demo: install
 	echo "  checkpoints/    models that transformers loads"; \
 	echo "  buffer/         the expert's steps; look with: $(BIN)/treegraft buffer stats runs/$$shown/buffer/traces.sqlite"; \
 	echo "Ask the agent something:  $(BIN)/treegraft run runs/$$shown 'r2 of r5 of r1 of e9 ?'"
+
+# The demo's three methods one after the other, and their figures into docs/figures.
+figures: install
+	sh docs/figures/make.sh $(BIN)/treegraft
 
 test: install
 	$(BIN)/python -m pytest

@@ -142,7 +142,7 @@ def run_job(job: Job, out: Path) -> None:
     typed = [*settings(job.world, method, out, job.name, seed), f"model.path={warmup}", "warmup.num_steps=0"]
     # The warm-up table is a preset here, and typed overrides of presets are refused.
     typed = [text for text in typed if not text.startswith("warmup.continue_prob")]
-    if job.world == "imperfect" and (GRAFT in method or "graft" in "".join(method) or job.method == SFT):
+    if job.world == "imperfect" and uses_buffer(job.method):
         typed.append(f"buffer.path={imperfect_buffer(out, seed)}")
     if job.method == SFT:
         imitate(load_config(RECIPE, [*typed, GRAFT]), place)
@@ -262,10 +262,34 @@ def metrics_of(job: Job, out: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def told_apart(job: Job) -> Line:
+    """Returns the settings in which the runs differ, by dotted name: what `treegraft report` compares them by."""
+    from treegraft.recipe import known_settings, load_config
+
+    is_flawed = job.world == "imperfect" and uses_buffer(job.method)
+    every = [*METHODS.values(), *ABLATIONS.values(), *WORLDS.values(), IMPERFECT]
+    typed = [*WORLDS[job.world], *{**METHODS, **ABLATIONS}[job.method], *(IMPERFECT if is_flawed else ())]
+    whole = load_config(RECIPE, typed).model_dump(mode="json")
+    names = sorted({text.partition("=")[0] for one in every for text in one} & set(known_settings()))
+    found: Line = {"study.imitates": job.method == SFT}
+    for name in names:
+        value: Any = whole
+        for part in name.split("."):
+            value = value[part]
+        found[name] = value
+    return found
+
+
+def uses_buffer(method: str) -> bool:
+    """Returns whether the expert's steps reach the agent."""
+    return method == SFT or "graft" in "".join({**METHODS, **ABLATIONS}[method])
+
+
 def found_by(job: Job, out: Path) -> Line:
     """Returns a finished run in short: at each evaluation the accuracy and what was spent so far; how its trees branched."""
     lines = metrics_of(job, out)
     found: Line = {"world": job.world, "method": job.method, "seed": job.seed, "date": time.strftime("%Y-%m-%d")}
+    found |= {"num_eval": NUM_EVAL, "settings": told_apart(job)}
     spent = dict.fromkeys((CALLS, TOKENS, SECONDS), 0.0)
     found["curve"] = []
     for line in lines:

@@ -25,6 +25,8 @@ ONLY = {
         *("view", "types", "errors", "record", "metrics", "config", "recipe", "interfaces"),
         *("terminal", "traces.store", "traces.embed", "health", "settings_health"),
     ),
+    # It reads what the viewer reads; trajectories are embedded with the encoders of the buffer.
+    "report": ("report", "types", "errors", "record", "metrics", "terminal", "traces.embed", "view.runs"),
     "types": ("causes",),
     "causes": (),
     "errors": (),

@@ -199,6 +199,27 @@ def view(
     view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
 
 
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders or studies (.jsonl), each PATH or LABEL=PATH.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write; else the first run's folder.")] = None,
+    baseline: Annotated[str | None, typer.Option(metavar="LABEL", help="The group that others are compared with.")] = None,
+    encoder: Annotated[str, typer.Option(help="What embeds trajectories: hashing, minilm, or as buffer.encoder.")] = "hashing",
+    only: Annotated[list[str] | None, typer.Option(metavar="FIGURE", help="Draw this figure only; may be repeated.")] = None,
+) -> None:
+    """Write a page with figures and tables of runs.
+
+    Runs that differ in name and seed alone are one group; seeds become bands. Writes report.html and figures/.
+    """
+    from treegraft.report.command import write_report
+    from treegraft.terminal import plain
+
+    written = write_report(runs, out=out, baseline=baseline, encoder=encoder, only=only or ())
+    for line in (*written.notes, *written.left_out):
+        print(plain(line))
+    print(f"{written.page}: {len(written.figures)} figures" + (f" ({', '.join(written.figures)})" if written.figures else ""))
+
+
 @app.command("config")
 def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print resolved settings with their meaning.

@@ -1,0 +1,20 @@
+#!/bin/sh
+# Trains the demo's agent with three methods (one seed, some five minutes each) and draws their figures here; then those of the
+# methods study. What is trained already is not trained again.
+#
+#   sh docs/figures/make.sh [COMMAND]     from the root of the repository; COMMAND is `treegraft` unless given
+set -eu
+treegraft=${1:-treegraft}
+runs=${RUNS:-runs/figures}
+for method in GRPO=independent RAPO=graft ARPO=entropy; do
+    explorer=${method#*=}
+    [ -d "$runs/demo-$explorer" ] ||
+        "$treegraft" train recipes/demo.toml "explorers=[\"$explorer\"]" "run.name=demo-$explorer" "run.dir=$runs"
+done
+"$treegraft" report "GRPO=$runs/demo-independent" "RAPO=$runs/demo-graft" "ARPO=$runs/demo-entropy" --out "$runs/report"
+"$treegraft" report benchmarks/methods.jsonl --baseline RAPO --out "$runs/study"
+mkdir -p docs/figures/demo docs/figures/methods
+cp "$runs"/report/figures/*.svg docs/figures/demo/
+for figure in training-dynamics final-accuracy noise-rate off-policy-source; do
+    cp "$runs/study/figures/$figure.svg" docs/figures/methods/
+done
