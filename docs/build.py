@@ -41,7 +41,7 @@ def included(found: re.Match[str]) -> str:
     path = ROOT / found[1]
     text = path.read_text(encoding="utf-8").rstrip()
     if path.suffix == ".svg":
-        return re.sub(r"\n\s*", "\n", text)  # no blank line and no indent, which would end the drawing in Markdown
+        return f'<div class="drawing">{text}</div>'  # in a block, which Markdown leaves as it is
     return f'```{path.suffix[1:]} title="{found[1]}"\n{text}\n```'
 
 
