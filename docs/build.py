@@ -22,6 +22,27 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 
+SETTINGS_HEAD = """# Settings
+
+Every setting of a recipe, made from `src/treegraft/config.py`. `treegraft config RECIPE` prints those of one recipe. On the command
+line a setting is named with its table, such as `learn.lr=1e-5`; its last part will do where only one setting has it. Naming one
+there that would do nothing beside the others is an error."""
+METRICS_HEAD = """# Metrics
+
+The keys of `metrics.jsonl`, made from `src/treegraft/metrics.py`: one line for each update, flat. `num_` counts, `_frac` is 0..1,
+`_s` seconds; names in braces stand for what a recipe decides. `time/*` is outside all promises of reproducibility."""
+NAMES_HEAD = """# Names of other frameworks
+
+What TRL and verl call a setting, and what it is called here, made from `src/treegraft/foreign.py`. An error for an unknown setting
+names ours where one of theirs was typed.
+
+| there | here |
+|---|---|"""
+COMMANDS_HEAD = """# Commands
+
+Made from the program itself: `treegraft COMMAND --help` prints the same. Exit codes: 0 done; 1 failed while working; 2 something to
+correct first (settings, data, model, usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C."""
+
 
 def stage(folder: Path) -> None:
     """Writes what the site's builder reads into `folder`, which is emptied first."""
@@ -59,22 +80,15 @@ def settings_page() -> str:
     from treegraft.recipe import describe, known_settings
 
     fields = known_settings()
-    lines = [
-        "# Settings",
-        "",
-        "Every setting of a recipe, made from `src/treegraft/config.py`. `treegraft config RECIPE` prints those of one recipe. On the",
-        "command line a setting is named with its table, such as `learn.lr=1e-5`; its last part will do where only one setting has it.",
-        "Naming one there that would do nothing beside the others is an error.",
-        "",
-    ]
-    table = ""
+    lines = [SETTINGS_HEAD]
+    tables: dict[str, list[str]] = {}
     for row in describe(Config()):
-        own, _, name = row.name.rpartition(".")
-        if own != table:
-            table = own
-            lines += ["", f"## [{own}]", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+        table, _, name = row.name.rpartition(".")
         default = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-        lines.append(f"| `{name}` | {code(type_name(fields[row.name].annotation))} | {code(default)} | {cell(row.meaning)} |")
+        kind = type_name(fields[row.name].annotation)
+        tables.setdefault(table, []).append(f"| `{name}` | {code(kind)} | {code(default)} | {cell(row.meaning)} |")
+    for table, rows in tables.items():
+        lines += ["", f"## [{table}]", "", "| setting | type | default | meaning |", "|---|---|---|---|", *rows]
     return "\n".join(lines) + servers_table() + "\n"
 
 
@@ -111,12 +125,7 @@ def metrics_page() -> str:
     for key, meaning in METRICS.items():
         group = key.partition("/")[0] if "/" in key else "run"
         groups.setdefault(group, []).append(f"| `{key}` | {cell(meaning)} |")
-    lines = [
-        "# Metrics",
-        "",
-        "The keys of `metrics.jsonl`, made from `src/treegraft/metrics.py`: one line for each update, flat. `num_` counts, `_frac` is",
-        "0..1, `_s` seconds; names in braces stand for what a recipe decides. `time/*` is outside all promises of reproducibility.",
-    ]
+    lines = [METRICS_HEAD]
     for group, rows in groups.items():
         lines += ["", f"## {group}", "", "| key | meaning |", "|---|---|", *rows]
     return "\n".join(lines) + "\n"
@@ -129,15 +138,7 @@ def names_page() -> str:
     """Returns what settings of other frameworks are called here."""
     from treegraft.foreign import FOREIGN_NAMES
 
-    lines = [
-        "# Names of other frameworks",
-        "",
-        "What TRL and verl call a setting, and what it is called here, made from `src/treegraft/foreign.py`. An error for an unknown",
-        "setting names ours where one of theirs was typed.",
-        "",
-        "| there | here |",
-        "|---|---|",
-    ]
+    lines = [NAMES_HEAD]
     for there, here in FOREIGN_NAMES.items():
         ours = " ".join(word if word in ("and", "or") else code(word) for word in here.split())
         lines.append(f"| `{there}` | {ours} |")
@@ -153,12 +154,7 @@ def commands_page() -> str:
 
     from treegraft.cli import app
 
-    lines = [
-        "# Commands",
-        "",
-        "Made from the program itself: `treegraft COMMAND --help` prints the same. Exit codes: 0 done; 1 failed while working; 2 something",
-        "to correct first (settings, data, model, usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C.",
-    ]
+    lines = [COMMANDS_HEAD]
     for name, command in commands(typer.main.get_command(app), "treegraft"):
         lines += ["", f"## {name}", "", *described(name, command)]
     return "\n".join(lines) + "\n"
@@ -217,7 +213,9 @@ def build(folder: Path) -> int:
     """Stages the pages and builds the site; returns the builder's exit code, which is not 0 after any warning."""
     stage(folder)
     environment = {**os.environ, "NO_COLOR": "1"}
-    return subprocess.run([sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=folder, env=environment).returncode
+    return subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=folder, env=environment
+    ).returncode
 
 
 if __name__ == "__main__":
