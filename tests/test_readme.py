@@ -1,4 +1,4 @@
-"""What the README shows runs: the blocks marked runnable, and the settings and files it names.
+"""What README and docs/ show runs: the blocks marked runnable, the commands, and the settings, metrics and files they name.
 
 A block of Python or TOML that begins with a comment naming a file becomes that file; any other Python block is executed. Recipes
 are trained for one update with a tiny random model, or, where they name files of tasks, their tasks are read.
@@ -13,16 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.pages import PAGES, README, ROOT, commands, file_name, runnable
 
+from treegraft.config import Config
+from treegraft.errors import SettingError
+from treegraft.metrics import find_meaning
 from treegraft.recipe import load_config
 from treegraft.record import read_trees
 from treegraft.tasks.build import build_tasks
+from treegraft.tasks.rewards import build_rewards
+from treegraft.tools.build import build_tools
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
-
-_SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.M | re.S)
-_BLOCK = re.compile(r"<!-- runnable -->\n```(\w+)\n(.*?)```", re.S)
+PAGE = README.read_text(encoding="utf-8")
+ALL = "\n".join(PAGES.values())
 
 SMALL: dict[str, Any] = {
     "run.num_updates": 1,
@@ -38,54 +41,57 @@ SMALL: dict[str, Any] = {
 """So that a recipe of the page is done in a second; the page's own settings stay as they are."""
 
 
-def sections() -> dict[str, list[tuple[str, str]]]:
-    """Returns the runnable blocks (language, text) of each section that has any."""
-    found = {title: _BLOCK.findall(text) for title, text in _SECTION.findall(PAGE)}
-    return {title: blocks for title, blocks in found.items() if blocks}
-
-
-def file_name(block: str) -> str | None:
-    """Returns the file that a block says it is."""
-    found = re.match(r"# (\w+\.(?:py|toml))\n", block)
-    return found[1] if found else None
-
-
 def test_the_marked_sections_are_found() -> None:
-    assert list(sections()) == [
-        *("Ten lines", "Your own tool", "Your own environment", "Python with libraries", "Your own tasks", "Your own rule"),
-    ]
+    assert {"README.md", "start.md", "own-tool.md", "own-credit.md", "from-verl.md"} <= {
+        name.partition(":")[0] for name in runnable()
+    }
+    marked = sum(page.count("<!-- runnable -->") for page in PAGES.values())
+    assert sum(map(len, runnable().values())) == marked
 
 
-@pytest.mark.parametrize("title", sections())
-def test_section_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("place", runnable())
+def test_section_runs(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     recipes = []
-    for language, block in sections()[title]:
+    for language, block in runnable()[place]:
         name = file_name(block)
         if name is not None:
             (tmp_path / name).write_text(block, encoding="utf-8")
             recipes += [name] if language == "toml" else []
         else:
-            exec(compile(block, f"README.md: {title}", "exec"), {})
+            exec(compile(block, place, "exec"), {})
             assert "runs/" in capsys.readouterr().out
     for recipe in recipes:
-        if load_config(recipe).tasks.kind == "dataset":
+        config = load_config(recipe)
+        skip_without_sandbox(config)
+        if config.tasks.kind == "dataset":
             read_the_tasks(recipe, tmp_path, monkeypatch)
         else:
             train_small(recipe, tmp_path)
 
 
+def skip_without_sandbox(config: Config) -> None:
+    """A machine without bubblewrap cannot show that tool."""
+    from treegraft.tools.bwrap import find_problem
+
+    if config.tools.python.backend == "bwrap" and (problem := find_problem()):
+        pytest.skip(problem)
+
+
 def read_the_tasks(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the files that the recipe names, with the columns that it names, and reads them."""
+    """Makes the files that the recipe names, with the columns that it names, and reads them; its own parts are found."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = [{"question": f"{n} + 1?", "extra_info": {"answer": str(n + 1)}} for n in range(3)]
     pq.write_table(pa.Table.from_pylist(rows[:2]), folder / "train.parquet")
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]), encoding="utf-8")
     (folder / "test.jsonl").write_text(json.dumps(rows[2]) + "\n", encoding="utf-8")
     monkeypatch.setenv("MY_DATA", str(folder))
-    source = build_tasks(load_config(recipe).tasks, 0)
+    config = load_config(recipe)
+    assert build_tools(config.tools, ()) and build_rewards(config.reward)
+    source = build_tasks(config.tasks, 0)
     assert [(task.question, task.reference) for task in source.train_tasks()] == [("0 + 1?", ("1",)), ("1 + 1?", ("2",))]
     assert [task.reference for task in source.eval_tasks()] == [("3",)]
 
@@ -105,10 +111,9 @@ def train_small(recipe: str, folder: Path) -> None:
 def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
-    from treegraft.tools.build import build_tools
     from treegraft.types import Task
 
-    for language, block in sections()["Your own tool"]:
+    for language, block in runnable()["own-tool.md: Your own tool"]:
         (tmp_path / str(file_name(block))).write_text(block, encoding="utf-8")
         assert language in ("python", "toml")
     monkeypatch.chdir(tmp_path)
@@ -119,12 +124,19 @@ def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.Monkey
     assert asyncio.run(tools["lookup"](" treegraft ", task)) == "a scion on a stock"
 
 
-def test_settings_named_on_the_page_exist() -> None:
+def test_settings_named_on_the_pages_exist() -> None:
     from treegraft.recipe import known_settings
 
-    tables = set(known_settings())
-    named = set(re.findall(r"`((?:run|model|tasks|tools|reward|explore|engine|rollout|eval|learn|loss)\.[a-z_.]+)", PAGE))
-    assert named and {name for name in named if not any(known == name for known in tables)} == set()
+    names = set(known_settings())
+    names |= {name.rpartition(".")[0] for name in names}
+    named = set(re.findall(rf"`((?:{'|'.join(Config.model_fields)})\.[a-z_.]+)(?: ?=[^`]*)?`", ALL))
+    assert len(named) > 60 and named - names == set()
+
+
+def test_metrics_named_on_the_pages_exist() -> None:
+    groups = "reward|eval|rollout|branch|graft|retrieve|buffer|learn|time|tools|warmup"
+    named = set(re.findall(rf"`((?:{groups})/[a-z_{{}}]+)`", ALL))
+    assert len(named) > 20 and {key for key in named if find_meaning(key) is None} == set()
 
 
 def test_recipes_of_the_table_exist() -> None:
@@ -132,11 +144,36 @@ def test_recipes_of_the_table_exist() -> None:
     assert listed == {path.name for path in (ROOT / "recipes").glob("*.toml")}
 
 
-def test_overrides_of_the_commands_are_settings() -> None:
-    commands = re.findall(r"^treegraft (?:train|config|sft) (recipes/\w+\.toml)([^#\n]*)", PAGE, re.M)
-    assert len(commands) >= 4
-    for recipe, rest in commands:
-        load_config(ROOT / recipe, [word for word in shlex.split(rest) if "=" in word])
+@pytest.mark.parametrize(("page", "line"), commands())
+def test_commands_parse(page: str, line: str) -> None:
+    """The command exists and takes these options; overrides of recipes that are here are settings, and do something."""
+    import typer
+
+    from treegraft.cli import app
+
+    words = shlex.split(line, comments=True)[1:]
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        command = command.commands[words.pop(0)]
+    context = command.context_class(command)
+    command.make_parser(context).parse_args(list(words))
+    recipes = [word for word in words if word.startswith("recipes/")]
+    overrides = [word for word in words if re.match(r"[a-z_.]+=", word)]
+    if recipes:
+        load_config(ROOT / recipes[0], overrides)
+    elif overrides and "serve" not in line:
+        known = set(Config.model_fields)
+        assert {word.split(".")[0] for word in overrides} <= known
+
+
+def test_refusals_of_the_pages_are_what_is_printed() -> None:
+    shown = [line for block in re.findall(r"<!-- refused -->\n```text\n(.*?)```", ALL, re.S) for line in block.splitlines()]
+    assert len(shown) >= 4
+    for command, answer in zip(shown[::2], shown[1::2], strict=True):
+        recipe, *overrides = shlex.split(command.removeprefix("$ "))[2:]
+        with pytest.raises(SettingError) as caught:
+            load_config(ROOT / recipe, overrides)
+        assert answer == f"error: {caught.value}"
 
 
 def test_there_is_one_place_for_results() -> None:
@@ -144,6 +181,12 @@ def test_there_is_one_place_for_results() -> None:
 
 
 def test_tests_and_examples_named_on_the_pages_exist() -> None:
-    pages = PAGE + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    pages = ALL + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\b(?:tests|examples)/\w+\.py", pages))
     assert named and {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    for name in (README, ROOT / "CONTRIBUTING.md"):
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", name.read_text(encoding="utf-8")):
+            assert "://" in target or (ROOT / target).exists(), f"{name.name}: {target}"

@@ -337,6 +337,8 @@ def test_pages_load_nothing_from_elsewhere_and_never_make_markup_of_text() -> No
 def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
     shown = CliRunner().invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "200"})
     assert shown.exit_code == 0 and "update-000004" in shown.output and "r2 of r1 of e1 ?" in shown.output
+    narrow = CliRunner().invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "80"}).output
+    assert "group reward min max correct leaves branches grafts errors longest question" in " ".join(narrow.split())
     shown = CliRunner().invoke(
         command_line, ["view", str(run_dir), "--text", "--update", "1", "--group", "0"], env={"COLUMNS": "200"}
     )

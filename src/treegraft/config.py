@@ -378,6 +378,9 @@ class CreditSettings(Settings):
     """How much a graft helped: the paper's (eq. 5 to 7), or one of its ablations; "none" for no retrieval reward."""
     retrieval_weight: float = Field(0.2, ge=0)
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
+    rule: str | None = None
+    """Import path "package.module:function" of a rule of your own, which takes each tree with the credit above and returns it with
+    other advantages; None for none."""
 
 
 class LossSettings(Settings):

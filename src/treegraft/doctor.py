@@ -336,7 +336,7 @@ def services(config: Config) -> Iterator[Finding]:
 
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
-    names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
+    names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs, config.credit.rule or ""]
     for name in [*names, *config.explore.explorers, *config.track.trackers]:
         module, _, attribute = name.partition(":")
         if attribute:

@@ -366,6 +366,14 @@ class Explorer(Protocol):
         ...
 
 
+CreditRule = Callable[[Tree], Tree]
+"""Takes a tree whose leaves have rewards and the credit of the settings, returns it with other advantages and nothing else changed.
+
+`Leaf.advantage` goes to all tokens of the trajectory that the policy sampled; `Step.advantage`, where it is not None, takes its
+place for the tokens of that step, on every trajectory that contains it. Failed leaves keep None.
+"""
+
+
 class Tracker(Protocol):
     """Takes the metrics of each update."""
 
@@ -382,6 +390,7 @@ class TreeScorer(Protocol):
 
 __all__ = [
     "Capability",
+    "CreditRule",
     "Engine",
     "Environment",
     "EnvironmentKind",

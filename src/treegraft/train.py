@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from treegraft.algo.advantages import assign_credit
 from treegraft.assemble import assemble, build_explorer, check_prompts, find_trackers, max_live_trees, training_limits
 from treegraft.checkpoint import checkpoint_name, load_checkpoint, prune_checkpoints, save_checkpoint
+from treegraft.credit import credit_trees, find_credit_rule
 from treegraft.errors import DataError, TreegraftError
 from treegraft.evaluate import Evaluation, evaluate
 from treegraft.health import Monitor, explained
@@ -122,6 +122,7 @@ class _Run:
         self.stop = Stop()
         self._show("phase", "loading", 0, 0, f"{start.config.model.path}, {start.config.tasks.kind}")
         trackers = find_trackers(self.config.track.trackers)
+        self.credit_rule = find_credit_rule(self.config)
         source = build_tasks(self.config.tasks, self.config.run.seed)
         self.train_tasks, self.eval_tasks = list(source.train_tasks()), list(source.eval_tasks())
         if not self.train_tasks and self.config.run.num_updates and not only_warms_up:
@@ -241,10 +242,9 @@ class _Run:
             waits_on=grower.watch,
         )
         rolled = time.monotonic()
-        credit = config.credit.model_dump() | {"learn_from_truncated": config.loss.learn_from_truncated}
         self._show("phase", "learning", 0, 1)
         grown = self.learner.with_exact_entropies(grown)
-        trees, learned = self.learner.learn([assign_credit(tree, **credit) for tree in grown])
+        trees, learned = self.learner.learn(credit_trees(grown, config, self.credit_rule))
         done_learning = time.monotonic()
         await self.drift.publish(update)
         metrics = rollout_metrics(trees) | unused_metrics(trees, explorer, config.explore.num_leaves)

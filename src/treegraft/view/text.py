@@ -77,9 +77,9 @@ class _Decoder:
 
 
 def _list(run: Run, file: str) -> Table:
-    table = Table(title=Text(f"{run.name}, {file}"), title_justify="left", box=None, padding=(0, 1), header_style="dim")
+    table = Table(title=Text(f"{run.name}, {file}"), title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim")
     for name in ("group", "reward", "min", "max", "correct", "leaves", "branches", "grafts", "errors", "longest"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))  # in 80 columns the question gives way
     table.add_column("question", overflow="ellipsis", no_wrap=True)
     for row in run.groups(file):
         rewards = [_number(row[name]) for name in ("reward_mean", "reward_min", "reward_max")]

@@ -1,0 +1,156 @@
+"""The documentation's site: it builds without a warning and fetches nothing, and its pages tell the truth about the code."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.pages import DOCS, PAGES, ROOT, messages
+
+SOURCE = ROOT / "src" / "treegraft"
+LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "use": "href"}
+"""What a browser fetches by itself; a link is fetched where somebody follows it."""
+
+
+@pytest.fixture(scope="module")
+def builder() -> ModuleType:
+    """docs/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site, in a folder of its own."""
+    pytest.importorskip("zensical", reason="zensical is not installed: pip install 'treegraft[docs]'")
+    folder = tmp_path_factory.mktemp("site") / "docs"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "docs" / "build.py"), str(folder)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "issues found" not in (done.stdout + done.stderr).replace("No issues found", "")
+    return folder / "site"
+
+
+class Fetched(HTMLParser):
+    """Collects the addresses that a page loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value for name, value in attrs if value and name == LOADS.get(tag)]
+
+
+def test_every_page_is_built_and_fetches_nothing(site: Path, builder: ModuleType) -> None:
+    names = {path.name.replace(".md", ".html") for path in DOCS} | {f"reference/{name}.html" for name in builder.references()}
+    assert {str(path.relative_to(site)) for path in site.rglob("*.html")} == names | {"404.html"}
+    for path in site.rglob("*.html"):
+        page = Fetched()
+        page.feed(path.read_text(encoding="utf-8"))
+        assert [address for address in page.found if "//" in address and not address.startswith("data:")] == [], path.name
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", style.read_text(encoding="utf-8")), style.name
+
+
+def test_a_bad_link_fails_the_build(builder: ModuleType, tmp_path: Path) -> None:
+    pytest.importorskip("zensical", reason="zensical is not installed: pip install 'treegraft[docs]'")
+    builder.stage(tmp_path / "docs")
+    start = tmp_path / "docs" / "docs" / "start.md"
+    start.write_text(start.read_text(encoding="utf-8") + "\n[nowhere](nowhere.md)\n", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "zensical", "build", "--strict"], cwd=tmp_path / "docs", capture_output=True, timeout=300
+    )
+    assert done.returncode != 0
+
+
+def test_every_page_has_its_place(builder: ModuleType) -> None:
+    listed = re.findall(r'"([\w/-]+\.md)"', (ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8"))
+    assert sorted(listed) == sorted([*(path.name for path in DOCS), *(f"reference/{name}.md" for name in builder.references())])
+
+
+def test_references_hold_everything(builder: ModuleType) -> None:
+    from treegraft.foreign import FOREIGN_NAMES
+    from treegraft.metrics import METRICS
+    from treegraft.recipe import known_settings
+
+    pages = builder.references()
+    for name in known_settings():
+        table, _, last = name.rpartition(".")
+        section = pages["settings"].split(f"## [{table}]\n")[1].split("\n## ")[0]
+        assert f"| `{last}` |" in section
+    assert [key for key in METRICS if f"| `{key}` |" not in pages["metrics"]] == []
+    assert [name for name in FOREIGN_NAMES if f"| `{name}` |" not in pages["names"]] == []
+    for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
+        assert f"## treegraft {command}\n" in pages["commands"]
+    assert "| `--resume RUN_DIR` | Continue this run from its latest checkpoint. |" in pages["commands"]
+
+
+def test_types_are_said_in_plain_words(builder: ModuleType) -> None:
+    from treegraft.recipe import known_settings
+
+    fields = known_settings()
+    said = {
+        name: builder.type_name(fields[name].annotation) for name in ("run.name", "model.dtype", "learn.betas", "reward.weights")
+    }
+    assert said == {
+        "run.name": "text or none",
+        "model.dtype": '"float32" or "bfloat16"',
+        "learn.betas": "tuple[number, number]",
+        "reward.weights": "list[number] or none",
+    }
+    assert builder.cell("a|b  *c* `x|y`\nd") == "a\\|b \\*c\\* `x|y` d"
+
+
+def templates() -> str:
+    """Returns every text of the package with … where something is filled in."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_quoted_messages_are_those_of_the_code() -> None:
+    said = templates()
+    quoted = messages()
+    assert len(quoted) > 15
+    wrong = [f"{page}: {text}" for page, text in quoted if text not in said]
+    assert wrong == []
+
+
+def test_functions_named_on_the_pages_exist() -> None:
+    """`algo/rapo.py`: `retrieval_reward`, `shaping_factor` - the file is there and defines them."""
+    count = 0
+    for name, page in PAGES.items():
+        for path, names in re.findall(r"`((?:\w+/)+\w+\.py)`((?:[:,]? `\w+(?:\.\w+)?`,?)*)", page):
+            place = next((base / path for base in (SOURCE, ROOT) if (base / path).exists()), None)
+            assert place is not None, f"{name}: {path}"
+            tree = ast.parse(place.read_text(encoding="utf-8"))
+            kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+            defined = {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+            for one in re.findall(r"`(\w+(?:\.\w+)?)`", names):
+                assert set(one.split(".")) <= defined, f"{name}: {path} has no {one}"
+                count += 1
+    assert count >= 20
+
+
+def test_drawings_say_what_they_show() -> None:
+    for path in (ROOT / "docs" / "assets").glob("*.svg"):
+        text = path.read_text(encoding="utf-8")
+        assert 'role="img" aria-label="' in text and "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
