@@ -48,8 +48,8 @@ NEVER = {
 BESIDES = {("rollout", "tools.toolbox")}
 """The tool box runs calls for any tool: it is no kind."""
 
-TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard")
-"""Where tensors live, and the tracker whose SummaryWriter torch brings."""
+TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard", "bench")
+"""Where tensors live, the tracker whose SummaryWriter torch brings, and what measures all that."""
 
 NO_TORCH = ("engine.scripted", "engine.vllm", "engine.stops")
 """Exceptions from the above: what must answer without torch."""
