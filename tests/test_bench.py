@@ -6,16 +6,20 @@ import asyncio
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
+from treegraft.bench.growth import curve_rows, planned_tree
 from treegraft.bench.measure import Report, Row, Side, alternate, chosen_cases, fit_exponent, markdown, speed_row, time_row
 from treegraft.bench.peers import ScriptPeer, peer_python
 from treegraft.bench.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
+from treegraft.bench.profile import Line, Recorder
 from treegraft.bench_cli import bench_app
 from treegraft.errors import DataError, EngineError, SettingError
 
@@ -33,7 +37,8 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     assert "load_average" in content["machine"] and "load_average_end" in content["machine"]
     for row in content["rows"]:
         assert set(row) == KEYS and row["num_runs"] == 1
-        assert all(math.isfinite(row[name]) and row[name] > 0 for name in ("ours", "theirs")) and math.isfinite(row["ratio"])
+        numbers = [row[name] for name in ("ours", "theirs", "ratio")]
+        assert all(math.isfinite(value) and (value > 0 or "exponent" in row["unit"]) for value in numbers)
         assert row["what"] in result.output
     return content
 
@@ -196,6 +201,71 @@ def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TREEGRAFT_TRL_PYTHON", raising=False)
     rows = bench(tmp_path, "whole")["rows"]
     assert {row["what"].partition(",")[0] for row in rows} == {"RAPO", "ARPO"} and len(rows) == 6
+
+
+def test_buffer(tmp_path: Path) -> None:
+    rows = bench(tmp_path, "buffer")["rows"]
+    assert [row["unit"] for row in rows] == ["ms a key", "ms a key", "traces/s", "s"]
+    assert "recall@1 1.000" in rows[0]["what"]  # so few traces are searched exactly
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_growth(tmp_path: Path) -> None:
+    rows = bench(tmp_path, "growth")["rows"]
+    exponents = [row for row in rows if "exponent" in row["what"]]
+    assert len(exponents) == 7 and all(row["ratio"] == row["ours"] for row in exponents)
+    firsts = [row for row in rows if row["what"].startswith(f"{row['against'].split(',')[0]}") or row["ratio"] == 1.0]
+    assert len(firsts) >= 7  # the smallest of a curve is what the others are held against
+
+
+def test_planned_trees_are_what_the_plan_says() -> None:
+    """Two starts of two steps, 3 + 2 and 4 tokens, and a branch of 4 beside each second step."""
+    plan = arpo_tree(num_starts=2, num_leaves=4, num_steps=2, tokens=(4, 4), result=(2, 2), wait_s=(0.0, 0.0))
+    tree = planned_tree(plan, 5, 50)
+    assert [step.id for step in tree.steps] == ["0", "0.0", "0.0.0", "0.0.1", "0.1", "0.1.0", "0.1.1"]
+    assert [len(step.token_ids) for step in tree.steps] == [5, 6, 4, 4, 6, 4, 4]
+    assert sum(len(step.token_ids) for step in tree.steps) == 5 + plan.num_tokens
+    assert sum(sum(step.sampled_mask) for step in tree.steps) == plan.num_sampled
+    assert [leaf.step_id for leaf in tree.leaves] == ["0.0.0", "0.0.1", "0.1.0", "0.1.1"]
+
+
+def test_a_curve_by_hand() -> None:
+    """1 s at size 10, 4 s at 20, in proportion 2 s: half of it; the exponent is 2."""
+    rows = list(curve_rows("c", "tokens", {"a": 10.0, "b": 20.0}, {"a": [1.0], "b": [4.0]}))
+    assert [(row.ratio, row.ours, row.theirs) for row in rows[:2]] == [(1.0, 1.0, 1.0), (0.5, 4.0, 2.0)]
+    assert rows[2].ratio == pytest.approx(2.0) and "standard error unknown" in rows[2].unit
+
+
+# ---------------------------------------------------------------------- a profile
+
+
+def test_a_profile_sums_to_the_wall_time(tmp_path: Path) -> None:
+    settings = tiny(explore={"explorers": ["graft"], "num_leaves": 4, "graft": {"num_hybrid": 2}})
+    settings |= {"buffer": {"path": "expert", "encoder": "hashing"}}
+    recipe, file = write_recipe(tmp_path / "recipe.json", settings), tmp_path / "profile.json"
+    result = CliRunner().invoke(bench_app, ["profile", str(recipe), "--updates", "2", "--json", str(file)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    found = json.loads(file.read_text())
+    assert sum(row["seconds"] for row in found["rows"]) == pytest.approx(found["wall_s"], rel=0.02)
+    assert sum(row["share"] for row in found["rows"]) == pytest.approx(1.0, rel=0.02)
+    phases = {row["what"].partition(":")[0] for row in found["rows"]}
+    assert phases >= {"rollout", "learning", "publish", "record", "checkpoint"}
+    assert "evaluation" not in phases and "warm-up" not in phases
+    assert any(row["what"].startswith("rollout: engine, ") for row in found["rows"])
+    assert 0 <= found["idle_s"] <= found["wall_s"] and {"tool search", "retrieval"} <= set(found["beside"])
+    assert "idle: the engine had nothing to do for" in result.output
+
+
+def test_phases_are_timed_exactly_and_shared_out_by_looks() -> None:
+    recorder = Recorder()
+    with recorder.phase("warm-up"):
+        pass  # before the first rollout nothing counts
+    with recorder.phase("rollout"), recorder.phase("record"):
+        pass
+    wall_s = recorder.finish()
+    assert set(recorder.seconds) == {"rollout", "record", "other"} and sum(recorder.seconds.values()) == pytest.approx(wall_s)
+    recorder.seconds, recorder.looks = {"rollout": 8.0, "record": 2.0}, {"rollout": Counter({"a": 3, "b": 1})}
+    assert list(recorder.lines(10.0)) == [Line("rollout: a", 6.0, 0.6), Line("rollout: b", 2.0, 0.2), Line("record", 2.0, 0.2)]
 
 
 @pytest.mark.slow  # three processes, each of which loads torch

@@ -1,8 +1,9 @@
-"""`treegraft bench engine | update | whole`: what is fast, against what, and where the time goes."""
+"""`treegraft bench engine | update | whole | buffer | growth | profile`: what is fast, against what, and where the time goes."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import shlex
 import signal
@@ -28,6 +29,8 @@ BENCHES = {
     "engine": "Sampling, against transformers, vLLM and the matrix products alone.",
     "update": "Learning from trees, against padded rows: time and memory.",
     "whole": "Whole updates, against TRL, and RAPO and ARPO against GRPO.",
+    "buffer": "The Step-Trace Buffer, against exact search and the file alone.",
+    "growth": "Time against size, with the fitted exponent.",
 }
 """Each a module of treegraft.bench with a function `cases`."""
 
@@ -113,3 +116,45 @@ def _add_command(name: str, text: str) -> None:
 
 for _name, _text in BENCHES.items():
     _add_command(_name, _text)
+
+
+@bench_app.command()
+def profile(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as run.num_threads=2.")
+    ] = None,
+    updates: Annotated[int, typer.Option(min=1, help="How many updates to run; the warm-up before them is not counted.")] = 3,
+    json_file: JsonFile = None,
+) -> None:
+    """Run some updates of a recipe and say where every second went.
+
+    Evaluations are left out; nothing of the run is kept.
+    """
+    import torch
+
+    from treegraft.bench.measure import load_average, machine, number
+    from treegraft.bench.profile import profile as take_profile
+    from treegraft.recipe import load_config
+    from treegraft.record import write_atomically
+
+    config = load_config(recipe, overrides or [])
+    where = machine(config.run.num_threads or torch.get_num_threads())
+    found = take_profile(config, updates)
+    console = Console(soft_wrap=True, markup=False, highlight=False)
+    console.print(", ".join(f"{key} {value}" for key, value in where.items()))
+    console.print("| what | seconds | share |\n|---|---|---|")
+    for line in found.lines:
+        console.print(f"| {line.what} | {line.seconds:.2f} | {line.share:.1%} |")
+    console.print(f"| all of {updates} updates | {found.wall_s:.2f} | 100% |")
+    console.print(
+        f"idle: the engine had nothing to do for {found.idle_s:.2f} s, {found.idle_s / found.wall_s:.1%} of the wall time"
+    )
+    for name, seconds in found.beside.items():
+        console.print(f"beside the engine: {name} {number(seconds)} s, summed over calls")
+    if json_file is not None:
+        rows = [{"what": line.what, "seconds": line.seconds, "share": line.share} for line in found.lines]
+        content = {"machine": where | {"load_average_end": load_average()}, "num_updates": updates, "wall_s": found.wall_s}
+        write_atomically(
+            json_file, json.dumps(content | {"idle_s": found.idle_s, "rows": rows, "beside": found.beside}, indent=1) + "\n"
+        )

@@ -102,10 +102,12 @@ def arpo_tree(
         ids = tuple(draw.randrange(10, 60) for _ in range(draw.randint(*result)))
         return StepPlan(count, draw.uniform(*wait_s), ids)
 
+    if num_steps == 1:  # nowhere to branch
+        num_starts = num_leaves
     starts = []
     for number in range(num_starts):
         own = steps(0)
-        places = [1 + n % (num_steps - 1) for n in range(number, num_leaves - num_starts, num_starts)] if num_steps > 1 else []
+        places = [1 + n % (num_steps - 1) for n in range(number, num_leaves - num_starts, num_starts)]
         starts.append(PathPlan(own, tuple((place, PathPlan(steps(place))) for place in places)))
     return TreePlan(tuple(starts))
 
