@@ -31,8 +31,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 import uvicorn
-from alternate import compare
 
+from treegraft.bench.measure import compare
 from treegraft.tools.corpus import Corpus, Passage, read_rows
 from treegraft.tools.dense import DenseIndex, save_lists
 from treegraft.tools.search import CorpusSearch, SearchBackend

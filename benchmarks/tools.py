@@ -14,8 +14,7 @@ import subprocess
 import sys
 import time
 
-from alternate import compare
-
+from treegraft.bench.measure import compare
 from treegraft.tools.bwrap import Sandbox, SandboxLimits
 from treegraft.tools.sandbox import SandboxedPythonTool
 from treegraft.types import Task

@@ -55,8 +55,8 @@ NEVER = {
 BESIDES = {("rollout", "tools.toolbox"), ("rollout", "tools.sessions")}
 """The tool box runs calls for any tool, in sessions with or without an environment: they are no kinds."""
 
-TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard")
-"""Where tensors live, and the tracker whose SummaryWriter torch brings."""
+TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard", "bench")
+"""Where tensors live, the tracker whose SummaryWriter torch brings, and what measures all that."""
 
 NO_TORCH = ("engine.scripted", "engine.vllm", "engine.stops")
 """Exceptions from the above: what must answer without torch."""

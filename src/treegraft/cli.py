@@ -1,4 +1,5 @@
-"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve | config | doctor`.
+"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve | bench | config |
+doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
 or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
@@ -21,6 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from treegraft import __version__
+from treegraft.bench_cli import bench_app
 from treegraft.buffer_cli import buffer_app
 from treegraft.data_cli import data_app
 from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
@@ -42,6 +44,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(bench_app)
 app.add_typer(buffer_app)
 app.add_typer(data_app)
 app.add_typer(serve_app)

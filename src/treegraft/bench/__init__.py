@@ -1,0 +1,1 @@
+"""Benchmarks: ours and what users would pick instead, alternating in one run."""
