@@ -101,6 +101,7 @@ class _Layer:
         self.join = product(attention.o_proj)
         self.widen = product(mlp.gate_proj, mlp.up_proj)
         self.narrow = product(mlp.down_proj)
+        self.widths = tuple(x.in_features for x in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj))
 
     def refresh(self) -> None:
         for product in (self.project, self.join, self.widen, self.narrow):
@@ -140,6 +141,14 @@ class FusedForward:
             following = self._layers[index + 1].in_norm if index + 1 < len(self._layers) else self._last_norm
             rows = self._norm(state, layer.narrow(self._kernels.gate(gate, up)), following)
         return rows
+
+    def products(self) -> list[tuple[Product, int]]:
+        """Returns every product of a pass but the head's, with the width of its input; for measuring."""
+        return [
+            (product, width)
+            for layer in self._layers
+            for product, width in zip((layer.project, layer.join, layer.widen, layer.narrow), layer.widths, strict=True)
+        ]
 
     def _norm(self, state: torch.Tensor, added: torch.Tensor | None, norm: Any) -> torch.Tensor:
         return self._kernels.norm(state, added, norm.weight, norm.variance_epsilon)
