@@ -20,7 +20,7 @@ from treegraft.bench.measure import Case, Row, Side, alternate, speed_row, time_
 from treegraft.bench.peers import VllmServer
 from treegraft.bench.plans import TreePlan, arpo_tree, grow_plan
 from treegraft.bench.stage import OurEngine, Stage
-from treegraft.engine.packed import pack_linears
+from treegraft.engine.forward import FusedForward, build_forward
 from treegraft.models import base_model
 from treegraft.types import Completion, Sampling
 
@@ -144,9 +144,7 @@ def _our_side(stage: Stage, ours: OurEngine, plan: TreePlan, num_trees: int, len
     seen: list[tuple[list[int], Completion]] = []
 
     async def complete(prefix: Sequence[int], count: int, key: tuple[int | str, ...]) -> Sequence[int]:
-        completion = await ours.engine.complete(
-            prefix, Sampling(max_new_tokens=count), noise_key=("bench", name, *key), num_shared=length
-        )
+        completion = await ours.engine.complete(prefix, Sampling(max_new_tokens=count), noise_key=("bench", name, *key))
         seen.append((list(prefix), completion))
         return completion.token_ids
 
@@ -210,16 +208,20 @@ def _limit(stage: Stage) -> Iterator[Row]:
 
 
 class MatrixProducts:
-    """The linear layers of one decoding step, head included, one after the other, and nothing else."""
+    """The matrix products of one decoding step, head included, one after the other, and nothing else."""
 
     def __init__(self, model: Any, rows: int) -> None:
-        """Takes over `model`; in bfloat16 on a CPU its weights are laid out as the engine's are."""
-        self._packed = pack_linears(model)
-        layers = [module for module in base_model(model).modules() if isinstance(module, nn.Linear)]
-        shape = (1, rows)
-        self._work = [(layer, torch.randn(*shape, layer.in_features).to(layer.weight)) for layer in layers]
+        """Takes over `model`; its products are fused and laid out as the engine's are."""
+        forward, problem = build_forward(model, pack=True, compile_kernels=True)
+        assert forward is not None, problem
+        head = model.get_output_embeddings()
+        if isinstance(forward, FusedForward):
+            products: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [*forward.products(), (head, head.in_features)]
+        else:
+            products = [(layer, layer.in_features) for layer in base_model(model).modules() if isinstance(layer, nn.Linear)]
+        self._work = [(product, torch.randn(rows, width).to(head.weight)) for product, width in products]
 
     @torch.inference_mode()
     def __call__(self) -> None:
-        for layer, values in self._work:
-            layer(values)
+        for product, values in self._work:
+            product(values)

@@ -232,7 +232,7 @@ def _sampling_depth(stage: Stage) -> Iterator[Row]:
 
             async def complete(prefix: Sequence[int], count: int, key: tuple[int | str, ...]) -> Sequence[int]:
                 sampling = Sampling(max_new_tokens=count)
-                return (await ours.engine.complete(prefix, sampling, noise_key=("bench", *key), num_shared=length)).token_ids
+                return (await ours.engine.complete(prefix, sampling, noise_key=("bench", *key))).token_ids
 
             async def whole() -> int:
                 counted = await grow_plan(complete, plan, prompt, (run, number))
@@ -255,7 +255,7 @@ def _sampling_depth(stage: Stage) -> Iterator[Row]:
 def _sampling_context(stage: Stage) -> Iterator[Row]:
     lengths, rows, tokens = stage.pick(CONTEXTS, (16, 48)), stage.pick(8, 2), stage.pick(32, 4)
     # Few prompts at once: room for long ones is made for each.
-    with stage.engine(max_context=max(lengths) + 2 * tokens, num_prompts=2) as ours:
+    with stage.engine(max_context=max(lengths) + 2 * tokens) as ours:
         sides = {f"context {n}": _group_side(stage, ours, n, rows, tokens, at=n) for n in lengths}
         seconds = alternate(sides, stage.num_runs)
     points = {f"context {n}": float(n + rows * tokens) for n in lengths}

@@ -20,17 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from treegraft.algo.advantages import assign_credit
 from treegraft.assemble import Parts, assemble, build_explorer, max_live_trees, training_limits
 from treegraft.bench.measure import Case, Row, time_row
 from treegraft.bench.stage import Stage
 from treegraft.config import Config
+from treegraft.credit import credit_trees
 from treegraft.errors import DataError
 from treegraft.learn.learner import Learner
 from treegraft.learn.pack import num_tree_tokens
 from treegraft.recipe import load_config
 from treegraft.traces.retrieve import BufferRetriever
-from treegraft.traces.supply import open_buffer
+from treegraft.traces.supply import check_buffer, open_buffer
 from treegraft.train import sample_tasks, sft
 from treegraft.types import Tree
 
@@ -198,7 +198,8 @@ class Updates:
         if "graft" in config.explore.explorers:
             folder = stage.folder / "buffer-run"
             folder.mkdir(parents=True, exist_ok=True)
-            buffer = runner.run(open_buffer(config, parts.source, parts.scorer, parts.format, folder, 0))
+            encoder = check_buffer(config, parts.source, folder)
+            buffer = runner.run(open_buffer(config, parts.source, parts.scorer, parts.format, folder, 0, encoder))
             stack.callback(buffer.close)
             self._retriever = BufferRetriever(buffer, config.buffer)
             stack.callback(self._retriever.close)
@@ -222,8 +223,7 @@ class Updates:
             max_live_trees=max_live_trees(config),
         )
         rolled = time.perf_counter()
-        credit = config.credit.model_dump() | {"learn_from_truncated": config.loss.learn_from_truncated}
-        _, metrics = self._learner.learn([assign_credit(tree, **credit) for tree in self._learner.with_exact_entropies(trees)])
+        _, metrics = self._learner.learn(credit_trees(self._learner.with_exact_entropies(trees), config))
         learned = time.perf_counter()
         await parts.engine.publish(self._learner.export_weights(), number)
         done = time.perf_counter()

@@ -196,7 +196,7 @@ def learning_part(frame: FrameType | None) -> str:
 def _phases() -> Iterator[tuple[Any, str, str]]:
     """Gives (owner, name of the call, phase)."""
     yield from ((Grower, "grow_all", ROLLOUT), (Learner, "learn", LEARNING), (Learner, "with_exact_entropies", LEARNING))
-    yield from ((story, "assign_credit", LEARNING), (DriftGuard, "publish", "publish"), (story, "warm_up", "warm-up"))
+    yield from ((story, "credit_trees", LEARNING), (DriftGuard, "publish", "publish"), (story, "warm_up", "warm-up"))
     yield from ((story, "write_trees", "record"), (RunFolder, "append_metrics", "record"), (story, "grow_buffer", "record"))
     yield from ((story, "save_checkpoint", "checkpoint"), (story, "evaluate", "evaluation"))
 

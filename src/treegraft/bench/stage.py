@@ -184,10 +184,7 @@ class OurEngine:
 
         async def sample() -> list[Completion]:
             sampling = Sampling(max_new_tokens=num_tokens)
-            calls = [
-                self.engine.complete(prompt, sampling, noise_key=("bench", run, row), num_shared=len(prompt))
-                for row in range(num_rows)
-            ]
+            calls = [self.engine.complete(prompt, sampling, noise_key=("bench", run, row)) for row in range(num_rows)]
             found = await asyncio.gather(*calls)
             self.engine.forget(prompt)
             return found

@@ -106,7 +106,7 @@ class _Update:
         self._stage, self.engine = stage, engine
         learn = LearnSettings(lr=LR, max_grad_norm=1.0)
         self._learner = Learner(stage.load()[0], learn, LossSettings(), length_constant=256)
-        self._credit = CreditSettings().model_dump()
+        self._credit = CreditSettings().model_dump(exclude={"rule"})
         self._sampled_s = self._all_s = 0.0
 
     @property
