@@ -106,7 +106,7 @@ METRICS: Mapping[str, str] = {
     "health/{name}": "the warning of this name stands after this update; the number that set it off (docs/warnings.md)",
     "warmup/loss": "supervised loss per token carrying loss, in nats",
     "warmup/skill": "share of teacher-forced steps whose call or answer the policy gets right to the letter, 0..1",
-    "time/engine_evictions": "kept paths dropped for want of rows, and computed again when needed (a matter of timing)",
+    "time/engine_evictions": "kept blocks of keys dropped for want of room, and computed again when needed (a matter of timing)",
     "time/engine_rows_mean": "mean rows taken in by a forward pass of the engine (a matter of timing)",
 }
 """Key or pattern -> one line with the unit."""
