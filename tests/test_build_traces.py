@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,26 @@ def test_the_best_are_kept_and_the_others_counted(tmp_path: Path) -> None:
     assert all(trace.terminal and trace.position == 0 and trace.source == "numbered" for trace in traces)
     # As a graft: the two retrieve tags, the thought between two tags, <answer> \boxed{ e1 } </answer>.
     assert report.num_tokens == sum(2 + 2 + (int(trace.trajectory) + 1) + 5 for trace in traces)
+
+
+def test_the_tokenizer_is_used_in_one_thread_only(tmp_path: Path) -> None:
+    """It remembers how its last text was split: two threads at once turned questions into special tokens now and then."""
+    threads: set[str] = set()
+
+    class Watched(TagsFormat):
+        def prompt_ids(self, task: Task) -> tuple[int, ...]:
+            threads.add(threading.current_thread().name)
+            return super().prompt_ids(task)
+
+        def render_graft(self, steps: Any) -> tuple[int, ...]:
+            threads.add(threading.current_thread().name)
+            return super().render_graft(steps)
+
+    watched = Watched(format()._tokenizer, world().tools(), system_prompt="", require_think=False)
+    with TraceBuffer(tmp_path / "b.sqlite", "hashing") as buffer:
+        build = build_traces(list(world().train_tasks()), Numbered({0, 1}), SCORER, watched, buffer, num_samples=2, num_best=1)
+        report = asyncio.run(build)
+    assert report.num_new > 0 and threads == {threading.current_thread().name}
 
 
 def test_ties_are_broken_by_the_seed_and_nothing_else(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from treegraft.keyed import keyed_int
 from treegraft.traces.agents import Agent, Attempt
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
-from treegraft.types import ROOT_ID, Leaf, Origin, StartCause, Status, Step, StepContent, Task, Tree
+from treegraft.types import ROOT_ID, Leaf, Origin, StartCause, Status, Step, StepContent, Task, Trace, Tree
 
 OUTAGES = 32
 """So many attempts in a row that could not reach the agent end the build."""
@@ -134,9 +134,11 @@ class _Builder:
         report.num_surplus += len(good) - len(kept)
         return kept
 
-    def store(self, buffer: TraceBuffer, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> None:
-        """Adds the steps of the kept trajectories; in one transaction as long as they are no more than the buffer's CHUNK."""
-        num_cut_before = buffer.num_keys_cut
+    def traces(self, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> list[Trace]:
+        """Returns the steps of the kept trajectories, and counts their tokens.
+
+        Not for another thread: a tokenizer keeps the options of its last call, so two threads would get each other's.
+        """
         traces = [
             trace
             for sample, attempt, reward in kept
@@ -149,6 +151,11 @@ class _Builder:
             length = len(self._format.render_graft([trace.value]))
             self._report.num_tokens += length
             self._report.num_too_long += self._max_graft_tokens is not None and length > self._max_graft_tokens
+        return traces
+
+    def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
+        """Adds them; in one transaction as long as they are no more than the buffer's CHUNK."""
+        num_cut_before = buffer.num_keys_cut
         num_new = buffer.add(traces) if traces else 0
         self._report.num_new += num_new
         self._report.num_duplicates += len(traces) - num_new
@@ -220,8 +227,8 @@ async def build_traces(
                 finally:
                     work.cancel()
                 builder.count_failures(attempts)
-                kept = builder.best(task, attempts, tree)
-                await asyncio.get_running_loop().run_in_executor(thread, builder.store, buffer, task, kept)
+                traces = builder.traces(task, builder.best(task, attempts, tree))
+                await asyncio.get_running_loop().run_in_executor(thread, builder.store, buffer, traces)
                 report.num_tasks += 1
                 if on_progress is not None:
                     on_progress(report.num_tasks, len(todo), report)
