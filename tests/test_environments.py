@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.test_agents import serving, solve
 from tests.test_growth import OneTrace
 from tests.worlds import CopiedKeyDoor, Counter, Forgetful, Hanging, KeyDoor, LockedKeyDoor, OneThread, ReplayedKeyDoor
 
@@ -31,6 +32,7 @@ from treegraft.tools.environment import ClassEnvironments, capability_of, row_of
 from treegraft.tools.environment_sessions import Environments
 from treegraft.tools.sessions import Session
 from treegraft.tools.toolbox import Toolbox
+from treegraft.traces.agents import EndpointAgent, EndpointSettings
 from treegraft.types import Observation, Status, StepContent, Task, ToolCall, Trace, Tree
 
 TASK = Task(id="t/0", question="w0", reference=(), columns={"key": "w3"})
@@ -442,6 +444,27 @@ def test_the_threads_of_a_tree_end_with_it() -> None:
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threading.active_count() <= before
+
+
+# ---------------------------------------------------------------------- other agents
+
+
+def test_an_endpoint_acts_in_environments_of_its_own() -> None:
+    """What it does and earns there goes into the Step-Trace Buffer."""
+    replies = iter([f"<think>hm</think>{one}" for one in (*WAY_IN, ANSWER)])
+
+    def reply(body: dict[str, Any], _: int) -> tuple[int, dict[str, Any]]:
+        return 200, {"choices": [{"message": {"content": next(replies)}, "finish_reason": "stop"}]}
+
+    worlds = environments(KeyDoor)
+    form = TagsFormat(word_tokenizer(), worlds.kind.tools, system_prompt="")
+    with serving(reply) as (url, seen):
+        settings = EndpointSettings(url=url, model="m", system_prompt="")
+        agent = EndpointAgent(settings, form, make_toolbox(worlds), seed=0, source="server")
+        attempt = solve(agent, TASK)
+    assert attempt.error is None and attempt.environment_reward == 1.0
+    assert [one.observations[0].text for one in attempt.contents[:3]] == ["w1 1", "w1 2", "w1 3"]
+    assert seen[0]["messages"][0]["content"] == "w0\nw3"
 
 
 # ---------------------------------------------------------------------- the three ways agree

@@ -21,7 +21,8 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
 from treegraft.terminal import make_display
-from treegraft.tools.build import build_tools
+from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.environment_sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import (
     Agent,
@@ -144,12 +145,13 @@ class BufferBuild:
         if self._choice.kind == "checkpoint":
             return self._checkpoint_agent(tasks)
         config = self._config
-        tools = build_tools(config.tools, tasks.tools())
+        kind = open_environments(config.environment)
+        tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
         format = build_format(config.format, tokenizer, tools)
-        toolbox = Toolbox.from_settings(tools, config.tools)
-        scorer = RewardScorer.from_settings(config.reward)
+        toolbox = Toolbox.from_settings(tools, config.tools, None if kind is None else Environments(kind, config.environment))
+        scorer = RewardScorer.from_settings(config.reward, success_reward=config.environment.success_reward)
         agent: Agent
         if self._choice.kind == "expert":
             agent = ScriptedAgent(tasks, seed=config.run.seed, source=self._choice.source or "expert")

@@ -118,7 +118,8 @@ class DatasetSettings(Settings):
     question_column: str = "question"
     """Column of the question; dots go into nested columns ("extra_info.question")."""
     reference_column: str = "answer"
-    """Column of the reference, a string, number or list of accepted answers; dots as above."""
+    """Column of the reference, a string, number or list of accepted answers; dots as above; "" for tasks without one, which an
+    environment rewards."""
     category_column: str | None = None
     """Column to break results down by; None for none."""
     reference_after: str | None = None

@@ -67,6 +67,11 @@ IDLE_RULES: tuple[IdleRule, ...] = (
     IdleRule("tasks.search_world.", lambda c: c.tasks.kind != "search_world", f"{_KIND}; add tasks.kind=search_world"),
     IdleRule("tasks.arithmetic.", lambda c: c.tasks.kind != "arithmetic", f"{_KIND}; add tasks.kind=arithmetic"),
     IdleRule("tasks.dataset.", lambda c: c.tasks.kind != "dataset", f"{_KIND}; add tasks.kind=dataset"),
+    IdleRule(
+        "tasks.dataset.reference_after",
+        lambda c: not c.tasks.dataset.reference_column,
+        "tasks.dataset.reference_column is empty",
+    ),
     IdleRule("tasks.options", lambda c: ":" not in c.tasks.kind, f"{_KIND}, which is no import path"),
     IdleRule("model.tiny.", lambda c: c.model.path != "tiny", "model.path is '{c.model.path}'; add model.path=tiny"),
     IdleRule(

@@ -223,7 +223,7 @@ def _tasks_wrong(config: Config) -> Iterator[str]:
         yield f"tasks.search_world.hops: got {hops}, expected one or more lengths from 1 to 5, such as [1, 2, 3]."
     if (
         config.tasks.kind in ("arithmetic", "dataset")
-        and not (config.tools.use or config.tools.mcp)
+        and not (config.tools.use or config.tools.mcp or config.environment.kind)
         and config.rollout.max_tool_calls > 0
     ):
         yield (

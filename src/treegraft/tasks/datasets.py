@@ -196,7 +196,7 @@ def _read_row(row: Row | BadRow, name: str, settings: DatasetSettings, defects: 
         return None
     try:
         question = _column(row.values, settings.question_column)
-        reference = _column(row.values, settings.reference_column)
+        reference = _column(row.values, settings.reference_column) if settings.reference_column else None
         category = "" if settings.category_column is None else _column(row.values, settings.category_column)
     except KeyError:
         defects.counts[_NO_COLUMN] += 1
@@ -211,7 +211,7 @@ def _read_row(row: Row | BadRow, name: str, settings: DatasetSettings, defects: 
         if not accepted:
             defects.counts[_NO_MARK] += 1
             return None
-    if not accepted:
+    if not accepted and settings.reference_column:
         defects.counts[_NO_REFERENCE] += 1
         return None
     used = (settings.question_column, settings.reference_column)
@@ -250,7 +250,7 @@ def _refuse_source(spec: str, defects: _Defects, settings: DatasetSettings) -> N
     if defects.counts[_NO_COLUMN]:
         wanted = {
             "question_column": settings.question_column,
-            "reference_column": settings.reference_column,
+            "reference_column": settings.reference_column or None,
             "category_column": settings.category_column,
         }
         for setting, column in wanted.items():

@@ -15,6 +15,7 @@ from treegraft.interfaces import TaskSource
 from treegraft.keyed import keyed_int, keyed_unit
 from treegraft.rollout.formats.tags import RESULT, TagsFormat
 from treegraft.rollout.loop import Grower
+from treegraft.tools.sessions import Session
 from treegraft.tools.toolbox import Toolbox
 from treegraft.types import Observation, Status, StepContent, Task, Trajectory, Tree
 
@@ -37,6 +38,8 @@ class Attempt:
     """Why it failed, in words that other failures of the kind share; None for an attempt that ended in an answer."""
     is_outage: bool = False
     """The agent could not be reached, so the next attempt will hardly fare better."""
+    environment_reward: float | None = None
+    """What its environment gave in the end; None without one."""
 
 
 class Agent(Protocol):
@@ -115,7 +118,7 @@ def _attempt(tree: Tree, sample: int) -> Attempt:
     trajectory = trajectories[sample]
     contents = tuple(trajectory.contents)
     if trajectory.status is Status.COMPLETED:
-        return Attempt(contents=contents)
+        return Attempt(contents=contents, environment_reward=trajectory.leaf.environment_reward)
     return Attempt(contents=contents, error=_how_it_ended(trajectory))
 
 
@@ -184,6 +187,17 @@ class EndpointAgent:
 
     async def solve(self, task: Task, sample: int) -> Attempt:
         """Returns what the model did; failed where it could not be asked, replied nonsense, or came to no answer."""
+        async with self._toolbox.sessions(task) as sessions:
+            try:
+                task = await sessions.prepare(1)
+                session = await sessions.start(0).open()
+                attempt = await self._play(task, sample, session)
+                reward = await session.reward() if attempt.error is None else None
+            except ToolUnavailable as error:
+                return Attempt(error=str(error))
+            return replace(attempt, environment_reward=reward)
+
+    async def _play(self, task: Task, sample: int, session: Session) -> Attempt:
         settings = self._settings
         messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
         messages.append({"role": "user", "content": task.question})
@@ -198,7 +212,7 @@ class EndpointAgent:
                 num_calls += len(content.calls)
                 if num_calls > settings.max_tool_calls:
                     return Attempt(contents=tuple(contents), error=f"no answer within {settings.max_tool_calls} tool calls")
-                shown = [await self._toolbox.call(call, task) for call in content.calls]
+                shown = [await session.call(call) for call in content.calls]
             except _NoReply as error:
                 return Attempt(contents=tuple(contents), error=str(error), is_outage=error.is_outage)
             except (ValueError, ToolUnavailable) as error:

@@ -97,8 +97,11 @@ class _Builder:
         except DataError:
             return [Attempt(error="the task's prompt is too long, or holds a special token")] * self._num_samples, None
         made = list(await asyncio.gather(*(attempt(sample) for sample in range(self._num_samples))))
-        answered = [one.contents for one in made if one.error is None]
-        return made, await self._scorer(attempts_tree(self._format, task, answered)) if answered else None
+        answered = [one for one in made if one.error is None]
+        if not answered:
+            return made, None
+        rewards = [one.environment_reward for one in answered]
+        return made, await self._scorer(attempts_tree(self._format, task, [one.contents for one in answered], rewards))
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
@@ -239,10 +242,15 @@ async def build_traces(
     return report
 
 
-def attempts_tree(format: Format, task: Task, attempts: Sequence[Sequence[StepContent]]) -> Tree:
+def attempts_tree(
+    format: Format, task: Task, attempts: Sequence[Sequence[StepContent]], rewards: Sequence[float | None] | None = None
+) -> Tree:
     """Returns trajectories as the separate paths of one tree, completed and not yet scored, in their order.
 
     A step's tokens are what the policy would have written, or, where this format cannot say the step, its graft.
+
+    Args:
+        rewards: what each one's environment gave; None without environments.
 
     Raises:
         DataError: a prompt that cannot be made.
@@ -259,7 +267,8 @@ def attempts_tree(format: Format, task: Task, attempts: Sequence[Sequence[StepCo
                 spans = [(format.render_graft([content]), Origin.POLICY)]
             steps.append(_step(step_id, parent, depth, spans, content))
             parent = step_id
-        leaves.append(Leaf(step_id=parent, status=Status.COMPLETED, answer=contents[-1].answer))
+        given = rewards[start] if rewards is not None else None
+        leaves.append(Leaf(step_id=parent, status=Status.COMPLETED, answer=contents[-1].answer, environment_reward=given))
     return Tree(task=task, group_id=f"buffer/{task.id}", steps=tuple(steps), leaves=tuple(leaves))
 
 
