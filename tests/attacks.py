@@ -1,4 +1,4 @@
-"""Ninety-four attacks on a python tool. Code that gets what it is after says so: it prints "BRO" + "KEN", once it has."""
+"""Ninety-five attacks on a python tool. Code that gets what it is after says so: it prints "BRO" + "KEN", once it has."""
 
 from __future__ import annotations
 

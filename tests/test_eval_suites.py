@@ -278,6 +278,20 @@ def test_changed_settings_are_refused(how: dict[str, Any], part: str, agent: tup
         evaluated(agent, into, **how)
 
 
+def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Path) -> None:
+    from treegraft.evals.run import _asked
+    from treegraft.evaluate import open_checkpoint
+
+    plan = SuitePlan(suite="bamboogle", data_dir=agent[1])
+    slow = open_checkpoint(agent[0], None, ["rollout.deadline_s=7200", "engine.deadline_s=7200"])
+    asked = _asked(*open_checkpoint(agent[0], None, []), plan, 0.0)
+    assert _asked(*slow, plan, 0.0) == asked
+    sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
+    # Folders made by 0.3 hold the deadlines.
+    EvalFolder.open(tmp_path / "e", {**asked, "rollout.deadline_s": 600.0}, sets).close()
+    EvalFolder.open(tmp_path / "e", asked, sets).close()
+
+
 def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     one = EvalSet(name="gsm8k", source="x", rule=SETS["gsm8k"], tasks=(Task(id="gsm8k/0", question="q", reference=("1",)),))

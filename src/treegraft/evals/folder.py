@@ -23,6 +23,8 @@ from treegraft.record import RunFolder, tree_from_json, tree_to_json, write_atom
 from treegraft.types import Status, Tree
 
 FORMAT_VERSION = 1
+_UNCOUNTED = ("rollout.deadline_s", "engine.deadline_s")
+"""Settings that folders made by 0.3 hold, and that no longer tell two evaluations apart."""
 
 
 class EvalFolder:
@@ -70,7 +72,8 @@ class EvalFolder:
             data = json.loads(self._asked_path.read_text(encoding="utf-8"))
             if data["format_version"] != FORMAT_VERSION:
                 raise ValueError(f"format version {data['format_version']}, expected {FORMAT_VERSION}")
-            return {"asked": dict(data["asked"]), "sets": dict(data["sets"])}
+            asked = {name: value for name, value in data["asked"].items() if name not in _UNCOUNTED}
+            return {"asked": asked, "sets": dict(data["sets"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
                 f"'{self.path}' is not the folder of an evaluation ({error}); expected what `treegraft eval --suite` made. "

@@ -25,8 +25,12 @@ from treegraft.types import Task, Tree
 if TYPE_CHECKING:
     from treegraft.terminal import Display
 
-_NO_MATTER = (*EVALUATION_IGNORES, "run.dir", "eval.greedy", "eval.num_samples", "track.", "reward.", "model.path")
-"""Settings that a suite's trajectories do not depend on; the model is told apart by its weights."""
+_NO_MATTER = (
+    *(*EVALUATION_IGNORES, "run.dir", "eval.greedy", "eval.num_samples", "track.", "reward.", "model.path"),
+    *("rollout.deadline_s", "engine.deadline_s"),
+)
+"""Settings that a suite's trajectories do not depend on: the model is told apart by its weights, and what a deadline cut off is
+run again, so that a machine found too slow is given more time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
