@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from treegraft.report.bands import Point, student
+from treegraft.report.bands import Point, point
 from treegraft.report.diversity import PHASES, Clusters, Reservoir, choose_encoder, count, embed, phase_of, project, radius_of
 from treegraft.report.groups import Group
-from treegraft.report.pieces import Scene, draw_band, how_many, label_ends, whole_updates
+from treegraft.report.pieces import Scene, draw_band, fit_y, how_many, label_ends, whole_updates
 from treegraft.report.records import Record
 from treegraft.report.shape import Cell, LeftOut, Made, Table
 from treegraft.report.style import legend_above, legend_height, looks, new_figure, printable
@@ -127,7 +127,7 @@ def _kind_band(group: Group, scans: Mapping[str, Scan], kind: str, measure: str)
     if not series:
         return []
     shared = sorted(set.intersection(*(set(one) for one in series)))
-    return [Point(update, *student([one[update] for one in series]), len(series)) for update in shared]
+    return [point(update, [one[update] for one in series]) for update in shared]
 
 
 def _draw_kinds(axes: Any, curves: Mapping[str, Sequence[Point]], name: str, title: str) -> None:
@@ -137,7 +137,7 @@ def _draw_kinds(axes: Any, curves: Mapping[str, Sequence[Point]], name: str, tit
     axes.set_title(title)
     axes.set_xlabel("update")
     axes.set_ylabel(name)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+    fit_y(axes, [one for points in curves.values() for one in points])
     whole_updates(axes)
 
 
@@ -216,22 +216,21 @@ def _clusters(scene: Scene, sets: Sequence[_Set], num: int, about: str) -> Made:
     for column, (measure, y_label) in enumerate(
         (("clusters", "DBSCAN clusters"), ("within", "mean cosine distance within a task"))
     ):
-        for label, (name, look) in zip(labels, drawn.items(), strict=True):
-            points = [point for phase in range(len(PHASES)) if (point := _point(found.get((name, phase), []), phase, measure))]
-            if points:
-                draw_band(axes[column], points, label, look)
+        seen = [_phases(found, name, measure) for name in drawn]
+        for number, (label, look, points) in enumerate(zip(labels, drawn.values(), seen, strict=True)):
+            _draw_phases(axes[column], points, label, look, 0.06 * (number - (len(labels) - 1) / 2))
+        fit_y(axes[column], [one for points in seen for one in points])
         axes[column].set_xticks(range(len(PHASES)), PHASES)
         axes[column].set_xlim(-0.25, len(PHASES) - 0.75)
-        axes[column].set_ylim(bottom=0)
         axes[column].set_ylabel(y_label)
         axes[column].set_xlabel("part of the run's updates")
     legend_above(figure, axes[:1])
     rows: list[tuple[Cell, ...]] = []
     for (name, phase), several in found.items():
         for measure in ("clusters", "noise", "distance", "within"):
-            point = _point(several, phase, measure)
-            if point is not None:
-                rows.append((name, PHASES[phase], measure, point.num, num, point.mean, point.low, point.high))
+            mean = _point(several, phase, measure)
+            if mean is not None:
+                rows.append((name, PHASES[phase], measure, mean.num, num, mean.mean, mean.low, mean.high))
     caption = (
         f"{num} trajectories of each kind, part and run, drawn at random from at most {MOST_FILES} updates of a run (more points "
         f"make more clusters; other questions do too). Embedded without the question, with {about}. Left: DBSCAN on "
@@ -255,9 +254,23 @@ def _look(scene: Scene, one: _Set) -> dict[str, Any] | None:
     return looks(number) | ({"linestyle": (0, (1.2, 1.2)), "markerfacecolor": "white"} if one.kind == "hybrid" else {})
 
 
+def _phases(found: Mapping[tuple[str, int], Sequence[Clusters]], name: str, measure: str) -> list[Point]:
+    points = [_point(found.get((name, phase), ()), phase, measure) for phase in range(len(PHASES))]
+    return [one for one in points if one is not None]
+
+
+def _draw_phases(axes: Any, points: Sequence[Point], label: str, look: Mapping[str, Any], shift: float) -> None:
+    """Draws means with whiskers, moved aside so that those of several sets do not hide each other."""
+    below = [0.0 if one.low is None else one.mean - one.low for one in points]
+    above = [0.0 if one.high is None else one.high - one.mean for one in points]
+    error = [below, above] if any(above) else None
+    places = [one.x + shift for one in points]
+    axes.errorbar(places, [one.mean for one in points], yerr=error, label=label, elinewidth=0.8, capsize=2, **look)
+
+
 def _point(several: Sequence[Clusters], phase: int, measure: str) -> Point | None:
     values = [float(value) for one in several if (value := getattr(one, measure)) is not None]
-    return Point(phase, *student(values), len(values)) if values else None
+    return point(phase, values) if values else None
 
 
 # ---------------------------------------------------------------------- the map
