@@ -375,6 +375,7 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
     hybrid = [row for row in table(tmp_path / "out", "on-policy-against-hybrid") if row["update"] == "1"]
     # Of each tree one hybrid leaf with reward 1 and 5 sampled tokens; three others with reward 0 and 6, 6, 8 tokens.
     assert {(row["measure"], row["kind"]): float(row["mean"]) for row in hybrid} == {
+        ("reward, hybrid less on-policy of the same tree", "gap"): 1.0,
         ("reward", "hybrid"): 1.0,
         ("reward", "on-policy"): 0.0,
         ("num_sampled", "hybrid"): 5.0,
