@@ -263,6 +263,12 @@ def test_sets_that_differ_in_one_thing_alone() -> None:
 
     groups = [one("a", p=0.0, q=1), one("b", p=0.5, q=1), one("c", p=1.0, q=2), one("d", p=1.0, q=1), one("e", q=1)]
     assert [[g.label for g in found] for found in vary(groups, ("p",))] == [["a", "b", "d"]]
+    warmed = [
+        Group(label, "", tuple(record(f"{label}{n}", n, settings={"p": p, "model.path": f"warmup-{n}"}) for n in range(2)))
+        for label, p in (("a", 0.0), ("b", 1.0))
+    ]
+    assert [[g.label for g in found] for found in vary(warmed, ("p",))] == [["a", "b"]]
+    assert vary(warmed, ("model.path",)) == []
     assert source_name({"buffer.path": "expert"}) == "flawless expert"
     assert (
         source_name({"tasks.search_world.error_prob": 0.3, "tasks.search_world.detour_prob": 0.4})
@@ -369,6 +375,7 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
     hybrid = [row for row in table(tmp_path / "out", "on-policy-against-hybrid") if row["update"] == "1"]
     # Of each tree one hybrid leaf with reward 1 and 5 sampled tokens; three others with reward 0 and 6, 6, 8 tokens.
     assert {(row["measure"], row["kind"]): float(row["mean"]) for row in hybrid} == {
+        ("reward, hybrid less on-policy of the same tree", "gap"): 1.0,
         ("reward", "hybrid"): 1.0,
         ("reward", "on-policy"): 0.0,
         ("num_sampled", "hybrid"): 5.0,

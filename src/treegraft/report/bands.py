@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treegraft.report.records import Line, Record
 
@@ -24,6 +24,15 @@ class Point:
     high: float | None
     num: int
     """Runs."""
+    least: float
+    """Smallest value of a run."""
+    most: float
+    """Largest value of a run."""
+
+
+def point(x: float, values: Sequence[float]) -> Point:
+    """Returns the mean of runs' values at one place with its interval. Raises ValueError: no values."""
+    return Point(x, *student(values), len(values), min(values), max(values))
 
 
 def student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
@@ -67,7 +76,7 @@ def band(records: Sequence[Record], key: str) -> list[Point]:
     if not series:
         return []
     shared = sorted(set.intersection(*(set(one) for one in series)))
-    return [Point(update, *student([one[update] for one in series]), len(series)) for update in shared]
+    return [point(update, [one[update] for one in series]) for update in shared]
 
 
 def accuracy_band(records: Sequence[Record], key: str) -> list[Point]:
@@ -76,7 +85,11 @@ def accuracy_band(records: Sequence[Record], key: str) -> list[Point]:
     num_eval = next((record.num_eval for record in records if values_at(record.lines, key)), None)
     if not num_eval:
         return found
-    return [point if point.num > 1 else Point(point.x, point.mean, *wilson(point.mean, num_eval), 1) for point in found]
+    return [one if one.num > 1 else _with_interval(one, *wilson(one.mean, num_eval)) for one in found]
+
+
+def _with_interval(one: Point, low: float, high: float) -> Point:
+    return replace(one, low=low, high=high)
 
 
 def spent(lines: Sequence[Line], cost: str) -> dict[int, float]:

@@ -10,7 +10,7 @@ from typing import Any
 from treegraft.metrics import meaning
 from treegraft.report.bands import Point, accuracy_band, band, spent, values_at
 from treegraft.report.groups import Group
-from treegraft.report.pieces import Scene, as_percent, draw_band, fits_direct, how_many, label_ends, whole_updates
+from treegraft.report.pieces import Scene, as_percent, draw_band, fit_y, fits_direct, how_many, label_ends, whole_updates
 from treegraft.report.shape import Cell, LeftOut, Made, Table
 from treegraft.report.style import legend_above, legend_height, looks, new_figure, printable
 
@@ -197,7 +197,7 @@ def _draw_cell(scene: Scene, axes: Any, cell: _Cell) -> None:
         as_percent(axes)
         axes.set_ylim(-0.02, 1.02)
     else:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        fit_y(axes, [point for curve in cell.curves for _, point in curve])
 
 
 __all__ = ["COST", "COSTS", "DYNAMICS", "against_cost", "cost_curve", "dynamics"]

@@ -143,14 +143,16 @@ def pooled_differences(members: Group) -> list[str]:
 def vary(groups: Sequence[Group], names: Sequence[str]) -> list[list[Group]]:
     """Returns sets of groups that differ in one or more of `names` and in nothing else, over all panels.
 
-    Groups whose runs differ among themselves in more than name and seed stand in no set.
+    What differs within a group of the user's label (the warm-up that each seed began with, say) does not count; a group within
+    which one of `names` differs stands in no set.
     """
+    pooled = {name for one in groups for name in pooled_differences(one)}
     sets: dict[str, dict[str, Group]] = {}
     for one in groups:
         settings = one.records[0].settings
-        if not any(name in settings for name in names) or pooled_differences(one):
+        if not any(name in settings for name in names) or set(names) & set(pooled_differences(one)):
             continue
-        rest = _frozen({name: value for name, value in settings.items() if name not in names})
+        rest = _frozen({name: value for name, value in settings.items() if name not in names and name not in pooled})
         own = _frozen({name: settings.get(name) for name in names})
         sets.setdefault(rest, {}).setdefault(own, one)
     return [list(found.values()) for found in sets.values() if len(found) > 1]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
-from treegraft.report.bands import Point, student
+from treegraft.report.bands import Point, point
 from treegraft.report.diversity import PHASES, Clusters, Reservoir, choose_encoder, count, embed, phase_of, project, radius_of
 from treegraft.report.groups import Group
-from treegraft.report.pieces import Scene, draw_band, how_many, label_ends, whole_updates
+from treegraft.report.pieces import Scene, draw_band, fit_y, how_many, label_ends, whole_updates
 from treegraft.report.records import Record
 from treegraft.report.shape import Cell, LeftOut, Made, Table
 from treegraft.report.style import legend_above, legend_height, looks, new_figure, printable
@@ -19,13 +20,16 @@ from treegraft.report.trees import MOST_FILES, Seen, read_trajectories
 
 HYBRID, DIVERSITY, MAP = "on-policy-against-hybrid", "semantic-diversity", "trajectory-map"
 _KINDS = ("on-policy", "hybrid")
-_MEASURES = (("reward", "mean reward"), ("num_sampled", "sampled tokens a trajectory"), ("num_calls", "tool calls a trajectory"))
+_MEASURES = ("reward", "num_sampled", "num_calls")
+_GAP = "reward, hybrid less on-policy of the same tree"
+_DRAWN = (("reward", "mean reward"), (_GAP, "reward gap within a tree"), ("num_sampled", "sampled tokens a trajectory"))
+"""Tool calls stand in the table only."""
 LEAST = 20
 """Trajectories that a set needs for its clusters to be counted."""
 _MOST_ROWS, _MOST_MAPS, _MOST_DOTS = 3, 6, 100
 _OWN = "hybrid, own steps"
-_LOOKS = (looks(4), looks(5))
-"""Of the two kinds: other colours than the first groups have."""
+_LOOKS = {"on-policy": looks(4), "hybrid": looks(5), "gap": looks(6)}
+"""Other colours than the first groups have."""
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class Scan:
     """(kind, update) -> measure -> [sum, count]."""
     samples: dict[tuple[str, int], Reservoir] = field(default_factory=dict)
     """(kind, third of the run) -> trajectories."""
+    trees: dict[tuple[int, str], dict[str, list[float]]] = field(default_factory=dict)
+    """(update, group id) -> kind -> rewards."""
     num_seen: int = 0
 
     def add(self, seen: Seen, num_updates: int) -> None:
@@ -45,7 +51,8 @@ class Scan:
         self.num_seen += 1
         kind = _KINDS[seen.is_hybrid]
         cell = self.sums.setdefault((kind, seen.update), {})
-        for measure, _ in _MEASURES:
+        self.trees.setdefault((seen.update, seen.group), {}).setdefault(kind, []).append(seen.reward)
+        for measure in _MEASURES:
             total = cell.setdefault(measure, [0.0, 0.0])
             total[0] += float(getattr(seen, measure))
             total[1] += 1
@@ -54,6 +61,14 @@ class Scan:
     def mean(self, kind: str, measure: str) -> dict[int, float]:
         """Returns the mean of a measure by update."""
         return {update: cell[measure][0] / cell[measure][1] for (k, update), cell in sorted(self.sums.items()) if k == kind}
+
+    def gaps(self) -> dict[int, float]:
+        """Returns by update the mean over trees with both kinds of the hybrid trajectories' mean reward less the others'."""
+        found: dict[int, list[float]] = {}
+        for (update, _), rewards in sorted(self.trees.items()):
+            if len(rewards) == len(_KINDS):
+                found.setdefault(update, []).append(fmean(rewards["hybrid"]) - fmean(rewards["on-policy"]))
+        return {update: fmean(gaps) for update, gaps in found.items()}
 
     @property
     def has_hybrid(self) -> bool:
@@ -82,7 +97,7 @@ def _last_update(record: Record) -> int:
 
 
 def hybrid(scene: Scene, scans: Mapping[str, Scan]) -> Made | LeftOut:
-    """Returns reward, sampled tokens and tool calls of trajectories with a graft and without one."""
+    """Returns reward, reward within a tree, and sampled tokens of trajectories with a graft and without one."""
     title = "On-policy against hybrid trajectories"
     if not scans:
         return LeftOut(HYBRID, title, "no run folder with recorded trees was given.")
@@ -90,27 +105,25 @@ def hybrid(scene: Scene, scans: Mapping[str, Scan]) -> Made | LeftOut:
     if not grafted:
         return LeftOut(HYBRID, title, "no trajectory of these runs holds a retrieved step.")
     drawn = grafted[:_MOST_ROWS]
-    figure, axes = new_figure(len(drawn), len(_MEASURES), 2.1 * len(drawn))
+    figure, axes = new_figure(len(drawn), len(_DRAWN), 2.1 * len(drawn))
     rows, ends = list[tuple[Cell, ...]](), list[tuple[Any, list[tuple[float, float, str, str]]]]()
     for row, group in enumerate(grafted):
-        for column, (measure, name) in enumerate(_MEASURES):
-            curves = {kind: _kind_band(group, scans, kind, measure) for kind in _KINDS}
+        bands = _bands(group, scans)
+        for measure, curves in bands.items():
             head = (group.panel, group.label, measure)
-            rows += [(*head, kind, int(p.x), p.num, p.mean, p.low, p.high) for kind in _KINDS for p in curves[kind]]
-            if row < len(drawn):
-                one = axes[row * len(_MEASURES) + column]
-                _draw_kinds(one, curves, name, printable(group.label, 30) if column == 0 else "")
-                ends.append(
-                    (one, [(c[-1].x, c[-1].mean, kind, _LOOKS[n]["color"]) for n, (kind, c) in enumerate(curves.items()) if c])
-                )
+            rows += [(*head, kind, int(p.x), p.num, p.mean, p.low, p.high) for kind, points in curves.items() for p in points]
+        for column, (measure, name) in enumerate(_DRAWN if row < len(drawn) else ()):
+            one, curves = axes[row * len(_DRAWN) + column], bands[measure]
+            _draw_kinds(one, curves, name, printable(group.label, 30) if column == 0 else "")
+            if column == len(_DRAWN) - 1:
+                ends.append((one, [(c[-1].x, c[-1].mean, kind, _LOOKS[kind]["color"]) for kind, c in curves.items() if c]))
     figure.canvas.draw()
-    for place, (one, found) in enumerate(ends):
-        if place % len(_MEASURES) == len(_MEASURES) - 1:
-            label_ends(one, found)
+    for one, found in ends:
+        label_ends(one, found)
     caption = (
         "Means over the trajectories of an update; hybrid: holds at least one retrieved step, which counts neither as sampled "
         "tokens nor as calls. A trajectory that ends early has less occasion to be grafted, so the kinds differ in "
-        "their questions too. "
+        "their questions; the gap is between trajectories of one tree, so of one question (hybrid less on-policy). "
         f"At most {MOST_FILES} updates of a run are read, spread evenly. {how_many(grafted)}"
     )
     notes = (
@@ -122,22 +135,30 @@ def hybrid(scene: Scene, scans: Mapping[str, Scan]) -> Made | LeftOut:
     return Made(HYBRID, title, caption, Table(columns, rows), figure, notes)
 
 
-def _kind_band(group: Group, scans: Mapping[str, Scan], kind: str, measure: str) -> list[Point]:
-    series = [found for r in group.records if r.name in scans and (found := scans[r.name].mean(kind, measure))]
-    if not series:
-        return []
-    shared = sorted(set.intersection(*(set(one) for one in series)))
-    return [Point(update, *student([one[update] for one in series]), len(series)) for update in shared]
+def _bands(group: Group, scans: Mapping[str, Scan]) -> dict[str, dict[str, list[Point]]]:
+    """Returns for each measure its curves by kind; the gap has one, of both."""
+    own = [scans[record.name] for record in group.records if record.name in scans]
+    found = {measure: {kind: _band([one.mean(kind, measure) for one in own]) for kind in _KINDS} for measure in _MEASURES}
+    return found | {_GAP: {"gap": _band([one.gaps() for one in own])}}
+
+
+def _band(series: Sequence[Mapping[int, float]]) -> list[Point]:
+    """At the updates that all runs with any have."""
+    recorded = [one for one in series if one]
+    shared = sorted(set.intersection(*(set(one) for one in recorded))) if recorded else []
+    return [point(update, [one[update] for one in recorded]) for update in shared]
 
 
 def _draw_kinds(axes: Any, curves: Mapping[str, Sequence[Point]], name: str, title: str) -> None:
-    for number, (kind, points) in enumerate(curves.items()):
+    for kind, points in curves.items():
         if points:
-            draw_band(axes, points, kind, _LOOKS[number])
+            draw_band(axes, points, kind, _LOOKS[kind])
+    fit_y(axes, [one for points in curves.values() for one in points])
+    if "gap" in curves:
+        axes.axhline(0, color="black", linewidth=0.8)
     axes.set_title(title)
     axes.set_xlabel("update")
     axes.set_ylabel(name)
-    axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
     whole_updates(axes)
 
 
@@ -216,22 +237,21 @@ def _clusters(scene: Scene, sets: Sequence[_Set], num: int, about: str) -> Made:
     for column, (measure, y_label) in enumerate(
         (("clusters", "DBSCAN clusters"), ("within", "mean cosine distance within a task"))
     ):
-        for label, (name, look) in zip(labels, drawn.items(), strict=True):
-            points = [point for phase in range(len(PHASES)) if (point := _point(found.get((name, phase), []), phase, measure))]
-            if points:
-                draw_band(axes[column], points, label, look)
+        seen = [_phases(found, name, measure) for name in drawn]
+        for number, (label, look, points) in enumerate(zip(labels, drawn.values(), seen, strict=True)):
+            _draw_phases(axes[column], points, label, look, 0.06 * (number - (len(labels) - 1) / 2))
+        fit_y(axes[column], [one for points in seen for one in points])
         axes[column].set_xticks(range(len(PHASES)), PHASES)
         axes[column].set_xlim(-0.25, len(PHASES) - 0.75)
-        axes[column].set_ylim(bottom=0)
         axes[column].set_ylabel(y_label)
         axes[column].set_xlabel("part of the run's updates")
     legend_above(figure, axes[:1])
     rows: list[tuple[Cell, ...]] = []
     for (name, phase), several in found.items():
         for measure in ("clusters", "noise", "distance", "within"):
-            point = _point(several, phase, measure)
-            if point is not None:
-                rows.append((name, PHASES[phase], measure, point.num, num, point.mean, point.low, point.high))
+            mean = _point(several, phase, measure)
+            if mean is not None:
+                rows.append((name, PHASES[phase], measure, mean.num, num, mean.mean, mean.low, mean.high))
     caption = (
         f"{num} trajectories of each kind, part and run, drawn at random from at most {MOST_FILES} updates of a run (more points "
         f"make more clusters; other questions do too). Embedded without the question, with {about}. Left: DBSCAN on "
@@ -255,9 +275,23 @@ def _look(scene: Scene, one: _Set) -> dict[str, Any] | None:
     return looks(number) | ({"linestyle": (0, (1.2, 1.2)), "markerfacecolor": "white"} if one.kind == "hybrid" else {})
 
 
+def _phases(found: Mapping[tuple[str, int], Sequence[Clusters]], name: str, measure: str) -> list[Point]:
+    points = [_point(found.get((name, phase), ()), phase, measure) for phase in range(len(PHASES))]
+    return [one for one in points if one is not None]
+
+
+def _draw_phases(axes: Any, points: Sequence[Point], label: str, look: Mapping[str, Any], shift: float) -> None:
+    """Draws means with whiskers, moved aside so that those of several sets do not hide each other."""
+    below = [0.0 if one.low is None else one.mean - one.low for one in points]
+    above = [0.0 if one.high is None else one.high - one.mean for one in points]
+    error = [below, above] if any(above) else None
+    places = [one.x + shift for one in points]
+    axes.errorbar(places, [one.mean for one in points], yerr=error, label=label, elinewidth=0.8, capsize=2, **look)
+
+
 def _point(several: Sequence[Clusters], phase: int, measure: str) -> Point | None:
     values = [float(value) for one in several if (value := getattr(one, measure)) is not None]
-    return Point(phase, *student(values), len(values)) if values else None
+    return point(phase, values) if values else None
 
 
 # ---------------------------------------------------------------------- the map

@@ -69,7 +69,7 @@ def how_many(groups: Sequence[Group], *, is_accuracy: bool = False) -> str:
     counts = sorted({len(group.records) for group in groups})
     span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     if counts[-1] > 1:
-        said = f"n = {span} runs with other seeds; bands and whiskers: {INTERVAL_SEEDS}."
+        said = f"n = {span} runs with other seeds; bands and whiskers: {INTERVAL_SEEDS}, cut at the panels' edges."
         return said + (f" Where n = 1: {INTERVAL_TASKS}." if is_accuracy and counts[0] == 1 else "")
     return f"n = 1 run each. Bands and whiskers: {INTERVAL_TASKS}; what other seeds would give is not known." if is_accuracy else (
         "n = 1 run each: no interval, what other seeds would give is not known."
@@ -85,6 +85,14 @@ def draw_band(axes: Any, points: Sequence[Point], label: str, look: Mapping[str,
     high = [point.mean if point.high is None else point.high for point in points]
     if any(point.low is not None for point in points):
         axes.fill_between(places, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def fit_y(axes: Any, points: Sequence[Point]) -> None:
+    """Sets a panel's height by the runs themselves, with 0 in it: intervals of few runs are wide, and would flatten the curves."""
+    if points:
+        low, high = min(0.0, *(one.least for one in points)), max(0.0, *(one.most for one in points))
+        room = 0.05 * ((high - low) or 1.0)
+        axes.set_ylim(low - (room if low < 0 else 0.0), high + room)
 
 
 def fits_direct(labels: Sequence[str]) -> bool:
