@@ -222,5 +222,6 @@ if __name__ == "__main__":
     chosen = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
     outcome = build(chosen)
     if outcome == 0:
-        print(f"the pages: {(chosen / 'site' / 'index.html').resolve()}")
+        site = (chosen / "site").resolve()
+        print(f"the pages: {site / 'index.html'}\nwith their search: python -m http.server -b 127.0.0.1 -d {site}")
     sys.exit(outcome)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
+import threading
 from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
 
@@ -42,6 +46,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
+WIDE = """() => {
+  const column = document.querySelector('.md-content__inner').getBoundingClientRect().right + 1;
+  const parts = [...document.querySelectorAll('.md-content table, .md-content pre, .md-content svg')];
+  return parts.filter(e => e.getBoundingClientRect().right > column).map(e => e.textContent.slice(0, 60));
+}"""
+"""The tables, blocks and drawings of a page that reach beyond its column."""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves a folder without a line for each request."""
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
 class Fetched(HTMLParser):
     """Collects the addresses that a page loads."""
 
@@ -62,6 +80,38 @@ def test_every_page_is_built_and_fetches_nothing(site: Path, builder: ModuleType
         assert [address for address in page.found if "//" in address and not address.startswith("data:")] == [], path.name
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", style.read_text(encoding="utf-8")), style.name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+def test_pages_in_a_browser(site: Path) -> None:
+    """Each page in both themes: nothing is asked of another host, nothing fails, nothing is wider than its column."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine: apt-get install chromium")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    home = f"http://127.0.0.1:{server.server_port}/"
+    asked_for: list[str] = []
+    errors: list[str] = []
+    too_wide: list[str] = []
+    try:
+        with playwright.sync_playwright() as started:
+            browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=180_000)
+            for scheme in ("light", "dark"):
+                page = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme).new_page()
+                page.on("request", lambda asked: asked_for.append(asked.url))
+                page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+                for path in sorted(site.rglob("*.html")):
+                    page.goto(f"{home}{path.relative_to(site)}")
+                    too_wide += [f"{scheme} {path.name}: {wide}" for wide in page.evaluate(WIDE)]
+            browser.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert errors == [] and too_wide == []
+    assert len(asked_for) > 100 and [url for url in asked_for if not url.startswith((home, "data:", "blob:"))] == []
 
 
 def test_a_bad_link_fails_the_build(builder: ModuleType, tmp_path: Path) -> None:

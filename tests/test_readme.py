@@ -42,9 +42,7 @@ SMALL: dict[str, Any] = {
 
 
 def test_the_marked_sections_are_found() -> None:
-    assert {"README.md", "start.md", "own-tool.md", "own-credit.md", "from-verl.md"} <= {
-        name.partition(":")[0] for name in runnable()
-    }
+    assert {"start.md", "own-tool.md", "own-credit.md", "from-verl.md"} <= {place.partition(":")[0] for place in runnable()}
     marked = sum(page.count("<!-- runnable -->") for page in PAGES.values())
     assert sum(map(len, runnable().values())) == marked
 
@@ -140,7 +138,7 @@ def test_metrics_named_on_the_pages_exist() -> None:
 
 
 def test_recipes_of_the_table_exist() -> None:
-    listed = set(re.findall(r"^\| `(\w+\.toml)` \|", PAGE, re.M))
+    listed = set(re.findall(r"^\| `(\w+\.toml)` \|", ALL, re.M))
     assert listed == {path.name for path in (ROOT / "recipes").glob("*.toml")}
 
 
