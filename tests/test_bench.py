@@ -157,6 +157,7 @@ for line in sys.stdin:
 def test_a_peer_answers_and_its_death_is_told(tmp_path: Path) -> None:
     script = tmp_path / "peer.py"
     script.write_text(PEER)
+    (tmp_path / "json.py").write_text("raise ImportError('a file beside the script')")
     peer = ScriptPeer("echo", sys.executable, script, {"size": 3}, tmp_path)
     try:
         assert peer.ready == {"ready": True, "asked": {"size": 3}}

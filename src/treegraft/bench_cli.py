@@ -131,15 +131,14 @@ def profile(
 
     Evaluations are left out; nothing of the run is kept.
     """
-    import torch
-
     from treegraft.bench.measure import load_average, machine, number
     from treegraft.bench.profile import profile as take_profile
+    from treegraft.bench.stage import num_threads
     from treegraft.recipe import load_config
     from treegraft.record import write_atomically
 
     config = load_config(recipe, overrides or [])
-    where = machine(config.run.num_threads or torch.get_num_threads())
+    where = machine(config.run.num_threads or num_threads())
     found = take_profile(config, updates)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     console.print(", ".join(f"{key} {value}" for key, value in where.items()))

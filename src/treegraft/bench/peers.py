@@ -172,7 +172,14 @@ class ScriptPeer:
         self._child.close()
 
 
-_QUIET = {"TQDM_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+# Files beside a peer's script must not stand in for modules of the same name.
+_QUIET = {
+    "PYTHONSAFEPATH": "1",
+    "TQDM_DISABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONUNBUFFERED": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 @dataclass(slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from treegraft.bench.peers import VllmServer, missing, peer_python
 from treegraft.config import EngineSettings, ModelSettings, TinySettings
 from treegraft.engine.native import NativeEngine
 from treegraft.errors import EngineError
-from treegraft.models import DTYPES, base_model, limit_threads, load_model
+from treegraft.models import base_model, limit_threads, load_model
 from treegraft.types import Completion, Sampling
 
 Result = TypeVar("Result")
@@ -55,7 +54,7 @@ class Stage:
     @property
     def threads(self) -> int:
         """Threads that torch uses."""
-        return torch.get_num_threads()
+        return num_threads()
 
     def note(self, text: str) -> None:
         """Says something once."""
@@ -200,11 +199,6 @@ class OurEngine:
             self.worst_gap = max(self.worst_gap, self.stage.check(prompt, completion))
 
 
-def dtype_of(name: str) -> torch.dtype:
-    """Returns torch's dtype of a name."""
-    return DTYPES[name]
-
-
-def threads_setting() -> str:
-    """Returns what OMP_NUM_THREADS says, or "unset"."""
-    return os.environ.get("OMP_NUM_THREADS", "unset")
+def num_threads() -> int:
+    """Returns how many threads torch uses."""
+    return torch.get_num_threads()

@@ -15,6 +15,8 @@ from typing import Any
 def main() -> None:
     """Answers each line with {"seconds", "num_prompt_tokens", "num_completion_tokens"}."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
+    # Before Python 3.11 the files beside this one come first, and one is called as a module of the standard library.
+    sys.path[:] = [place for place in sys.path if os.path.realpath(place) != os.path.dirname(os.path.realpath(__file__))]
     # What libraries print must not stand between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
