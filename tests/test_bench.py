@@ -211,6 +211,7 @@ def test_buffer(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.partial"))
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpoint:FutureWarning")  # transformers renames it
 def test_growth(tmp_path: Path) -> None:
     rows = bench(tmp_path, "growth")["rows"]
     exponents = [row for row in rows if "exponent" in row["what"]]

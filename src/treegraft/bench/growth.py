@@ -20,9 +20,10 @@ from treegraft.bench.measure import Case, Row, Side, alternate, fit_exponent, ti
 from treegraft.bench.plans import PathPlan, TreePlan, arpo_tree, grow_plan
 from treegraft.bench.stage import OurEngine, Stage
 from treegraft.bench.update import Shape, example_trees
-from treegraft.config import LearnSettings, LossSettings
+from treegraft.config import LearnSettings, LossSettings, ModelSettings
 from treegraft.learn.learner import Learner
 from treegraft.learn.pack import TreeBatch, num_tree_tokens, pack_trees
+from treegraft.models import with_adapters
 from treegraft.traces.index import FLAT_LIMIT, IvfIndex, search_rows
 from treegraft.traces.rows import Added, RowTable
 from treegraft.types import Leaf, Origin, Sampling, Status, Step, Task, Tree
@@ -40,7 +41,7 @@ def cases(stage: Stage) -> Mapping[str, Case]:
     return {
         "learning group": partial(_learning, stage, "group", _group_trees(stage)),
         "learning depth": partial(_learning, stage, "depth", _depth_trees(stage)),
-        "learning context": partial(_learning, stage, "context", _context_trees(stage)),
+        "learning context": partial(_learning, stage, "context", _context_trees(stage), saves_memory=True),
         "learning leaves": partial(_learning_leaves, stage),
         "sampling group": partial(_sampling_group, stage),
         "sampling depth": partial(_sampling_depth, stage),
@@ -112,8 +113,12 @@ def _deep_plan(stage: Stage, depth: int) -> TreePlan:
 class _Learning:
     """One learner, and batches of one tree each."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, *, saves_memory: bool = False) -> None:
+        """Args:
+        saves_memory: gradient checkpointing, without which the longest context does not fit into 24 GB.
+        """
         model, tokenizer = stage.load()
+        model = with_adapters(model, ModelSettings(gradient_checkpointing=saves_memory), seed=0)
         self.num_words = len(tokenizer)
         learn = LearnSettings(max_pack_tokens=1 << 20)
         self._learner = Learner(model, learn, LossSettings(), length_constant=64)
@@ -127,12 +132,13 @@ class _Learning:
         self._learner.scores(batch)[0].sum().backward()
 
 
-def _learning(stage: Stage, name: str, make: Callable[[int], dict[str, Tree]]) -> Iterator[Row]:
-    learning = _Learning(stage)
+def _learning(stage: Stage, name: str, make: Callable[[int], dict[str, Tree]], *, saves_memory: bool = False) -> Iterator[Row]:
+    learning = _Learning(stage, saves_memory=saves_memory)
     trees = make(learning.num_words)
     seconds = alternate({label: learning.side(tree) for label, tree in trees.items()}, stage.num_runs)
     points = {label: float(num_tree_tokens(tree)) for label, tree in trees.items()}
-    yield from curve_rows(f"learning by {name}, {stage.dtype}", "unique tokens", points, seconds)
+    how = ", gradient checkpointing" if saves_memory else ""
+    yield from curve_rows(f"learning by {name}, {stage.dtype}{how}", "unique tokens", points, seconds)
 
 
 def _learning_leaves(stage: Stage) -> Iterator[Row]:
