@@ -167,13 +167,13 @@ def engine_part(frame: FrameType | None) -> str | None:
     if any(call in linecache.getline(file, innermost.f_lineno) for call in ("inbox.get(", ".wait(", "queue.get(")):
         return None
     for file, name, _ in stack:
-        if file.endswith("engine/sampling.py") or name.startswith(("sample", "_sample")):
+        if file.endswith("engine/sampling.py") or name.startswith(("sample", "_sample")) or name == "blocks":
             return "engine, sampling"
         if file.endswith(("engine/packed.py", "modules/linear.py")) or "product" in name or "linear" in name:
             return "engine, matrix products"
         if name.lstrip("_").startswith("attend") or "attention" in name or file.endswith("treegraft/attention.py"):
             return "engine, attention"
-        if "/transformers/" in file or name == "_forward":
+        if "/transformers/" in file or file.endswith(("engine/kernels.py", "engine/forward.py")):
             return "engine, rest of the forward pass"
     return "engine, batches put together and results handed out"
 
