@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # One thread unless a test says otherwise: the models are tiny, and two threads that wait for each other on a busy machine take
 # five times as long. Read by torch when it is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose Ctrl-C is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 from hypothesis import settings
 
