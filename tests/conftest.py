@@ -9,11 +9,11 @@ import signal
 # five times as long. Read by torch when it is imported, here and in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose Ctrl-C is tested.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 from hypothesis import settings
 
 # How long an example takes is a matter of the machine's other work.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+
+# A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose Ctrl-C is tested.
+signal.signal(signal.SIGINT, signal.default_int_handler)
