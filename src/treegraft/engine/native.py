@@ -26,6 +26,7 @@ from treegraft.engine.stops import StopFinder
 from treegraft.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.interfaces import NoiseKey, Tokenizer
 from treegraft.models import Head, end_token_ids, max_context, weights_fingerprint
+from treegraft.threads import release_threads
 from treegraft.types import Completion, Sampling, StopReason
 
 MIN_SHARED = 32
@@ -125,6 +126,7 @@ class NativeEngine:
             DeadlineExceeded: no completion within engine.deadline_s.
         """
         self._check(prefix_ids, sampling)
+        release_threads()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
 
@@ -257,6 +259,8 @@ class NativeEngine:
     def _turn(self) -> bool:
         """One turn of the loop; False when told to close."""
         is_idle = not (self._running or self._waiting or self._orders)
+        if is_idle and self._inbox.empty():
+            release_threads()
         while is_idle or not self._inbox.empty():
             item = self._inbox.get()
             is_idle = False

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from treegraft.config import BufferSettings
 from treegraft.interfaces import NoiseKey, Retrieved
 from treegraft.keyed import keyed_int, keyed_unit
+from treegraft.threads import release_threads
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
 from treegraft.types import StepContent, Task, Trace
@@ -75,6 +76,12 @@ class BufferRetriever:
             self._worker = None
 
     def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
+        try:
+            return self._found(batch)
+        finally:
+            release_threads()
+
+    def _found(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
         began, num_cut_before = time.monotonic(), self._buffer.num_keys_cut
         settings = self._settings
         sought = [question for question in batch if question.draw is None]
