@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treegraft.errors import DataError, ModelError, SettingError, TreegraftError
 from treegraft.metrics import METRICS, find_meaning
+from treegraft.traces.keys import retrieval_key
 from treegraft.view.health import explanations, shown, standing
 from treegraft.view.pieces import Pieces
 from treegraft.view.query import Filter, find, grafts_of, task_history
@@ -260,7 +261,21 @@ class Api:
             says_nothing = not any(recorded["content"][part] for part in ("thought", "calls", "observations", "answer"))
             if recorded["violation"] is not None or says_nothing:
                 step["wrote"] = pieces.decode(recorded["token_ids"])
+        self._mark_same_question(run.name, drawn)
         return drawn
+
+    def _mark_same_question(self, run: str, drawn: dict[str, Any]) -> None:
+        """Says of each graft whether its trace was written on this very question; without its buffer the task's name tells."""
+        causes = {step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]}
+        try:
+            keys = self._shelves[run].keys(cause["content_hash"] for cause in causes.values() if cause.get("content_hash"))
+        except DataError:
+            keys = {}
+        first_line = retrieval_key(drawn["task"]["question"], ())
+        for step_id, cause in causes.items():
+            key = keys.get(cause.get("content_hash") or "")
+            is_same = cause["task_id"] == drawn["task"]["id"] if key is None else f"{key}\n".startswith(f"{first_line}\n")
+            drawn["peers"][step_id]["is_same_question"] = is_same
 
     def tokens(self, request: Request) -> Any:
         """The tokens of one path, with every column that was recorded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from heapq import nlargest
@@ -159,6 +159,14 @@ class Shelf:
                 row = connection.execute(f"SELECT hash, {COLUMNS} FROM traces WHERE id = ?", [-negative]).fetchone()
                 found.append(_shown(row) | {"similarity": similarity})
         return {"total": len(found), "offset": 0, "rows": found}
+
+    def keys(self, hashes: Iterable[str]) -> dict[str, str]:
+        """Returns the keys (histories, the question first) of the traces that the buffer holds, by hash; empty without a buffer."""
+        if self.path() is None:
+            return {}
+        with self._open() as connection:
+            rows = [connection.execute("SELECT hash, key FROM traces WHERE hash = ?", [one]).fetchone() for one in set(hashes)]
+        return {row["hash"]: json.loads(row["key"]) for row in rows if row is not None}
 
     def trace(self, content_hash: str) -> dict[str, Any]:
         """Returns a trace with the whole trajectory that it is a step of. Raises DataError: there is none."""
