@@ -270,7 +270,8 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
         # A leaf without a graft is shifted too, for retrieval rewards are compared within the group.
         words = "+0.9 = +1 of the reward alone \u00d7 0.9: its retrieval reward 0 is below the group's mean, 0.1"
         assert words in text(page, ".leaffacts")
-        # A low window shows part of the drawing, and says so until one is there.
+        # A low window shows part of the drawing, and says so until one is there; the window itself never scrolls.
+        assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
         page.click(".more button >> text=below")
         until(page, "!document.querySelector('.more').textContent.includes('below')")
         page.click(".findings button >> text=Pushed down most")

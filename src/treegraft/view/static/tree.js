@@ -12,6 +12,12 @@ function contrast(title, one) {
   return `${title}: reward ${num(one.with.reward)} over ${plural(one.with.num, "leaf", "leaves")} with, ${num(one.without.reward)} over ${one.without.num} without`;
 }
 
+// Leaf 3; leaves 3 to 5; or how many, where there are gaps.
+function spanWords(numbers) {
+  if (numbers.length === 1) return `leaf ${numbers[0]}`;
+  return numbers.at(-1) - numbers[0] === numbers.length - 1 ? `leaves ${numbers[0]} to ${numbers.at(-1)}` : `${numbers.length} leaves`;
+}
+
 // Leaf 1; leaf 1 and leaf 4; leaf 1 and 5 others.
 const leafNames = (numbers) => (numbers.length < 3 ? numbers.map((n) => `leaf ${n}`).join(" and ") : `leaf ${numbers[0]} and ${numbers.length - 1} others`);
 const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
@@ -127,8 +133,8 @@ export async function treePage(page, { run, query, go }, file, n) {
   function hint() {
     const { below, right: beyond } = drawing.hidden({ right: scroller.scrollLeft + scroller.clientWidth, bottom: scroller.scrollTop + scroller.clientHeight });
     replace(more,
-      beyond.length > 0 && h("button", { onclick: () => scroller.scrollBy(scroller.clientWidth, 0) }, `${leafNames(beyond)} further right ▸`),
-      below.length > 0 && h("button", { onclick: () => scroller.scrollBy(0, 0.8 * scroller.clientHeight) }, `${below.length === 1 ? `leaf ${below[0]}` : `leaves ${below[0]} to ${below.at(-1)}`} below ▾`));
+      beyond.length > 0 && h("button", { onclick: () => scroller.scrollBy(scroller.clientWidth, 0) }, `${spanWords(beyond)} further right ▸`),
+      below.length > 0 && h("button", { onclick: () => scroller.scrollBy(0, 0.8 * scroller.clientHeight) }, `${spanWords(below)} below ▾`));
   }
 
   function reveal() {
