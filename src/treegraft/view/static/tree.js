@@ -219,16 +219,26 @@ export async function treePage(page, { run, query, go }, file, n) {
     all.forEach((one) => (one.open = open));
   };
 
-  draw();
   setOverlay(overlay);
+  draw();
   await drawPath();
   reveal();
   showStep();
-  const onResize = () => draw();
-  addEventListener("resize", onResize);
+  // The room changes with the window, the lines above the panes and the unfolded legend.
+  const room = () => `${left.clientWidth} ${left.clientHeight} ${left.querySelector(".ringlegend").open}`;
+  let drawnFor = room();
+  const redraw = () => {
+    if (room() === drawnFor) return;
+    drawnFor = room();
+    draw();
+  };
+  const watch = new ResizeObserver(redraw);
+  watch.observe(left);
+  watch.observe(panes);
+  left.querySelector(".ringlegend").addEventListener("toggle", redraw);
   return {
     title: `${fileTitle(file)}, group ${n}`,
-    close: () => removeEventListener("resize", onResize),
+    close: () => watch.disconnect(),
     keys: [
       ["j ArrowDown", "next leaf", () => move(1)],
       ["k ArrowUp", "leaf before", () => move(-1)],
