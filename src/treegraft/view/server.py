@@ -26,7 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treegraft.errors import DataError, ModelError, SettingError, TreegraftError
 from treegraft.metrics import METRICS, find_meaning
-from treegraft.traces.keys import retrieval_key
 from treegraft.view.health import explanations, shown, standing
 from treegraft.view.pieces import Pieces
 from treegraft.view.query import Filter, find, grafts_of, task_history
@@ -267,15 +266,14 @@ class Api:
     def _mark_same_question(self, run: str, drawn: dict[str, Any]) -> None:
         """Says of each graft whether its trace was written on this very question; without its buffer the task's name tells."""
         causes = {step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]}
+        hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
         try:
-            keys = self._shelves[run].keys(cause["content_hash"] for cause in causes.values() if cause.get("content_hash"))
+            known = self._shelves[run].asked(drawn["task"]["question"], hashes)
         except DataError:
-            keys = {}
-        first_line = retrieval_key(drawn["task"]["question"], ())
+            known = {}
         for step_id, cause in causes.items():
-            key = keys.get(cause.get("content_hash") or "")
-            is_same = cause["task_id"] == drawn["task"]["id"] if key is None else f"{key}\n".startswith(f"{first_line}\n")
-            drawn["peers"][step_id]["is_same_question"] = is_same
+            has_its_name = cause["task_id"] == drawn["task"]["id"]
+            drawn["peers"][step_id]["is_same_question"] = known.get(cause.get("content_hash"), has_its_name)
 
     def tokens(self, request: Request) -> Any:
         """The tokens of one path, with every column that was recorded."""

@@ -160,13 +160,15 @@ class Shelf:
                 found.append(_shown(row) | {"similarity": similarity})
         return {"total": len(found), "offset": 0, "rows": found}
 
-    def keys(self, hashes: Iterable[str]) -> dict[str, str]:
-        """Returns the keys (histories, the question first) of the traces that the buffer holds, by hash; empty without a buffer."""
+    def asked(self, question: str, hashes: Iterable[str]) -> dict[str, bool]:
+        """Returns for each of these traces that the buffer holds whether it answers this question; empty without a buffer."""
         if self.path() is None:
             return {}
+        # A key is lines with single spaces, the first of them the question.
+        first_line = " ".join(question.split())
         with self._open() as connection:
             rows = [connection.execute("SELECT hash, key FROM traces WHERE hash = ?", [one]).fetchone() for one in set(hashes)]
-        return {row["hash"]: json.loads(row["key"]) for row in rows if row is not None}
+        return {row["hash"]: f"{json.loads(row['key'])}\n".startswith(f"{first_line}\n") for row in rows if row is not None}
 
     def trace(self, content_hash: str) -> dict[str, Any]:
         """Returns a trace with the whole trajectory that it is a step of. Raises DataError: there is none."""
