@@ -343,7 +343,7 @@ def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
         command_line, ["view", str(run_dir), "--text", "--update", "1", "--group", "0"], env={"COLUMNS": "200"}
     )
     assert "entropy change +0.25, p 0.625" in shown.output and "graft from expert, similarity 0.875" in shown.output
-    assert "leaf 0 of 4, the best by reward" in shown.output
+    assert "leaf 0 (0 to 3), the best by reward" in shown.output
     arguments = ["view", str(run_dir), "--text", "--eval", "2", "--group", "0", "--leaf", "2"]
     shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"})
     assert "no such entity" in shown.output and "wrong" in shown.output and "graft from" not in shown.output
@@ -424,3 +424,33 @@ def test_a_file_written_anew_is_indexed_anew(tmp_path: Path) -> None:
     assert len(run.path_of("update-000001", 0, 0)["steps"]) == 4
     write_trees(path / "trees" / "update-000001.jsonl", [plain_tree(1, "t/1")])
     assert len(run.path_of("update-000001", 0, 0)["steps"]) == 2
+
+
+def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:
+    base = json.loads(tree_to_json(grown_tree(1, "t/1")))
+    # Beside the graft below 0.0 stand the branch 0.0.1, an answer, and below the twin start 0.1 a failed search.
+    found = draw(base)["peers"]["0.0.0"]
+    assert (found["num"], found["num_same"], found["rewards"]) == (2, 0, [])
+    # Depths 1 and 3: the ungrafted path that comes so far is 0.1, 0.1.0, 0.1.0.0, from .1 .2 .3 to .1.
+    assert found["drift"] == pytest.approx({"num": 1, "before": 0.2, "after": 0.1})
+    steps = {step["id"]: step for step in base["steps"]}
+    steps["0.1.0"]["content"] = steps["0.0.0"]["content"]
+    found = draw(base)["peers"]["0.0.0"]
+    assert (found["num"], found["num_same"], found["rewards"]) == (2, 1, [0.0])
+    # Another result above is another history.
+    steps["0.1"]["content"]["observations"][0]["text"] = "nothing"
+    found = draw(base)["peers"]["0.0.0"]
+    assert (found["num"], found["num_same"]) == (1, 0)
+
+
+def test_a_graft_of_the_same_question_is_named(client: TestClient, tmp_path: Path) -> None:
+    # The trace's question is "r2 of e2 ?", that of the group another.
+    assert ask(client, "/trees/update-000001/0")["peers"]["0.0.0"]["is_same_question"] is False
+    path = write_run(tmp_path / "same", num_updates=0)
+    write_trees(RunFolder(path).trees_path(1), [grown_tree(1, "t/1", question="r2  of e2 ?"), grown_tree(1, "t/9")])
+    same = TestClient(build_app(open_runs([path])), base_url="http://127.0.0.1:8000")
+    said = [same.get(f"/api/runs/same/trees/update-000001/{n}").json()["peers"]["0.0.0"]["is_same_question"] for n in range(2)]
+    # The buffer's text counts, not the task's name; without the buffer there is only the name.
+    assert said == [True, False]
+    (path / "buffer" / "traces.sqlite").unlink()
+    assert same.get("/api/runs/same/trees/update-000001/1").json()["peers"]["0.0.0"]["is_same_question"] is True

@@ -5,11 +5,22 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.viewed import copy_without_checkpoints, expert_hash, metrics_of, plain_tree, served, step, write_run, write_update
+from tests.viewed import (
+    copy_without_checkpoints,
+    expert_hash,
+    grown_tree,
+    metrics_of,
+    plain_tree,
+    served,
+    step,
+    write_run,
+    write_update,
+)
 
 from treegraft.record import RunFolder, write_trees
 from treegraft.types import Leaf, StartCause, Status, StepContent, Task, Tree
@@ -188,16 +199,18 @@ def test_filters_stand_in_the_address(page: Any, address: str) -> None:
 
 def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0")
-    assert "Best: leaf 0" in text(page, ".findings") and "Grafts: reward 1 over 1 leaves with, 0 over 3 without" in text(
+    assert "Best: leaf 0" in text(page, ".findings") and "Grafts: reward 1 over 1 leaf with, 0 over 3 without" in text(
         page, ".findings"
     )
     assert page.locator("svg.drawing .node").count() == 9 and page.locator(".edge.branch").count() == 1
-    assert "├ ΔH +0.25 p 0.63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(page, ".node.graft")
+    assert "├ p .63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(page, ".node.graft")
     graft = text(page, "article.step.graft")
     assert (
         "another agent" in graft
         and "similarity 0.875" in graft
-        and "0.2 in its step before, 0.15 in its step after (-0.05, surer)" in graft
+        and "0.2 in its step before, 0.15 in its step after (-0.05); at the same depths without a graft: 0.2 and 0.1" in graft
+        and "the policy itself went on 2 times, never with this step" in graft
+        and "this very question" not in graft
     )
     assert "Mean reward: 1 over 1 leaf below it, 0 over the 3 others of the group." in graft
     assert "ratios \u00d7 1.0182 before clipping" in text(page, ".leaffacts")
@@ -209,8 +222,13 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert "no such entity" in text(page, ".part.result.error")
     refused = "entropy changed by -0.125 against the start, and probability 0.475 is not above the threshold, 0.5"
     assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(page, ".leaffacts")
-    assert text(page, ".mark.refused") == "⊘ ΔH -0.13 p 0.47"
-    page.keyboard.press("b")
+    assert text(page, ".mark.refused") == "⊘ p .47 ≤ limit .50"
+    # A step says its own part of its id, a leaf its number, as addresses and texts do.
+    assert "leaf 2 \u2717 0" in text(page, ".leaf[data-leaf='2']") and "Leaf 2 (0 to 3)" in text(page, ".pathhead")
+    assert (
+        text(page, ".node[data-step='0.1.0'] .part").strip() == ".0" and text(page, ".node[data-step='0.1'] .part").strip() == "0.1"
+    )
+    page.click(".findings button >> text=Best: leaf 0")
     page.wait_for_selector(".pathpane[data-leaf='0']")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(".node.sel[data-step='0.0']")
@@ -218,6 +236,47 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert "retrieved from" in text(page, "#tip")
     page.keyboard.press("m")
     until(page, "[...document.querySelectorAll('details.raw pre')].some((p) => p.textContent.includes('search'))")
+
+
+def credited_tree() -> Tree:
+    """Returns a grown tree with two equally short right leaves, one without credit for its retrieval and one pushed down most."""
+    tree = grown_tree(1, "t/1")
+    credit = ((1.0, 0.9, 1.0, 0.0), (1.0, 0.9, 1.0, 0.0), (0.0, -0.9, -1.0, 0.0), (0.0, -1.3, -1.0, 0.4))
+    parts = zip(tree.leaves, credit, ("0.0.1", "0.2", "0.1.0.0", "0.0.0.0"), strict=True)
+    return replace(
+        tree,
+        leaves=tuple(
+            replace(
+                leaf, step_id=where, reward=r, is_correct=r > 0, advantage=a, outcome_advantage=own, retrieval_reward=z, answer="e3"
+            )
+            for leaf, (r, a, own, z), where in parts
+        ),
+    )
+
+
+def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "credited", num_updates=1, with_buffer=False)
+    write_trees(RunFolder(path).trees_path(1), [credited_tree()])
+    with served(path) as address:
+        page = browser.new_page(viewport={"width": 1280, "height": 330})
+        page.set_default_timeout(60_000)
+        show(page, address, "#/r/credited/t/update-000001/0")
+        best, down = (found.inner_text() for found in page.query_selector_all(".findings button"))
+        assert (
+            best
+            == "Best: leaf 0 and leaf 1, \u2713 correct, reward 1 (2 leaves earned it, the shortest with 12 tokens; group mean 0.5)"
+        )
+        assert down == "Pushed down most: leaf 3, -1.3: reward 0 is below the mean, \u00d7 1.3 for its retrieval reward +0.4"
+        # A leaf without a graft is shifted too, for retrieval rewards are compared within the group.
+        words = "+0.9 = +1 of the reward alone \u00d7 0.9: its retrieval reward 0 is below the group's mean, 0.1"
+        assert words in text(page, ".leaffacts")
+        # A low window shows part of the drawing, and says so until one is there; the window itself never scrolls.
+        assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
+        page.click(".more button >> text=below")
+        until(page, "!document.querySelector('.more').textContent.includes('below')")
+        page.click(".findings button >> text=Pushed down most")
+        page.wait_for_selector(".pathpane[data-leaf='3']")
+        page.close()
 
 
 def test_a_deep_link_shows_its_step(page: Any, address: str) -> None:
@@ -267,6 +326,24 @@ def test_side_by_side(page: Any, address: str) -> None:
 def test_one_task_across_updates(page: Any, address: str) -> None:
     show(page, address, "#/r/first/task?id=t%2F1")
     assert page.locator("#groups tbody tr").count() == 4 and "1\u00d7 e3" in text(page, "#groups tbody tr:first-child")
+    assert page.get_attribute(".plot", "data-series") == "updates: 0.25 0.25 0.25 0.25"
+
+
+def test_both_kinds_of_evaluation_are_drawn(browser: Any, tmp_path: Path) -> None:
+    path = write_run(tmp_path / "both", num_updates=2, with_buffer=False)
+    folder = RunFolder(path)
+    for update, kind in ((0, "greedy"), (0, "sampled"), (2, "sampled")):
+        tree = grown_tree(update, "held/1")
+        share = 0.0 if kind == "sampled" else 1.0
+        write_trees(
+            folder.trees_path(update, kind), [replace(tree, leaves=tuple(replace(leaf, reward=share) for leaf in tree.leaves))]
+        )
+    with served(path) as address:
+        page = browser.new_page()
+        page.set_default_timeout(60_000)
+        show(page, address, "#/r/both/task?id=held%2F1")
+        assert page.get_attribute(".plot", "data-series") == "evaluation, greedy: 1 0.25; evaluation, sampled: 0 0"
+        page.close()
 
 
 def test_buffer_from_a_graft_to_its_trace_and_back(page: Any, address: str) -> None:

@@ -260,7 +260,20 @@ class Api:
             says_nothing = not any(recorded["content"][part] for part in ("thought", "calls", "observations", "answer"))
             if recorded["violation"] is not None or says_nothing:
                 step["wrote"] = pieces.decode(recorded["token_ids"])
+        self._mark_same_question(run.name, drawn)
         return drawn
+
+    def _mark_same_question(self, run: str, drawn: dict[str, Any]) -> None:
+        """Says of each graft whether its trace was written on this very question; without its buffer the task's name tells."""
+        causes = {step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]}
+        hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
+        try:
+            known = self._shelves[run].asked(drawn["task"]["question"], hashes)
+        except DataError:
+            known = {}
+        for step_id, cause in causes.items():
+            has_its_name = cause["task_id"] == drawn["task"]["id"]
+            drawn["peers"][step_id]["is_same_question"] = known.get(cause.get("content_hash"), has_its_name)
 
     def tokens(self, request: Request) -> Any:
         """The tokens of one path, with every column that was recorded."""

@@ -162,6 +162,67 @@ def _graft_effects(path: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float,
             yield step["id"], fmean(before["entropies"]), fmean(after["entropies"])
 
 
+def _said(step: dict[str, Any]) -> tuple[object, ...]:
+    """What a step did, for comparisons: its calls and its answer."""
+    content = step["content"]
+    return tuple((call["name"], call["body"].strip()) for call in content["calls"]), content["answer"]
+
+
+def _history(path: Sequence[dict[str, Any]]) -> list[object]:
+    """What was done and seen on a path after its prompt."""
+    return [(_said(step), tuple(seen["text"] for seen in step["content"]["observations"])) for step in path[1:]]
+
+
+def _drift(ungrafted: Sequence[Sequence[dict[str, Any]]], before: int, after: int) -> dict[str, Any]:
+    """How the policy's mean entropy went between two depths on the paths without a graft, each later step counted once."""
+    pairs = {path[after]["id"]: (path[before], path[after]) for path in ungrafted if len(path) > after}
+    seen = [(a["entropies"], b["entropies"]) for a, b in pairs.values() if a["entropies"] and b["entropies"]]
+    return {
+        "num": len(seen),
+        "before": fmean(fmean(a) for a, _ in seen) if seen else None,
+        "after": fmean(fmean(b) for _, b in seen) if seen else None,
+    }
+
+
+def graft_peers(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns for each graft what stands beside it in its group: a graft alone does not show what it changed.
+
+    By the graft's id:
+        num: steps that the policy wrote at its depth after the same calls and results.
+        num_same: those of them that did what the graft did.
+        rewards: of the leaves below those, without a graft on their path.
+        drift: mean entropies (nats) at the depths of the policy's steps before and after the graft, on paths without a graft
+            that come so far, and how many steps that are; None where no step of the policy follows the graft.
+    """
+    paths = _paths(tree)
+    histories = [_history(path) for path in paths]
+    is_ungrafted = [not any(_kind(step) == "graft" for step in path) for path in paths]
+    ungrafted = [path for path, is_without in zip(paths, is_ungrafted, strict=True) if is_without]
+    found: dict[str, dict[str, Any]] = {}
+    for path, history in zip(paths, histories, strict=True):
+        for place, step in enumerate(path):
+            if _kind(step) != "graft" or step["id"] in found:
+                continue
+            # A history has no prompt: what was done before step `place` are its first place - 1 entries.
+            above = history[: place - 1]
+            around = {
+                other[place]["id"]: other[place]
+                for other, known in zip(paths, histories, strict=True)
+                if len(other) > place and other[place]["entropies"] and known[: place - 1] == above
+            }
+            same = {step_id for step_id, other in around.items() if _said(other) == _said(step)}
+            rewards = [
+                leaf["reward"]
+                for leaf, other, is_without in zip(tree["leaves"], paths, is_ungrafted, strict=True)
+                if is_without and len(other) > place and other[place]["id"] in same and leaf["reward"] is not None
+            ]
+            before = next((n for n in range(place - 1, -1, -1) if path[n]["entropies"]), None)
+            after = next((n for n in range(place + 1, len(path)) if path[n]["entropies"]), None)
+            drift = None if before is None or after is None else _drift(ungrafted, before, after)
+            found[step["id"]] = {"num": len(around), "num_same": len(same), "rewards": rewards, "drift": drift}
+    return found
+
+
 def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Mean reward of the leaves with and without something."""
     found: dict[str, Any] = {}
@@ -185,6 +246,7 @@ def draw(tree: dict[str, Any]) -> dict[str, Any]:
         "steps": [_drawn_step(step, tree["leaves"]) for step in tree["steps"]],
         "leaves": leaves,
         "best": best_leaf(leaves),
+        "peers": graft_peers(tree),
         "grafted": _contrast(leaves, "num_grafts"),
         "branched": _contrast(leaves, "num_branches"),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict
 from heapq import nlargest
@@ -159,6 +159,16 @@ class Shelf:
                 row = connection.execute(f"SELECT hash, {COLUMNS} FROM traces WHERE id = ?", [-negative]).fetchone()
                 found.append(_shown(row) | {"similarity": similarity})
         return {"total": len(found), "offset": 0, "rows": found}
+
+    def asked(self, question: str, hashes: Iterable[str]) -> dict[str, bool]:
+        """Returns for each of these traces that the buffer holds whether it answers this question; empty without a buffer."""
+        if self.path() is None:
+            return {}
+        # A key is lines with single spaces, the first of them the question.
+        first_line = " ".join(question.split())
+        with self._open() as connection:
+            rows = [connection.execute("SELECT hash, key FROM traces WHERE hash = ?", [one]).fetchone() for one in set(hashes)]
+        return {row["hash"]: f"{json.loads(row['key'])}\n".startswith(f"{first_line}\n") for row in rows if row is not None}
 
     def trace(self, content_hash: str) -> dict[str, Any]:
         """Returns a trace with the whole trajectory that it is a step of. Raises DataError: there is none."""

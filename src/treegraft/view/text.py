@@ -59,7 +59,7 @@ def show(run: Run, file: str, group: int | None, leaf: int | None) -> Renderable
     chosen = leaf if leaf is not None else best_leaf(run.groups(file)[group]["leaves"])
     parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
     if chosen is not None:
-        title = f"leaf {chosen} of {len(tree.leaves)}" + ("" if leaf is not None else ", the best by reward")
+        title = f"leaf {chosen} (0 to {len(tree.leaves) - 1})" + ("" if leaf is not None else ", the best by reward")
         parts += [Text(title, style="bold"), transcript(tree.trajectories()[chosen], _decoder(pieces))]
     return Group(*parts)
 

@@ -35,7 +35,7 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
   const axis = { stroke: css("--dim"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "12px system-ui" };
   for (const one of series) {
     const width = one.thin ? 1 : 1.75;
-    shapes.push({ label: one.label, stroke: one.colour, width, dash: one.dash, spanGaps: true, points: { show: one.points ?? false, size: 6, fill: one.colour }, fill: stacked ? `${one.colour}cc` : undefined });
+    shapes.push({ label: one.label, stroke: one.colour, width, dash: one.dash, spanGaps: true, points: { show: !stacked && (one.points ?? false), size: 6, fill: one.colour }, ...(stacked ? { fill: one.colour, width: 0, paths: uPlot.paths.bars({ size: [0.75, 40] }) } : {}) });
     data.push(one.values);
     if (one.low) {
       const at = data.length;
@@ -44,7 +44,6 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
       bands.push({ series: [at, at + 1], fill: `${one.colour}30` });
     }
   }
-  if (stacked) for (let n = 1; n < series.length; n++) bands.push({ series: [n, n + 1], fill: `${series[n - 1].colour}cc` });
   const drawMarks = (plot) => {
     const { ctx, bbox } = plot;
     ctx.save();
@@ -69,7 +68,8 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
     height: 190,
     padding: [12, 12, 0, 0],
     legend: { show: false },
-    scales: { x: { time: false }, y: { range: range ? () => range : (u, low, high) => padded(low, high) } },
+    // Bars stand on zero and need half a column on either side.
+    scales: { x: { time: false, range: stacked ? (u, low, high) => [low - 0.5, high + 0.5] : undefined }, y: { range: range ? () => range : (u, low, high) => (stacked ? [0, 1.06 * (high || 1)] : padded(low, high)) } },
     axes: [
       { ...axis, size: 28, values: (u, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? String(tick) : "")) },
       { ...axis, size: 54, values: (u, ticks) => ticks.map((tick) => format(tick, 3)) },

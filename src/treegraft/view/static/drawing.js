@@ -1,30 +1,56 @@
 // The tree as a drawing: steps as nodes (size by tokens, ring by who wrote their tokens), branches and grafts marked where they arose.
+// It is scaled to the room there is, down to what can still be read.
 
 import { hideTip, flat, num, plain, s, showTip, signed } from "./dom.js";
-import { author, causeWords, headline, ORIGINS, refusalWords, shade, STATUS_WORDS } from "./marks.js";
+import { author, causeWords, comparison, headline, ORIGINS, refusalWords, shade, STATUS_WORDS } from "./marks.js";
 
-const ROW = 46;
-const TOP = 26;
-const LEFT = 26;
-const CHIP = 200;
+const [CLOSE, LOOSE] = [42, 58]; // rows
+const TOP = 22;
+const LEFT = 22;
+const BAR = 96; // where a leaf's advantage begins
+const CHIP = 166;
+const STATUS_ROOM = 56;
+const [NARROWEST, USUAL, WIDEST] = [70, 114, 190]; // columns
+const [SMALLEST, LARGEST] = [0.8, 1.6]; // scales
 
 const radius = (step) => Math.max(4.5, Math.min(14, 2.5 + 1.35 * Math.sqrt(step.num_tokens)));
 
-function places(tree, width) {
-  const depth = Math.max(...tree.steps.map((step) => step.depth));
-  const column = Math.max(92, Math.min(210, (width - LEFT - CHIP) / Math.max(1, depth)));
+const between = (low, value, high) => Math.max(low, Math.min(high, value));
+
+// The widths a tree would have with columns as they are best read and as they still can be.
+export function widths(tree) {
+  const depth = Math.max(1, ...tree.steps.map((step) => step.depth));
+  const chip = CHIP + (tree.leaves.some((leaf) => leaf.status !== "completed") ? STATUS_ROOM : 0);
+  return { depth, chip, usual: LEFT + depth * USUAL + chip, least: LEFT + depth * NARROWEST + chip };
+}
+
+// Larger where there is room for it; smaller only after columns have given way.
+function sizes(tree, room) {
+  const { depth, chip, usual } = widths(tree);
+  const height = TOP + CLOSE * tree.leaves.length;
+  const large = between(1, Math.min(room.width / usual, room.height / height), LARGEST);
+  const small = between(SMALLEST, room.height / height, large);
+  const column = between(NARROWEST, (room.width / small - LEFT - chip) / depth, WIDEST);
+  const width = LEFT + depth * column + chip;
+  const scale = Math.min(small, Math.max(SMALLEST, room.width / width));
+  const row = between(CLOSE, (room.height / scale - TOP) / tree.leaves.length, LOOSE);
+  return { column, row, chip, width, scale };
+}
+
+function places(tree, room) {
+  const { column, row, chip, width, scale } = sizes(tree, room);
   const tools = new Set(tree.steps.flatMap((step) => step.content.calls.map((call) => call.name)));
   const children = new Map();
   for (const step of tree.steps) if (step.parent !== null) children.set(step.parent, [...(children.get(step.parent) ?? []), step.id]);
   const at = new Map();
   let next = 0;
   // Depth first from the back, so that children stand before their parents are placed.
-  for (const step of tree.steps) if (!children.has(step.id)) at.set(step.id, { x: LEFT + step.depth * column, y: TOP + ROW * next++ });
+  for (const step of tree.steps) if (!children.has(step.id)) at.set(step.id, { x: LEFT + step.depth * column, y: TOP + row * next++ });
   for (const step of [...tree.steps].reverse()) {
     const below = children.get(step.id);
     if (below) at.set(step.id, { x: LEFT + step.depth * column, y: (at.get(below[0]).y + at.get(below.at(-1)).y) / 2 });
   }
-  return { at, column, children, isOneTool: tools.size === 1, width: LEFT + depth * column + CHIP, height: TOP + ROW * next };
+  return { at, column, chip, scale, isOneTool: tools.size === 1, width, height: TOP + row * next };
 }
 
 // Two arcs of a ring would be four numbers each; a dashed circle per origin says the same.
@@ -40,27 +66,30 @@ function ring(step, r) {
   });
 }
 
-// Where columns are narrow a mark says one number, so that it does not run into the next; hovering and the transcript say all.
+// Where columns are narrow a mark says less, so that it does not run into the next; hovering and the transcript say all.
 function causeMark(step, column) {
   const cause = step.cause;
-  const isNarrow = column < 140;
+  const isBrief = column < 112;
   const mark = (kind, y, text) => s("text", { class: `mark ${kind}`, x: 0, y, "text-anchor": "middle" }, text);
-  if (cause?.kind === "branch") return mark("branch", 24, `├ ΔH ${signed(cause.entropy_change, 2)}${isNarrow ? "" : ` p ${num(cause.probability, 2)}`}`);
-  if (cause?.kind === "graft") return mark("graft", 26, `◆ ${flat(cause.source, Math.max(6, column / 6.5 - 9))} sim ${num(cause.similarity, 2)}`);
+  if (cause?.kind === "branch") return mark("branch", 24, `├ ${comparison(cause, isBrief)}`);
+  if (cause?.kind === "graft") return mark("graft", 26, `◆ ${flat(cause.source, Math.max(6, column / 6.5 - 9))}${column < 84 ? "" : ` sim ${num(cause.similarity, 2)}`}`);
   if (!step.decision || step.decision.num_opened) return null;
-  if (step.decision.num_wanted) return mark("refused", 24, isNarrow ? "⊘ budget" : "⊘ budget spent");
-  return mark("refused", 24, isNarrow ? `⊘ p ${num(step.decision.seen.probability, 2)}` : `⊘ ΔH ${signed(step.decision.seen.entropy_change, 2)} p ${num(step.decision.seen.probability, 2)}`);
+  if (step.decision.num_wanted) return mark("refused", 24, isBrief ? "⊘ budget" : `⊘ ${comparison(step.decision.seen, true)}, budget`);
+  return mark("refused", 24, `⊘ ${comparison(step.decision.seen, isBrief)}`);
 }
 
-function node(step, place, column, isOneTool) {
+function node(step, place, column, { isOneTool, isLeaf }) {
   const r = radius(step);
-  const most = Math.max(6, Math.floor((column - r - 14) / 6.7));
+  // Ids grow with depth, so a node says its own part: 0.4, then .0, is step 0.4.0.
+  const part = step.depth < 2 ? step.id : `.${step.id.split(".").at(-1)}`;
+  // Nothing stands to the right of a leaf.
+  const most = isLeaf ? 24 : Math.max(6, Math.floor((column - r - 11 - 5.2 * part.length) / 6.3));
   const label = step.cause === null ? "prompt" : flat(headline(step, isOneTool), most);
   const graft = step.cause?.kind === "graft";
   return s("g", { class: `node ${step.cause?.kind ?? "root"} by-${step.origin}`, "data-step": step.id, transform: `translate(${place.x},${place.y})`, tabindex: -1 },
     graft && s("rect", { x: -r - 4, y: -r - 4, width: 2 * r + 8, height: 2 * r + 8, rx: 3, class: "graftbox" }),
     s("circle", { r, class: "fill" }), ring(step, r),
-    s("text", { class: "label foreign", x: r + 5, y: -6 }, label),
+    s("text", { class: "label foreign", x: r + 5, y: -6 }, step.cause !== null && s("tspan", { class: "part" }, `${part} `), label),
     causeMark(step, column));
 }
 
@@ -69,33 +98,37 @@ function edge(from, to, step) {
   return s("path", { class: `edge ${step.cause?.kind ?? ""}`, "data-step": step.id, d: `M${from.x},${from.y} C${bend},${from.y} ${bend},${to.y} ${to.x},${to.y}` });
 }
 
-function leafEnd(leaf, n, place, step, column, best, scale) {
+const SHORT_STATUS = { truncated: "truncated", format_violation: "violation", failed: "failed" };
+
+function leafEnd(leaf, n, place, step, chip, best, scale) {
   const x = place.x + radius(step) + 8;
   const verdict = leaf.is_correct ? "✓" : leaf.is_correct === false ? "✗" : "·";
   const length = leaf.advantage === null ? 0 : (26 * Math.abs(leaf.advantage)) / scale.advantage;
-  const status = leaf.status === "completed" ? "" : ` ${STATUS_WORDS[leaf.status]}`;
+  const status = leaf.status === "completed" ? "" : ` ${SHORT_STATUS[leaf.status]}`;
+  const bar = BAR + chip - CHIP;
   return s("g", { class: `leaf ${leaf.status} ${leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : ""}`, "data-leaf": n, transform: `translate(${x},${place.y})` },
-    s("rect", { x: -4, y: -2, width: CHIP - 22, height: 18, rx: 4, class: "hit" }),
-    s("text", { x: 0, y: 11, class: "leaftext" }, `${verdict} ${leaf.reward === null ? "no reward" : num(leaf.reward)}${status}${n === best ? " ★ best" : ""}`),
-    s("line", { x1: 116, x2: 116, y1: -1, y2: 15, class: "axis" }),
-    s("rect", { x: leaf.advantage >= 0 ? 116 : 116 - length, y: 2, width: length, height: 10, class: leaf.advantage >= 0 ? "gain" : "loss" }),
-    s("text", { x: 144, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
+    s("rect", { x: -4, y: -2, width: chip - 12, height: 18, rx: 4, class: "hit" }),
+    s("text", { x: 0, y: 11, class: "leaftext" }, s("tspan", { class: "leafname" }, `leaf ${n} `), `${verdict} ${leaf.reward === null ? "no reward" : num(leaf.reward)}${status}${n === best ? " ★" : ""}`),
+    s("line", { x1: bar, x2: bar, y1: -1, y2: 15, class: "axis" }),
+    s("rect", { x: leaf.advantage >= 0 ? bar : bar - length, y: 3, width: length, height: 8, class: "bar" }),
+    s("text", { x: bar + 29, y: 11, class: "advantage" }, leaf.advantage === null ? "" : signed(leaf.advantage, 2)));
 }
 
 export class Drawing {
-  constructor(tree, { width, scale, onLeaf, onStep }) {
+  // room: width and height of what it is drawn in
+  constructor(tree, { room, scale, onLeaf, onStep }) {
     this.tree = tree;
     this.scale = scale;
-    const laid = places(tree, width);
+    const laid = places(tree, room);
     this.laid = laid;
     const steps = new Map(tree.steps.map((step) => [step.id, step]));
     this.steps = steps;
     const edges = tree.steps.filter((step) => step.parent !== null).map((step) => edge(laid.at.get(step.parent), laid.at.get(step.id), step));
-    this.nodes = tree.steps.map((step) => node(step, laid.at.get(step.id), laid.column, laid.isOneTool));
-    const ends = tree.leaves.map((leaf, n) => leafEnd(leaf, n, laid.at.get(leaf.step_id), steps.get(leaf.step_id), laid.column, tree.best, scale));
+    const ends = new Set(tree.leaves.map((leaf) => leaf.step_id));
+    this.nodes = tree.steps.map((step) => node(step, laid.at.get(step.id), laid.column, { isOneTool: laid.isOneTool, isLeaf: ends.has(step.id) }));
+    this.ends = tree.leaves.map((leaf, n) => leafEnd(leaf, n, laid.at.get(leaf.step_id), steps.get(leaf.step_id), laid.chip, tree.best, scale));
     this.edges = edges;
-    this.ends = ends;
-    this.element = s("svg", { class: "drawing", width: laid.width, height: laid.height, role: "img", "aria-label": `a tree of ${tree.steps.length} steps and ${tree.leaves.length} leaves` }, edges, ends, this.nodes);
+    this.element = s("svg", { class: "drawing", width: Math.floor(laid.width * laid.scale), height: Math.floor(laid.height * laid.scale), viewBox: `0 0 ${laid.width} ${laid.height}`, role: "img", "aria-label": `a tree of ${tree.steps.length} steps and ${tree.leaves.length} leaves` }, edges, this.ends, this.nodes);
     this.element.addEventListener("click", (event) => {
       const leaf = event.target.closest("[data-leaf]");
       const step = event.target.closest("[data-step]");
@@ -145,8 +178,19 @@ export class Drawing {
     this.ends.forEach((element, n) => element.classList.toggle("on", n === leaf));
   }
 
-  // Where a step is drawn, for scrolling there.
+  // Where a step is drawn, in pixels, for scrolling there.
   place(step) {
-    return this.laid.at.get(step);
+    const { x, y } = this.laid.at.get(step);
+    return { x: x * this.laid.scale, y: y * this.laid.scale };
+  }
+
+  // Leaves that a view of the drawing leaves out: those that begin below it, and those whose numbers end to its right.
+  hidden({ right, bottom }) {
+    const at = this.tree.leaves.map((leaf) => this.place(leaf.step_id));
+    const numbers = [...at.keys()];
+    return {
+      below: numbers.filter((n) => at[n].y + 14 * this.laid.scale > bottom),
+      right: numbers.filter((n) => at[n].x + this.laid.chip * this.laid.scale > right + 4),
+    };
   }
 }

@@ -139,22 +139,35 @@ function filters(query, onChange) {
 
 const STATUS = { completed: "completed", truncated: "truncated", format_violation: "violation", failed: "failed" };
 
-// One mark per leaf: height by reward, colour by correctness or status; those that match are full.
-function strip(group) {
-  const low = Math.min(0, group.reward_min ?? 0);
-  const high = Math.max(1, group.reward_max ?? 1);
-  return h("span", { class: "strip", title: "one mark per leaf, height by reward" }, group.leaves.map((leaf, n) => {
-    const mark = h("i", { class: [leaf.status, leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : "", group.matches.includes(n) ? "" : "off"].join(" ") });
-    mark.style.height = `${leaf.reward === null ? 2 : 3 + (13 * (leaf.reward - low)) / (high - low)}px`;
-    return mark;
-  }));
+// One mark per leaf, up or down from a line at zero, on one scale for all rows; colour by correctness or status; those that match are full.
+function strips(rows) {
+  const low = Math.min(0, ...rows.map((row) => row.reward_min ?? 0));
+  const high = Math.max(1, ...rows.map((row) => row.reward_max ?? 1));
+  const unit = 20 / (high - low);
+  const zero = 1 + unit * high;
+  return (row) => {
+    const made = h("span", { class: "strip", title: "one mark per leaf, up or down from 0 by its reward; faint: does not match the filter" }, row.leaves.map((leaf, n) => {
+      const mark = h("i", { class: [leaf.status, leaf.is_correct ? "right" : leaf.is_correct === false ? "wrong" : "", row.matches.includes(n) ? "" : "off"].join(" ") });
+      const height = Math.max(2, unit * Math.abs(leaf.reward ?? 0));
+      mark.style.height = `${height}px`;
+      mark.style.top = `${leaf.reward < 0 ? zero : zero - height}px`;
+      return mark;
+    }));
+    made.style.setProperty("--zero", `${zero}px`);
+    return made;
+  };
+}
+
+// What faint marks are, where there are any.
+function stripLegend(rows) {
+  return rows.some((row) => row.matches.length < row.num_leaves) ? h("p", { class: "about" }, "leaves: one mark each, up or down from 0 by its reward; faint marks are leaves of a tree that do not match") : null;
 }
 
 const GROUP_COLUMNS = [
   { key: "n", label: "group", of: (row) => row.n, show: (row) => `group ${row.n}` },
   { key: "question", label: "question", of: (row) => row.question, text: true, show: (row) => [h("span", { class: "foreign" }, flat(row.question, 140)), row.snippet && flat(row.snippet, 140) !== flat(row.question, 140) && h("small", { class: "foreign snippet" }, flat(row.snippet, 160))] },
   { key: "category", label: "category", of: (row) => row.category, text: true, show: (row) => plain(row.category) },
-  { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), show: strip },
+  { key: "strip", label: "leaves", of: (row) => row.num_correct / Math.max(1, row.num_leaves), show: null },
   { key: "reward", label: "reward", of: (row) => row.reward_mean },
   { key: "max", label: "best", of: (row) => row.reward_max },
   { key: "spread", label: "spread", title: "highest less lowest reward; 0: nothing to learn", of: (row) => (row.reward_max === null ? null : row.reward_max - row.reward_min) },
@@ -166,6 +179,8 @@ const GROUP_COLUMNS = [
   { key: "status", label: "ended", of: (row) => row.statuses.completed ?? 0, text: true, show: (row) => Object.entries(row.statuses).map(([name, count]) => h("span", { class: `status ${name}` }, `${count} ${STATUS[name]} `)) },
 ];
 
+const groupColumns = (rows) => GROUP_COLUMNS.map((one) => (one.key === "strip" ? { ...one, show: strips(rows) } : one));
+
 const treeAddress = (run) => (row) => to.tree(run, row.file, row.n, row.matches && row.matches.length < row.num_leaves ? { leaf: row.matches[0] } : {});
 
 export async function groups(page, { run, query }, file) {
@@ -174,7 +189,7 @@ export async function groups(page, { run, query }, file) {
   const found = h("div");
   const count = h("span", { class: "dim", id: "count" });
   let rows = [];
-  const draw = () => replace(found, table({ id: "groups", columns: GROUP_COLUMNS, rows, sort, down, address: treeAddress(run), empty: "No tree is like that.",
+  const draw = () => replace(found, stripLegend(rows), table({ id: "groups", columns: groupColumns(rows), rows, sort, down, address: treeAddress(run), empty: "No tree is like that.",
     onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "1" : "" }); draw(); } }));
   let turn = 0;
   const load = async (values) => {
@@ -203,12 +218,12 @@ export async function search(page, { run, query }) {
   let sort = query.sort ?? "file";
   let down = query.down !== "0";
   let kinds = query.kinds ?? "update";
-  const columns = [{ key: "file", label: "where", of: (row) => row.file + String(999999 - row.n), show: (row) => `${fileTitle(row.file)}, group ${row.n}`, text: true }, ...GROUP_COLUMNS.slice(1)];
+  const where = { key: "file", label: "where", of: (row) => row.file + String(999999 - row.n), show: (row) => `${fileTitle(row.file)}, group ${row.n}`, text: true };
   const found = h("div");
   const count = h("span", { class: "dim", id: "count" });
   const more = h("button", { hidden: true, onclick: () => goOn() }, "look further back");
   let [rows, cursor, turn, values] = [[], null, 0, {}];
-  const draw = () => replace(found, table({ id: "groups", columns, rows, sort, down, address: treeAddress(run), empty: cursor ? "Nothing yet." : "No tree is like that.",
+  const draw = () => replace(found, stripLegend(rows), table({ id: "groups", columns: [where, ...groupColumns(rows).slice(1)], rows, sort, down, address: treeAddress(run), empty: cursor ? "Nothing yet." : "No tree is like that.",
     onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "" : "0" }); draw(); } }));
   const ask = async (mine) => {
     const got = await get(runPath(run, "/groups"), { ...values, kinds, cursor: cursor ?? "" });
@@ -241,14 +256,15 @@ export async function search(page, { run, query }) {
 
 export async function task(page, { run }, id) {
   const rows = (await get(runPath(run, "/task"), { id })).map((row) => ({ ...row, matches: row.leaves.map((_, n) => n) }));
-  const columns = [{ key: "file", label: "where", of: (row) => Number(row.file.split("-")[1]), show: (row) => fileTitle(row.file), text: true }, ...GROUP_COLUMNS.slice(3),
+  const columns = [{ key: "file", label: "where", of: (row) => Number(row.file.split("-")[1]), show: (row) => fileTitle(row.file), text: true }, ...groupColumns(rows).slice(3),
     { key: "answers", label: "answers", text: true, of: (row) => row.leaves.length, show: (row) => h("span", { class: "foreign" }, answers(row)) }];
   const place = h("div", { class: "plot" });
+  const keys = h("span", { class: "keys" });
   const found = h("div");
   let [sort, down] = ["file", false];
   const draw = () => replace(found, table({ id: "groups", columns, rows, sort, down, address: (row) => to.tree(run, row.file, row.n), empty: "This task occurs nowhere in this run.", onSort: (key, way) => { [sort, down] = [key, way]; draw(); } }));
   replace(page, h("h1", null, "One task across updates"), h("p", { class: "foreign question" }, plain(rows[0]?.question ?? "")), h("p", { class: "dim" }, plain(id)),
-    h("section", { class: "card" }, h("h2", null, "Reward: mean, and lowest to highest"), place), found);
+    h("section", { class: "card" }, h("h2", null, "Reward: mean, and lowest to highest", keys), place), found);
   draw();
   const made = [];
   const paint = () => {
@@ -256,8 +272,16 @@ export async function task(page, { run }, id) {
     const x = [...new Set(rows.map((row) => Number(row.file.split("-")[1])))];
     place.parentElement.hidden = x.length < 2;
     if (x.length < 2) return;
-    const at = (read) => x.map((u) => read(rows.find((row) => Number(row.file.split("-")[1]) === u)));
-    made.push(chart(place, { x, series: [{ label: "reward", colour: runColour(0), values: at((r) => r.reward_mean), low: at((r) => r.reward_min), high: at((r) => r.reward_max), points: true }] }));
+    const series = [["update", "updates"], ["greedy", "evaluation, greedy"], ["sampled", "evaluation, sampled"]].flatMap(([kind, label], place) => {
+      const own = rows.filter((row) => row.file.endsWith(kind) || (kind === "update" && row.file.startsWith(kind)));
+      const at = (read) => x.map((u) => own.filter((row) => Number(row.file.split("-")[1]) === u).map(read)[0] ?? null);
+      return own.length ? [{ label, colour: runColour(place), values: at((r) => r.reward_mean), low: at((r) => r.reward_min), high: at((r) => r.reward_max), points: true, dash: kind === "sampled" ? [5, 4] : undefined }] : [];
+    });
+    replace(keys, series.map((one) => { const swatch = h("i", { class: "swatch" }); swatch.style.background = one.colour; return h("span", null, swatch, one.label); }));
+    // Rewards from 0 to 1 are told apart at a glance; others widen the axis.
+    const range = [Math.min(0, ...rows.map((row) => row.reward_min ?? 0)), Math.max(1, ...rows.map((row) => row.reward_max ?? 1))];
+    place.dataset.series = series.map((one) => `${one.label}: ${one.values.map((value) => num(value)).join(" ")}`).join("; ");
+    made.push(chart(place, { x, series, range }));
   };
   paint();
   return { title: "task", restyle: paint, close: () => made.forEach((plot) => plot.destroy()), keys: rowKeys(page) };

@@ -18,8 +18,8 @@ export const PLAN = {
   none: "No colouring.",
   origin: "Who wrote each token.",
   entropy: "Entropy of the distribution that a token was drawn from, in nats. Only sampled tokens have one.",
-  advantage: "The advantage that a token carries where it has loss: orange is pushed up, blue is pushed down.",
-  ratio: "Logarithm of the new over the old probability in the last optimiser step that saw the token: orange became likelier, blue less likely. Recorded for steps that were learned from; the first optimiser step of an update sees ratio 1.",
+  advantage: "Orange is pushed up, violet down, where there is loss. Node: mean over the leaves below it; token: this path.",
+  ratio: "New over old probability, in the last optimiser step that saw the token: orange became likelier, violet less likely. Only steps that were learned from have one; the first optimiser step of an update sees ratio 1.",
   loss: "Tokens that carry loss. All others are context.",
 };
 
@@ -56,6 +56,19 @@ export function leafChip(leaf) {
 }
 
 // ---- steps
+
+// The comparison in numbers, the same for a branch that was opened and for one that was not.
+export function comparison(seen, isBrief) {
+  const { probability, bar } = seen;
+  if (bar === null || bar === undefined) return `p ${short(probability, 2)}`;
+  const sign = probability > bar ? ">" : "≤";
+  // As many digits as show the difference that the sign claims.
+  const digits = [2, 3, 4].find((one) => sign === "≤" || probability.toFixed(one) !== bar.toFixed(one)) ?? 4;
+  const name = isBrief ? "" : seen.rule === "bernoulli" ? "coin " : "limit ";
+  return `p ${short(probability, digits)}${isBrief ? sign : ` ${sign} `}${name}${short(bar, digits)}`;
+}
+
+const short = (value, digits) => value.toFixed(digits).replace(/^0\./, ".");
 
 // The comparison that decided: what had to be exceeded is a threshold or the coin that was tossed.
 function decided(seen, holds) {

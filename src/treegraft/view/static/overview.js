@@ -12,7 +12,7 @@ const CARDS = [
   { title: "Tool calls", keys: [["rollout/tool_calls_mean", "rollouts"], ["eval/tool_calls_mean", "held-out", true]], about: "mean tool calls of a trajectory; dashed: held-out" },
   { title: "Retrieved", keys: [["graft/hybrid_frac", "trajectories with a graft"], ["rollout/retrieved_frac", "retrieved tokens", true]], format: share, about: "share of trajectories that hold a graft; dashed: share of tokens after the prompt" },
   { title: "Branched", keys: [["*branched", "branches per trajectory"]], format: share, about: "branches that explorers opened, per trajectory" },
-  { title: "Time", time: true, about: "seconds of an update, by part" },
+  { title: "Time", time: true, about: "seconds of an update, its parts stacked" },
 ];
 const PARTS = [["rollout", "time/rollout_s"], ["learn", "time/learn_s"], ["publish", "time/publish_s"], ["evaluation", "time/eval_s"]];
 
@@ -115,7 +115,7 @@ export async function overview(page, { runs, query, go }) {
     const total = over(run, x, (line) => value(line, "time/update_s") ?? value(line, "time/eval_s"));
     const rest = total.map((t, n) => (t === null ? 0 : Math.max(0, t - by.reduce((sum, [, values]) => sum + values[n], 0))));
     const parts = [...by, ["other", rest]];
-    // Drawn from the whole down, so that each part covers what lies below it.
+    // Bars, drawn from the whole down, so that each part covers what lies below it.
     const found = parts.map(([name, values], place) => ({ label: name, raw: values, colour: runColour(place), values: values.map((_, n) => parts.slice(0, place + 1).reduce((sum, [, v]) => sum + v[n], 0)) }));
     return found.reverse();
   }

@@ -42,7 +42,24 @@ function belowWords(step, tree) {
   const [below, others] = [scored.filter((leaf) => isBelow(leaf, step)), scored.filter((leaf) => !isBelow(leaf, step))];
   const mean = (leaves) => num(leaves.reduce((sum, leaf) => sum + leaf.reward, 0) / leaves.length);
   if (!below.length || !others.length) return null;
-  return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${mean(others)} over the ${others.length} others of the group.`;
+  const own = tree.peers[step.id]?.rewards ?? [];
+  const itself = own.length ? `${num(own.reduce((sum, one) => sum + one, 0) / own.length)} over the ${plural(own.length, "ungrafted leaf", "ungrafted leaves")} where the policy took this very step itself, ` : "";
+  return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${itself}${mean(others)} over the ${others.length} others of the group.`;
+}
+
+// What happened around a graft, beside what happens without one: a change alone is no effect of it.
+function graftWords(step, tree, effect) {
+  const peers = tree.peers[step.id];
+  const found = [];
+  if (peers?.is_same_question) found.push("The retrieved trajectory answered this very question.");
+  if (peers?.num) found.push(`In its place, after the same calls and results, the policy itself ${peers.num_same ? `took this same step in ${peers.num_same} of ${plural(peers.num, "case")}` : `went on ${plural(peers.num, "time")}, never with this step`}.`);
+  if (effect) {
+    const drift = peers?.drift;
+    const others = drift?.num ? `; at the same depths without a graft: ${num(drift.before)} and ${num(drift.after)} (${signed(drift.after - drift.before)}, ${plural(drift.num, "step")})` : "; no path without a graft comes so far";
+    found.push(`The policy's mean entropy: ${num(effect[0])} in its step before, ${num(effect[1])} in its step after (${signed(effect[1] - effect[0])})${others}.`);
+  }
+  const below = belowWords(step, tree);
+  return below ? [...found, below] : found;
 }
 
 export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
@@ -50,8 +67,7 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
   const effect = leaf?.effects?.[step.id];
   const notes = [];
   if (kind === "graft") {
-    if (effect) notes.push(h("p", null, `The policy's mean entropy: ${num(effect[0])} in its step before, ${num(effect[1])} in its step after (${signed(effect[1] - effect[0])}${effect[1] > effect[0] ? ", less sure" : ", surer"}).`));
-    if (tree && belowWords(step, tree)) notes.push(h("p", null, belowWords(step, tree)));
+    if (tree) notes.push(graftWords(step, tree, effect).map((text) => h("p", null, text)));
     if (step.cause.content_hash) notes.push(h("p", null, h("a", { href: to.trace(run, step.cause.content_hash) }, "its trace in the buffer")));
   }
   const said = contentParts(step.content);
@@ -69,16 +85,30 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
     notes, body, details);
 }
 
-export function leafFacts(leaf, task) {
+// By what the retrieval reward multiplied a leaf's advantage; null where it did not.
+export function retrievalFactor(leaf) {
+  const own = leaf.outcome_advantage;
+  if (leaf.advantage === null || !own || Math.abs(own - leaf.advantage) <= 1e-9) return null;
+  return leaf.advantage / own;
+}
+
+// Eq. 10 of RAPO in words: retrieval rewards are compared within the group, so one leaf's graft shifts all.
+function advantageWords(leaf, tree) {
+  const factor = retrievalFactor(leaf);
+  if (factor === null) return signed(leaf.advantage, 4);
+  const scored = tree.leaves.filter((one) => one.advantage !== null);
+  const mean = scored.reduce((sum, one) => sum + one.retrieval_reward, 0) / scored.length;
+  return `${signed(leaf.advantage, 4)} = ${signed(leaf.outcome_advantage, 4)} of the reward alone × ${num(factor, 4)}: its retrieval reward ${leaf.retrieval_reward ? signed(leaf.retrieval_reward, 3) : "0"} is ${factor > 1 ? "above" : "below"} the group's mean, ${num(mean, 3)}`;
+}
+
+export function leafFacts(leaf, { task, leaves }) {
   const rows = [];
   const expected = task.reference.length ? task.reference.map((one) => plain(one)).join(" or ") : null;
   rows.push(["ended", `${STATUS_WORDS[leaf.status]}${leaf.error ? `: ${plain(leaf.error)}` : ""}`]);
   rows.push(["answer", h("span", { class: "foreign" }, leaf.answer === null ? "none" : plain(leaf.answer), leaf.is_correct === null ? "" : leaf.is_correct ? " ✓ correct" : ` ✗ wrong${expected ? `, expected ${expected}` : ""}`)]);
   const parts = Object.entries(leaf.reward_parts).map(([name, value]) => `${name} ${num(value)}`).join(", ");
   rows.push(["reward", `${num(leaf.reward)}${parts ? ` = ${parts}` : ""}`]);
-  const own = leaf.outcome_advantage;
-  const differs = own !== null && own !== undefined && leaf.advantage !== null && Math.abs(own - leaf.advantage) > 1e-9;
-  rows.push(["advantage", `${signed(leaf.advantage, 4)}${differs ? ` (of the reward alone ${signed(own, 4)}; retrieval reward ${signed(leaf.retrieval_reward, 3)})` : ""}${leaf.has_loss ? "" : "; no loss on this path"}`]);
+  rows.push(["advantage", `${advantageWords(leaf, { leaves })}${leaf.has_loss ? "" : "; no loss on this path"}`]);
   const factor = leaf.shaping_factor;
   if (factor !== null && factor !== undefined && (factor !== 1 || leaf.num_grafts)) rows.push(["shaping", `ratios × ${num(factor, 5)} before clipping (retrieval importance shaping: 1 + weight × ${num(100 * leaf.retrieved_frac, 3)} % retrieved)`]);
   rows.push(["length", `${plural(leaf.num_tokens, "token")}, ${plural(leaf.num_steps, "step")}, ${plural(leaf.num_calls, "tool call")}${leaf.retrieved_frac ? `, ${num(100 * leaf.retrieved_frac)} % retrieved` : ""}`]);

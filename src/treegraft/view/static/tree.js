@@ -2,24 +2,66 @@
 
 import { fileTitle, get, link, note, runPath, to } from "./api.js";
 import { h, num, percent, plain, plural, replace, signed } from "./dom.js";
-import { Drawing } from "./drawing.js";
+import { Drawing, widths } from "./drawing.js";
 import { OVERLAYS, ORIGINS, PLAN, scaleLegend } from "./marks.js";
-import { leafFacts, stepCard } from "./transcript.js";
+import { leafFacts, retrievalFactor, stepCard } from "./transcript.js";
 import { records, scaleOf, TokenView } from "./tokens.js";
 
 function contrast(title, one) {
   if (!one.with.num || !one.without.num) return one.with.num ? `${title}: all ${one.with.num} leaves` : null;
-  return `${title}: reward ${num(one.with.reward)} over ${one.with.num} leaves with, ${num(one.without.reward)} over ${one.without.num} without`;
+  return `${title}: reward ${num(one.with.reward)} over ${plural(one.with.num, "leaf", "leaves")} with, ${num(one.without.reward)} over ${one.without.num} without`;
 }
+
+// Leaf 3; leaves 3 to 5; or how many, where there are gaps.
+function spanWords(numbers) {
+  if (numbers.length === 1) return `leaf ${numbers[0]}`;
+  return numbers.at(-1) - numbers[0] === numbers.length - 1 ? `leaves ${numbers[0]} to ${numbers.at(-1)}` : `${numbers.length} leaves`;
+}
+
+// Leaf 1; leaf 1 and leaf 4; leaf 1 and 5 others.
+const leafNames = (numbers) => (numbers.length < 3 ? numbers.map((n) => `leaf ${n}`).join(" and ") : `leaf ${numbers[0]} and ${numbers.length - 1} others`);
+const mean = (values) => values.reduce((sum, one) => sum + one, 0) / values.length;
 
 function bestWords(tree) {
   if (tree.best === null) return "No leaf has a reward.";
   const leaf = tree.leaves[tree.best];
-  const others = tree.leaves.filter((one) => one.reward !== null);
-  const equal = others.filter((one) => one.reward === leaf.reward).length;
-  if (equal === others.length) return `All ${others.length} leaves earned ${num(leaf.reward)}: without variance nothing is learned from them.`;
-  const why = `${leaf.is_correct ? "its answer is correct, " : ""}reward ${num(leaf.reward)}${equal > 1 ? `, as ${plural(equal - 1, "other")}; it is the shortest of them` : ", the highest"}`;
-  return `Best: leaf ${tree.best} — ${why} (group mean ${num(others.reduce((sum, one) => sum + one.reward, 0) / others.length)}).`;
+  const scored = [...tree.leaves.entries()].filter(([, one]) => one.reward !== null);
+  const equal = scored.filter(([, one]) => one.reward === leaf.reward);
+  if (equal.length === scored.length) return `All ${scored.length} leaves earned ${num(leaf.reward)}: without variance nothing is learned from them.`;
+  const ties = equal.filter(([, one]) => one.is_correct === leaf.is_correct && one.num_tokens === leaf.num_tokens).map(([n]) => n);
+  const rank = equal.length === 1 ? "the highest" : `${equal.length} leaves earned it, the shortest with ${plural(leaf.num_tokens, "token")}`;
+  return `Best: ${leafNames(ties)}, ${leaf.is_correct ? "✓ correct, " : ""}reward ${num(leaf.reward)} (${rank}; group mean ${num(mean(scored.map(([, one]) => one.reward)))})`;
+}
+
+// The leaf that learning makes less likely by most, and what made it so; null where none is.
+function pushedDown(tree) {
+  const numbers = [...tree.leaves.keys()].filter((n) => tree.leaves[n].advantage < 0 && tree.leaves[n].has_loss);
+  if (!numbers.length) return null;
+  const least = Math.min(...numbers.map((n) => tree.leaves[n].advantage));
+  const lowest = numbers.filter((n) => tree.leaves[n].advantage - least < 1e-9);
+  const leaf = tree.leaves[lowest[0]];
+  const factor = retrievalFactor(leaf);
+  const why = factor !== null && factor > 1 ? `, × ${num(factor)} for its retrieval reward ${signed(leaf.retrieval_reward)}` : "";
+  return { leaf: lowest[0], words: `Pushed down most: ${leafNames(lowest)}, ${signed(least)}: reward ${num(leaf.reward)}${leaf.outcome_advantage < 0 ? " is below the mean" : ""}${why}` };
+}
+
+// One line; what the marks mean unfolds.
+function drawingLegend(tree) {
+  const has = (test) => tree.steps.some(test);
+  const item = (mark, words, name) => h("div", null, h("b", { class: name ?? null }, mark), " ", words);
+  const rules = new Set(tree.steps.flatMap((one) => [one.decision?.seen.rule, one.cause?.rule]).filter(Boolean));
+  return h("details", { class: "ringlegend" },
+    h("summary", null, ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch"), h("span", null, "⊘ none opened"), h("span", { class: "graftword" }, "◆ graft"), h("span", { class: "unfold" }, "what the marks mean")),
+    item("ring", "who wrote a step's tokens; the larger a node, the more of them"),
+    item("0.4 .0", "a step's id, read along its path: .0 below 0.4 is step 0.4.0"),
+    has((one) => one.cause?.kind === "branch" || one.decision) && item("├ p .53>.38", "a branch was opened: its probability p exceeded what it had to (p follows from the change of entropy; hover for both)", "branchword"),
+    has((one) => one.decision) && item("⊘ p .53≤.75", "the explorer looked here and opened none"),
+    has((one) => one.decision) && item("⊘ budget", "p exceeded it, but the group's budget of leaves was spent"),
+    rules.has("bernoulli") && item("coin", "what p is compared with: a number drawn evenly from 0 to 1, anew each time (rule “bernoulli”)"),
+    [...rules].some((one) => one !== "bernoulli") && item("limit", `what p is compared with: a fixed threshold (rule “${plain([...rules].find((one) => one !== "bernoulli"))}”)`),
+    has((one) => one.cause?.kind === "graft") && item("◆ expert sim 1", "a step retrieved from that source's traces, and how similar its history is (1: the same)", "graftword"),
+    item("✓ 1", "right (✗ wrong, · not judged), with the reward; ★ the best"),
+    item("bar", "a leaf's advantage: to the right it is made likelier, to the left less likely"));
 }
 
 export async function treePage(page, { run, query, go }, file, n) {
@@ -51,9 +93,13 @@ export async function treePage(page, { run, query, go }, file, n) {
   // ---- the frame
   const overlayButtons = OVERLAYS.map((one) => h("button", { "data-overlay": one.id, title: `key ${one.key}: ${PLAN[one.id]}`, onclick: () => setOverlay(one.id) }, h("kbd", null, one.key), " ", one.label));
   const legend = h("span", { class: "scale" });
-  const left = h("div", { class: "pane drawingpane" });
+  const scroller = h("div", { class: "scroller", onscroll: () => hint() });
+  const more = h("div", { class: "more" });
+  const left = h("div", { class: "pane drawingpane" }, drawingLegend(tree), scroller, more);
   const right = h("div", { class: "pane pathpane", tabindex: -1 });
   const neighbour = (by) => { const next = n + by; if (next >= 0 && next < tree.num_trees) go(to.tree(run, file, next, { over: overlay === "none" ? "" : overlay, mode: mode === "read" ? "" : mode })); };
+  const down = pushedDown(tree);
+  const panes = h("div", { class: "panes" }, left, right);
   page.className = "fixed";
   replace(page,
     h("div", { class: "title" },
@@ -61,23 +107,41 @@ export async function treePage(page, { run, query, go }, file, n) {
       h("a", { href: to.task(run, tree.task.id) }, "this task across updates"),
       tree.task.category && h("span", { class: "dim" }, plain(tree.task.category))),
     h("p", { class: "question foreign" }, h("b", null, "Question "), plain(tree.task.question), tree.task.reference.length > 0 && [h("b", null, "  Expected "), tree.task.reference.map((one) => plain(one)).join(" or ")]),
-    h("p", { class: "findings" }, [bestWords(tree), contrast("Grafts", tree.grafted), contrast("Branches", tree.branched)].filter(Boolean).map((text) => h("span", null, text))),
+    h("p", { class: "findings" },
+      tree.best === null ? h("span", null, bestWords(tree)) : h("button", { onclick: () => choose(tree.best, null) }, bestWords(tree)),
+      contrast("Grafts", tree.grafted) && h("span", null, contrast("Grafts", tree.grafted)),
+      down && h("button", { onclick: () => choose(down.leaf, null) }, down.words),
+      contrast("Branches", tree.branched) && h("span", null, contrast("Branches", tree.branched))),
     h("div", { class: "tools" }, h("span", { class: "dim" }, "colour by"), overlayButtons, legend),
-    h("div", { class: "panes" }, left, right));
+    panes);
 
   // ---- the drawing
   let drawing = null;
   function draw() {
-    drawing = new Drawing(tree, { width: left.clientWidth - 16, scale, onLeaf: (one) => choose(one, null), onStep: pickStep });
-    const ringLegend = h("div", { class: "ringlegend" }, h("span", null, "ring: who wrote its tokens "), ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch (ΔH: entropy change, p: probability)"), h("span", { class: "refusedword" }, "⊘ looked, none opened"), h("span", { class: "graftword" }, "◆ graft (source, similarity)"), h("span", null, "✓ right or ✗ wrong, with the reward"), h("span", null, "bar: advantage (orange up, blue down)"));
-    replace(left, ringLegend, drawing.element);
+    // The drawing gets what it can use, the path what it needs to be read.
+    const all = panes.clientWidth;
+    const wanted = widths(tree).usual * (all > 1900 ? 1.4 : 1) + 30;
+    panes.style.gridTemplateColumns = `${Math.round(Math.max(0.5 * all, Math.min(0.62 * all, wanted)))}px minmax(0, 1fr)`;
+    drawing = new Drawing(tree, { room: { width: scroller.clientWidth, height: scroller.clientHeight }, scale, onLeaf: (one) => choose(one, null), onStep: pickStep });
+    replace(scroller, drawing.element);
     drawing.paint(overlay);
     drawing.select(leaf, step);
+    hint();
+  }
+
+  // What of the drawing is out of sight, as ways there.
+  function hint() {
+    const { below, right: beyond } = drawing.hidden({ right: scroller.scrollLeft + scroller.clientWidth, bottom: scroller.scrollTop + scroller.clientHeight });
+    replace(more,
+      beyond.length > 0 && h("button", { onclick: () => scroller.scrollBy(scroller.clientWidth, 0) }, `${spanWords(beyond)} further right ▸`),
+      below.length > 0 && h("button", { onclick: () => scroller.scrollBy(0, 0.8 * scroller.clientHeight) }, `${spanWords(below)} below ▾`));
   }
 
   function reveal() {
     const at = drawing.place(step ?? tree.leaves[leaf].step_id);
-    if (at.y < left.scrollTop + 60 || at.y > left.scrollTop + left.clientHeight - 60) left.scrollTop = at.y - left.clientHeight / 2;
+    if (at.y < scroller.scrollTop + 40 || at.y > scroller.scrollTop + scroller.clientHeight - 40) scroller.scrollTop = at.y - scroller.clientHeight / 2;
+    const end = at.x + (step === null ? drawing.laid.chip * drawing.laid.scale : 120);
+    if (end > scroller.scrollLeft + scroller.clientWidth || at.x < scroller.scrollLeft) scroller.scrollLeft = end - scroller.clientWidth;
   }
 
   // ---- the path
@@ -86,12 +150,12 @@ export async function treePage(page, { run, query, go }, file, n) {
     const one = tree.leaves[leaf];
     const isBest = leaf === tree.best;
     const head = h("div", { class: "pathhead" },
-      h("h2", null, `Leaf ${leaf} of ${tree.leaves.length}`, isBest && h("span", { class: "best" }, " ★ best")),
+      h("h2", null, `Leaf ${leaf} (0 to ${tree.leaves.length - 1})`, isBest && h("span", { class: "best" }, " ★ best")),
       h("button", { onclick: () => move(-1), title: "key k" }, "‹"), h("button", { onclick: () => move(1), title: "key j" }, "›"),
       !isBest && tree.best !== null && h("button", { onclick: () => choose(tree.best, null), title: "key b" }, "best"),
       tree.leaves.length > 1 && h("a", { class: "button", href: to.versus(run, file, n, { a: leaf, b: isBest ? other() : tree.best ?? 0 }), title: "key c" }, "side by side"),
       h("button", { class: "mode", "aria-pressed": String(mode === "tokens"), onclick: toggleMode, title: "key t" }, mode === "tokens" ? "to read" : "tokens"));
-    const facts = leafFacts(one, tree.task);
+    const facts = leafFacts(one, tree);
     if (mode === "read") {
       view = null;
       const raw = async (details) => {
@@ -155,16 +219,26 @@ export async function treePage(page, { run, query, go }, file, n) {
     all.forEach((one) => (one.open = open));
   };
 
-  draw();
   setOverlay(overlay);
+  draw();
   await drawPath();
   reveal();
   showStep();
-  const onResize = () => draw();
-  addEventListener("resize", onResize);
+  // The room changes with the window, the lines above the panes and the unfolded legend.
+  const room = () => `${left.clientWidth} ${left.clientHeight} ${left.querySelector(".ringlegend").open}`;
+  let drawnFor = room();
+  const redraw = () => {
+    if (room() === drawnFor) return;
+    drawnFor = room();
+    draw();
+  };
+  const watch = new ResizeObserver(redraw);
+  watch.observe(left);
+  watch.observe(panes);
+  left.querySelector(".ringlegend").addEventListener("toggle", redraw);
   return {
     title: `${fileTitle(file)}, group ${n}`,
-    close: () => removeEventListener("resize", onResize),
+    close: () => watch.disconnect(),
     keys: [
       ["j ArrowDown", "next leaf", () => move(1)],
       ["k ArrowUp", "leaf before", () => move(-1)],

@@ -78,7 +78,7 @@ export async function versus(page, { run, query, go }, file, n) {
         if (place === 0) card.classList.add("parts");
         return card;
       });
-      return h("section", { class: "side", "data-side": k }, head, leafFacts(leaves[k], tree.task), rest.length ? body : h("p", { class: "dim" }, "ends here"));
+      return h("section", { class: "side", "data-side": k }, head, leafFacts(leaves[k], tree), rest.length ? body : h("p", { class: "dim" }, "ends here"));
     };
     replace(legend, mode === "tokens" ? scaleLegend(overlay, scale) : []);
     replace(place, common, h("div", { class: "divergence" }, now[0] === now[1] ? "no divergence" : "▼ they part here ▼"), h("div", { class: "sides" }, side(0), side(1)));
