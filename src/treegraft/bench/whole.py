@@ -103,7 +103,7 @@ class _Update:
     """Everything between two updates of the policy: sample, reward, credit, learn, publish."""
 
     def __init__(self, stage: Stage, engine: OurEngine) -> None:
-        self._stage, self.engine = stage, engine
+        self.engine = engine
         learn = LearnSettings(lr=LR, max_grad_norm=1.0)
         self._learner = Learner(stage.load()[0], learn, LossSettings(), length_constant=256)
         self._credit = CreditSettings().model_dump(exclude={"rule"})
