@@ -9,12 +9,13 @@ import random
 import tempfile
 from collections.abc import Sequence
 
+from treegraft.tasks.open import OpenTasks
 from treegraft.train import train
 from treegraft.types import StepContent, Task
 
 
-class Larger:
-    """Questions such as "n3 n7 ?"; the names of the methods are those of `treegraft.interfaces.TaskSource`."""
+class Larger(OpenTasks):
+    """Questions such as "n3 n7 ?"; the methods are those of `treegraft.interfaces.TaskSource`."""
 
     def __init__(self, *, seed: int, num_train: int, num_eval: int, largest: int) -> None:
         self.seed, self.num_train, self.num_eval, self.largest = seed, num_train, num_eval, largest
@@ -36,16 +37,8 @@ class Larger:
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...]:
         return (StepContent(answer=task.reference[0]),)
 
-    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> None: ...
-
-    def tools(self) -> tuple[()]:
-        return ()
-
     def vocabulary(self) -> Sequence[str]:
         return ["?", *(f"n{number}" for number in range(self.largest))]
-
-    def report(self) -> Sequence[str]:
-        return ()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from treegraft.attention import AttentionOptions, merge_partials, partial_attent
 from treegraft.config import EngineSettings
 from treegraft.engine.kernels import kernels_for
 from treegraft.engine.native import NativeEngine
-from treegraft.engine.packed import packs, take_over
+from treegraft.engine.packed import SeparateLinears, packs, product_kind, take_over
 from treegraft.engine.ragged import usable_rows
 from treegraft.engine.sampling import keyed_seed, sample_tokens
 from treegraft.engine.stops import StopFinder
@@ -213,7 +213,9 @@ def test_weights_are_packed_where_that_helps_and_only_there() -> None:
     assert not packs(build_model("llama"))
     model = build_model("llama").bfloat16()
     assert packs(model)
-    assert len(take_over(model.modules())) == 2 * 7 + 1
+    assert product_kind(build_model("llama"), None) is SeparateLinears
+    assert take_over(model.modules(), SeparateLinears) == []
+    assert len(take_over(model.modules(), product_kind(model, None))) == 2 * 7 + 1
     plain = build_model("llama").bfloat16()
     for ours, theirs in zip(model.modules(), plain.modules(), strict=True):
         if type(theirs) is torch.nn.Linear:

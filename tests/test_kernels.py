@@ -28,6 +28,38 @@ def compiled(width: int, dtype: torch.dtype = torch.float32) -> Kernels:
 SHAPES = st.tuples(st.sampled_from([2, 8, 16, 40, 64, 128]), st.integers(1, 3), st.integers(1, 9))
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 40).map(lambda half: 2 * half),
+    st.integers(1, 70),
+    st.booleans(),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 2),
+)
+def test_products_of_any_shape_whose_rows_do_not_depend_on_each_other(
+    rows: int, inputs: int, outputs: int, has_bias: bool, dtype: torch.dtype, num_threads: int
+) -> None:
+    """Against float64; and a row alone, in any company and anywhere in it has the same bits. The rows are a slice of wider ones."""
+    kernels = compiled(16, dtype)
+    if not kernels.product_step:
+        pytest.skip("no products of ours for this processor")
+    draw = torch.Generator().manual_seed(rows)
+    x = torch.randn(rows, inputs + 6, generator=draw).to(dtype)[:, 4 : 4 + inputs]
+    weight, bias = torch.randn(outputs, inputs, generator=draw).to(dtype), torch.randn(outputs, generator=draw).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        laid_out = kernels.lay_out(weight)
+        result = kernels.product(x, laid_out, bias if has_bias else None, outputs)
+        alone = torch.cat([kernels.product(row[None], laid_out, bias if has_bias else None, outputs) for row in x.flip(0)]).flip(0)
+    finally:
+        torch.set_num_threads(before)
+    exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
+    torch.testing.assert_close(result.double(), exact, atol=1e-4 if dtype == torch.float32 else 0.05, rtol=0.01)
+    assert torch.equal(result, alone)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     SHAPES,

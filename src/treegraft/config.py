@@ -359,7 +359,7 @@ class EngineSettings(Settings):
     max_prefill_tokens: int = Field(512, ge=16)
     """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut there."""
     pack_weights: bool = True
-    """bfloat16 on a CPU: a second copy of the linear layers' weights, laid out for the matrix kernels, for faster products."""
+    """On a CPU: a second copy of the linear layers' weights, laid out for faster products."""
     compile_kernels: bool = True
     """On a CPU: attention and what lies between the products by our own kernels, made once per machine with its C compiler."""
     deadline_s: float = Field(600.0, gt=0)
@@ -429,8 +429,8 @@ class LearnSettings(Settings):
     """Passes over an update's trees."""
     max_pack_tokens: int = Field(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the price of its shared tokens."""
-    vocab_chunk: int = Field(512, ge=1)
-    """Positions whose logits exist at once."""
+    vocab_chunk: int = Field(2048, ge=1)
+    """Positions whose logits exist at once; of a pass with more, they are computed twice."""
 
 
 class WarmupSettings(Settings):

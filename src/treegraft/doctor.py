@@ -283,10 +283,10 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "AdamW": 8 * trained,
         "float32 master weights": 4 * trained if width == 2 else 0,
         "engine's copy": shape.num_weights * width,
-        "engine's packed weights": shape.num_weights * width if config.engine.pack_weights and width == 2 else 0,
+        "engine's packed weights": shape.num_weights * width if config.engine.pack_weights else 0,
         "reference": shape.num_weights * width if config.loss.kl_coef > 0 and not rank else 0,
         "keys and values": min(rows * context * per_token, int(config.engine.cache_gb * 1e9)),
-        "logits of one chunk": 3 * config.learn.vocab_chunk * shape.vocab_size * 4,
+        "logits of one chunk, their gradients": 2 * config.learn.vocab_chunk * shape.vocab_size * width,
         "activations (rough)": config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width,
     }
     return {name: size for name, size in parts.items() if size}

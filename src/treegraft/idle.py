@@ -80,7 +80,6 @@ IDLE_RULES: tuple[IdleRule, ...] = (
         "model.lora.rank is 0; add model.lora.rank=16",
         "model.lora.rank",
     ),
-    IdleRule("engine.pack_weights", lambda c: c.model.dtype != "bfloat16", "model.dtype is '{c.model.dtype}'"),
     IdleRule("tools.python.", lambda c: "python" not in c.tools.use, "tools.use is {c.tools.use}, without 'python'"),
     IdleRule("tools.python.max_files_mb", lambda c: c.tools.python.backend != "bwrap", _BACKEND),
     IdleRule("tools.python.max_threads", lambda c: c.tools.python.backend != "bwrap", _BACKEND),

@@ -52,9 +52,7 @@ def _group(stage: Stage, rows: int) -> Iterator[Row]:
             "generate": Side(lambda run: _generate(stage, stage.prompt(run, prompt), rows, tokens)),
         }
         if server is not None:
-            sides["vllm"] = _vllm_side(
-                server, ours.runner, lambda run: server.complete([stage.prompt(run, prompt)] * rows, tokens, run)
-            )
+            sides["vllm"] = _vllm_side(server, ours.runner, lambda run: server.complete([stage.prompt(run, prompt)] * rows, tokens))
         seconds = alternate(sides, stage.num_runs)
         if server is not None:
             ours.runner.run(_released(server))
@@ -108,7 +106,7 @@ def _tree(stage: Stage, num_trees: int) -> Iterator[Row]:
         if server is not None:
 
             async def complete(prefix: Sequence[int], count: int, key: tuple[int | str, ...]) -> Sequence[int]:
-                return (await server.complete([prefix], count, sum(map(ord, repr(key)))))[0]
+                return (await server.complete([prefix], count))[0]
 
             def grow(run: int) -> Awaitable[int]:
                 return _grow(complete, plan, [stage.prompt(run * 8 + n, length) for n in range(num_trees)], run)

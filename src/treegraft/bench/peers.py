@@ -237,8 +237,10 @@ class VllmServer:
         self.child.signal(signal.SIGCONT)
         time.sleep(0.5)
 
-    async def complete(self, prompts: Sequence[Sequence[int]], num_tokens: int, seed: int) -> list[list[int]]:
+    async def complete(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
         """Returns `num_tokens` token ids for each prompt, sampled at temperature 1 with the log-probabilities of what was sampled.
+
+        Nothing is seeded: with a seed vLLM samples row by row, and on a processor it fails once a prompt is read in parts.
 
         Raises:
             EngineError: the server refused, or answered with another number of tokens.
@@ -253,7 +255,6 @@ class VllmServer:
             "ignore_eos": True,
             "temperature": 1.0,
             "logprobs": 0,
-            "seed": seed,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
         }

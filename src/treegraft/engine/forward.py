@@ -17,7 +17,7 @@ from torch.nn import functional
 from treegraft.attention import AttentionOptions, install_attention, plain_attention, tree_attention
 from treegraft.engine.blocks import BlockPool, PathCache, Row
 from treegraft.engine.kernels import Kernels, kernels_for
-from treegraft.engine.packed import PackedLinear, packs, take_over
+from treegraft.engine.packed import LaidOutLinears, Product, SeparateLinears, product_kind, take_over
 from treegraft.engine.ragged import RaggedPlan, Segment
 from treegraft.models import decoder, head_problem
 
@@ -38,6 +38,11 @@ class Forward(Protocol):
     @property
     def kernels(self) -> Kernels | None: ...
 
+    @property
+    def is_rowwise(self) -> bool:
+        """Whether a row's bits, those of its logits too, do not depend on how many rows are beside it."""
+        ...
+
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
         """Returns [tokens, hidden size], the decoder's last norm included, for ids and positions [tokens]."""
         ...
@@ -50,11 +55,13 @@ class Forward(Protocol):
 class HookedForward:
     """transformers' own layers with our attention in them."""
 
+    is_rowwise = False
+
     def __init__(self, model: Any, kernels: Kernels | None, *, pack: bool) -> None:
         self.kernels: Kernels | None = kernels
         install_attention(model)
         self._decoder = decoder(model)
-        self._products = take_over(model.modules()) if pack and packs(model) else []
+        self._products = take_over(model.modules(), product_kind(model, kernels)) if pack else []
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
         output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan)
@@ -66,37 +73,14 @@ class HookedForward:
             product.refresh()
 
 
-class Product(Protocol):
-    """Linear layers with the same input; their outputs stand one after another on the last axis."""
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
-
-    def refresh(self) -> None: ...
-
-
-class SeparateLinears:
-    """The products one by one, with the model's own weights."""
-
-    def __init__(self, *linears: nn.Linear) -> None:
-        self._linears = linears
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        outputs = [linear(rows) for linear in self._linears]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-    def refresh(self) -> None:
-        """The weights are the model's own."""
-
-
 class _Layer:
     """The products, norms and options of one layer."""
 
-    def __init__(self, layer: Any, *, pack: bool) -> None:
+    def __init__(self, layer: Any, product: Callable[..., Product]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.in_norm, self.out_norm = layer.input_layernorm, layer.post_attention_layernorm
         self.head_norms = [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
         self.options = AttentionOptions(attention.scaling, _window(attention), None, None)
-        product: Callable[..., Product] = PackedLinear if pack else SeparateLinears
         self.project = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.join = product(attention.o_proj)
         self.widen = product(mlp.gate_proj, mlp.up_proj)
@@ -120,9 +104,10 @@ class FusedForward:
         self._embed, self._rotary, self._last_norm = inner.embed_tokens, inner.rotary_emb, inner.norm
         self._width = attention.head_dim
         self._sizes = tuple(linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
-        pack = pack and packs(model)
-        self._layers = [_Layer(layer, pack=pack) for layer in inner.layers]
-        self._head = take_over([model.get_output_embeddings()]) if pack else []
+        kind: Callable[..., Product] = product_kind(model, kernels) if pack else SeparateLinears
+        self._layers = [_Layer(layer, kind) for layer in inner.layers]
+        self._head = take_over([model.get_output_embeddings()], kind)
+        self.is_rowwise = bool(self._head) and all(isinstance(product, LaidOutLinears) for product in self._head)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
         state = functional.embedding(ids, self._embed.weight)

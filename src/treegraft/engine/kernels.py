@@ -59,8 +59,14 @@ class Kernels:
         self._gate.argtypes = (_pointer, _pointer, _pointer, _long, _long, _long, _long)
         self._blocks = library.tg_blocks
         self._blocks.argtypes = (_pointer, _long, _long, _pointer, _pointer, _pointer, _pointer, _long)
-        for function in (self._store, self._attend, self._norm, self._gate, self._blocks):
+        self._lay_out, self._product = library.tg_lay_out, library.tg_product
+        self._lay_out.argtypes = (_pointer, _pointer, _long, _long, _long)
+        self._product.argtypes = (_pointer, _long, _pointer, _pointer, _pointer, _long, _long, _long, _long)
+        for function in (self._store, self._attend, self._norm, self._gate, self._blocks, self._lay_out, self._product):
             function.restype = None
+        library.tg_product_step.restype = _long
+        self.product_step: int = library.tg_product_step()
+        """What the number of inputs of a product has to be a multiple of; 0 where there are no products for this processor."""
 
     def num_threads(self) -> int:
         """Returns how many threads a call uses."""
@@ -134,6 +140,21 @@ class Kernels:
         at = (peaks.data_ptr(), sums.data_ptr(), moments.data_ptr())
         self._blocks(logits.data_ptr(), rows, size, temperatures.data_ptr(), *at, self.num_threads())
         return peaks, sums, moments
+
+    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns a weight [outputs, inputs] as `product` reads it."""
+        outputs, inputs = weight.shape
+        to = weight.new_empty(padded_width(outputs), inputs)
+        self._lay_out(weight.contiguous().data_ptr(), to.data_ptr(), inputs, outputs, self.num_threads())
+        return to
+
+    def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
+        """Returns rows · weightᵀ + bias, [rows, outputs]; a row's bits do not depend on the rows beside it."""
+        out = rows.new_empty(rows.shape[0], outputs)
+        added = None if bias is None else bias.data_ptr()
+        at = (rows.data_ptr(), rows.stride(0), weight.data_ptr(), added, out.data_ptr())
+        self._product(*at, *rows.shape, outputs, self.num_threads())
+        return out
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int, int]:

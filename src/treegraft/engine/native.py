@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from treegraft.config import EngineSettings
 from treegraft.engine.blocks import BlockPool, PathCache, Row, common_length
 from treegraft.engine.forward import build_forward
-from treegraft.engine.ragged import MIN_ROWS, RaggedPlan, Segment, usable_rows
+from treegraft.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
 from treegraft.engine.sampling import keyed_seed, sample_tokens
 from treegraft.engine.stops import StopFinder
 from treegraft.errors import DeadlineExceeded, EngineError, ModelError
@@ -84,7 +85,7 @@ class NativeEngine:
             )
         self._forward, self._head = forward, Head(model)
         self._cache = PathCache(BlockPool(model, settings.cache_gb * 1e9), settings.max_rows)
-        self._buckets = usable_rows(model)
+        self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
@@ -372,8 +373,9 @@ class NativeEngine:
     def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
         padded = torch.cat([hidden, hidden.new_zeros(rows - len(requests), hidden.shape[1])])
-        logits = self._head(padded)[: max(len(requests), MIN_ROWS)]
-        blank = logits.shape[0] - len(requests)
+        blank = max(0, MIN_ROWS - len(requests))
+        logits = self._head(padded)[: len(requests) + blank]
+        logits = functional.pad(logits, (0, 0, 0, len(requests) + blank - len(logits)))
         temperatures = [request.sampling.temperature for request in requests] + [0.0] * blank
         seeds = [
             keyed_seed(request.noise_key, len(request.sampled)) if request.sampling.temperature > 0 else None

@@ -1,18 +1,20 @@
-"""Linear layers of a bfloat16 model on a CPU, with a second copy of their weights laid out for the matrix kernels.
+"""Linear layers on a CPU with a second copy of their weights, laid out for our products or for the matrix library's.
 
-A plain product lays its weights out anew at every call, which at 16 rows takes longer than the product itself.
+In bfloat16 a plain product lays its weights out anew at every call, which at 16 rows takes longer than the product itself.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional
+
+from treegraft.engine.kernels import Kernels
 
 _log = logging.getLogger(__name__)
 
@@ -22,25 +24,71 @@ _TOLERANCE = 0.05
 """Largest difference of a product from a plain one, over the largest value: bfloat16 has 8 bits, and sums run in another order."""
 
 
-class PackedLinear:
-    """One product in the place of several linear layers with the same input; `refresh` after their weights have changed."""
+class Product(Protocol):
+    """Linear layers with the same input; their outputs stand one after another on the last axis."""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+
+    def refresh(self) -> None:
+        """Takes over weights that have changed."""
+        ...
+
+
+class SeparateLinears:
+    """The products one by one, with the model's own weights."""
+
+    def __init__(self, *linears: nn.Linear) -> None:
+        self._linears = linears
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        outputs = [linear(rows) for linear in self._linears]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def refresh(self) -> None:
+        """The weights are the model's own."""
+
+
+class LaidOutLinears:
+    """One product of our kernels in the place of several."""
+
+    def __init__(self, kernels: Kernels, *linears: nn.Linear) -> None:
+        self._kernels, self._linears = kernels, linears
+        self._outputs = sum(linear.out_features for linear in linears)
+        self.refresh()
+
+    def refresh(self) -> None:
+        with torch.inference_mode():
+            self._weight, self._bias = self._kernels.lay_out(_weights(self._linears)), _biases(self._linears)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        flat = rows.reshape(-1, rows.shape[-1])
+        return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(*rows.shape[:-1], self._outputs)
+
+
+class PackedLinears:
+    """One product of the matrix library in the place of several."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         self._linears = linears
         self.refresh()
 
     def refresh(self) -> None:
-        """Lays the present weights out."""
         with torch.inference_mode():
-            weights = [linear.weight.detach() for linear in self._linears]
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(weights[0] if len(weights) == 1 else torch.cat(weights), ROWS)
-            has_bias = any(linear.bias is not None for linear in self._linears)
-            self._bias = torch.cat([_bias(linear) for linear in self._linears]) if has_bias else None
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(_weights(self._linears), ROWS)
+            self._bias = _biases(self._linears)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the outputs of the layers, one after another on the last axis."""
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         return result
+
+
+def _weights(linears: Sequence[nn.Linear]) -> torch.Tensor:
+    weights = [linear.weight.detach() for linear in linears]
+    return weights[0] if len(weights) == 1 else torch.cat(weights)
+
+
+def _biases(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
+    return torch.cat([_bias(linear) for linear in linears]) if any(linear.bias is not None for linear in linears) else None
 
 
 def _bias(linear: nn.Linear) -> torch.Tensor:
@@ -48,8 +96,16 @@ def _bias(linear: nn.Linear) -> torch.Tensor:
     return linear.weight.new_zeros(linear.out_features) if bias is None else bias.detach()
 
 
+def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
+    """Returns what lays a linear layer's weights out in the way that is fastest here; `SeparateLinears` where nothing gains."""
+    widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
+    if kernels is not None and kernels.product_step and not any(width % kernels.product_step for width in widths):
+        return functools.partial(LaidOutLinears, kernels)
+    return PackedLinears if packs(model) else SeparateLinears
+
+
 def packs(model: Any) -> bool:
-    """Returns whether the model's products gain from another layout of their weights, and this torch can make it."""
+    """Returns whether the matrix library gains from another layout of the model's weights, and this torch can make it."""
     if model.dtype != torch.bfloat16 or model.device.type != "cpu":
         return False
     problem = _problem()
@@ -58,14 +114,14 @@ def packs(model: Any) -> bool:
     return not problem
 
 
-def take_over(linears: Iterable[nn.Module]) -> list[PackedLinear]:
+def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> list[Product]:
     """Returns what has taken over the products of these linear layers, one for each; others are left as they are."""
-    taken = []
+    taken: list[Product] = []
     for linear in linears:
-        if type(linear) is nn.Linear:
-            packed = PackedLinear(linear)
-            linear.forward = packed  # type: ignore[assignment]
-            taken.append(packed)
+        if type(linear) is nn.Linear and kind is not SeparateLinears:
+            product = kind(linear)
+            linear.forward = product  # type: ignore[assignment]
+            taken.append(product)
     return taken
 
 

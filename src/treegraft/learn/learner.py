@@ -48,7 +48,7 @@ from treegraft.learn.scores import (
 from treegraft.models import Head, base_model, head_problem
 from treegraft.types import LEARNING_RULES, EntropyKind, Step, Trajectory, Tree
 
-DEFAULT_CHUNK = 512
+DEFAULT_CHUNK = 2048
 
 
 def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAULT_CHUNK) -> Scores:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from treegraft.attention import ATTENTION, tree_attention
@@ -33,21 +35,80 @@ def packed_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
 
 
 def chunked_scores(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, chunk: int) -> Scores:
-    """Returns (logprobs, entropies) of `targets` [rows], with logits of `chunk` rows at a time, recomputed in the backward."""
+    """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk` rows exist at once.
 
-    def scores(rows: torch.Tensor, wanted: torch.Tensor, temperature: torch.Tensor) -> Scores:
-        logprobs = torch.log_softmax(head(rows).float() / temperature[:, None], dim=-1)
-        entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-        return logprobs.gather(1, wanted[:, None])[:, 0], entropies
-
-    columns = zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True)
-    if not hidden.requires_grad:
-        parts = [scores(*column) for column in columns]
-    else:
-        parts = [checkpoint(scores, *column, use_reentrant=False) for column in columns]
+    Logits that fit are kept for the backward pass, in the model's type; else each chunk's are computed again there.
+    """
+    parts = []
+    for rows, wanted, scale in zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True):
+        if len(rows) < len(hidden) and hidden.requires_grad:
+            parts.append(checkpoint(_scores, head, rows, wanted, scale, use_reentrant=False))
+        else:
+            parts.append(_scores(head, rows, wanted, scale))
     if not parts:
         return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+
+
+def _scores(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> Scores:
+    found: Scores = _TokenScores.apply(head(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _TokenScores(torch.autograd.Function):
+    """(log p_y, H) by rows, for p = softmax(z), z = logits / T, from nothing kept but the logits as they came.
+
+    log p_y = z_y - lse,   H = lse - Σ_v p_v z_v
+    ∂ log p_y / ∂z_v = δ_vy - p_v,   ∂H / ∂z_v = -p_v (log p_v + H)
+
+    A few rows at a time: on a CPU their float32 copies stay in the cache.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> Scores:
+        columns = []
+        for part, wanted, scale in _few_rows(logits, targets[:, None], temperatures[:, None]):
+            z = part.float() / scale
+            peak = z.amax(dim=-1, keepdim=True)
+            z -= peak
+            own = z.gather(1, wanted)
+            weights = z.exp()
+            total = weights.sum(dim=-1, keepdim=True)
+            log_total = total.log()
+            moment = weights.mul_(z).sum(dim=-1, keepdim=True)
+            columns.append(torch.cat([own - log_total, log_total - moment / total, peak + log_total], dim=-1))
+        logprobs, entropies, lse = torch.cat(columns).unbind(dim=-1)
+        ctx.save_for_backward(logits, targets, temperatures, entropies, lse)
+        ctx.set_materialize_grads(False)
+        return logprobs.contiguous(), entropies.contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        logits, targets, temperatures, entropies, lse = ctx.saved_tensors
+        none = torch.zeros_like(lse)
+        upstream = [none if grad is None else grad for grad in grads]
+        result = torch.empty_like(logits)
+        columns = (column[:, None] for column in (*upstream, targets, temperatures, entropies, lse))
+        for part, out, of_logprob, of_entropy, wanted, scale, entropy, lse_ in _few_rows(logits, result, *columns):
+            log_p = (part.float() / scale).sub_(lse_)
+            found = log_p.exp()
+            if grads[1] is None:
+                found.mul_(-of_logprob)
+            else:
+                found.mul_(log_p.add_(entropy).mul_(-of_entropy).sub_(of_logprob))
+            out.copy_(found.scatter_add_(1, wanted, of_logprob).div_(scale))
+        return result, None, None
+
+
+_CACHED, _ROOMY = 1 << 20, 1 << 27
+"""Logits that are worked on in float32 at once on a CPU, and elsewhere."""
+
+
+def _few_rows(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yields the same few rows of all."""
+    count = max(1, (_CACHED if logits.device.type == "cpu" else _ROOMY) // logits.shape[-1])
+    return zip(*(tensor.split(count) for tensor in (logits, *others)), strict=True)
 
 
 @torch.no_grad()

@@ -17,15 +17,15 @@ from typing import Any
 
 from treegraft.config import DatasetSettings
 from treegraft.errors import DataError, SettingError, nearest
-from treegraft.interfaces import Tool
+from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.readers import HUB, BadRow, Row, read_rows, source_names
-from treegraft.types import StepContent, Task
+from treegraft.types import Task
 
 # Tabs and line breaks belong to text; the others are mostly what a lost backslash leaves: a form feed and "rac".
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
-class DatasetSource:
+class DatasetSource(OpenTasks):
     """Tasks of a data set, training and held-out."""
 
     def __init__(self, settings: DatasetSettings, *, num_train: int, num_eval: int) -> None:
@@ -58,26 +58,6 @@ class DatasetSource:
             DataError: as `train_tasks`, or there are too few training rows to hold any out.
         """
         return self._eval.tasks if self._settings.eval else self._train[1]
-
-    def tools(self) -> Sequence[Tool]:
-        """Returns none."""
-        return ()
-
-    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
-        """Returns None: nobody has scripted an expert for these questions."""
-        return None
-
-    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        """Returns None: where an answer comes from is not known here."""
-        return None
-
-    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
-        """Returns none: there is no expert."""
-        return ()
-
-    def vocabulary(self) -> Sequence[str]:
-        """Returns nothing: the language is open."""
-        return ()
 
     def report(self) -> Sequence[str]:
         """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks` does."""

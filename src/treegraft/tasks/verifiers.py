@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from treegraft.errors import DataError
-from treegraft.interfaces import Tool
+from treegraft.tasks.open import OpenTasks
 from treegraft.tools.verifiers import VerifiersOptions, read_tasks
-from treegraft.types import StepContent, Task
+from treegraft.types import Task
 
 
-class VerifiersTasks:
+class VerifiersTasks(OpenTasks):
     """The first tasks of a taskset for training, the next ones held out; without references, since the environment rewards."""
 
     def __init__(self, *, seed: int, num_train: int, num_eval: int, taskset: str, settings: dict[str, Any] | None = None) -> None:
@@ -30,27 +30,3 @@ class VerifiersTasks:
     def eval_tasks(self) -> Sequence[Task]:
         """Returns the ones after them."""
         return self._eval
-
-    def tools(self) -> Sequence[Tool]:
-        """Returns none: the environment brings them."""
-        return ()
-
-    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
-        """Returns None: there is no expert."""
-        return None
-
-    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        """Returns None: where an answer comes from is not known here."""
-        return None
-
-    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
-        """Returns none: there is no expert."""
-        return ()
-
-    def vocabulary(self) -> Sequence[str]:
-        """Returns nothing: the language is open."""
-        return ()
-
-    def report(self) -> Sequence[str]:
-        """Returns nothing: no defects are looked for."""
-        return ()

@@ -1,0 +1,36 @@
+"""What every source of open questions answers alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from treegraft.interfaces import Tool
+from treegraft.types import StepContent, Task
+
+
+class OpenTasks:
+    """The answers of a `TaskSource` that has no tools of its own, no expert and no closed vocabulary."""
+
+    def tools(self) -> Sequence[Tool]:
+        """Returns none: the recipe or the environment brings them."""
+        return ()
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        """Returns None: nobody has scripted an expert for these questions."""
+        return None
+
+    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
+        """Returns None: where an answer comes from is not known here."""
+        return None
+
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
+        """Returns none: there is no expert."""
+        return ()
+
+    def vocabulary(self) -> Sequence[str]:
+        """Returns nothing: the language is open."""
+        return ()
+
+    def report(self) -> Sequence[str]:
+        """Returns nothing: no defects are looked for."""
+        return ()
