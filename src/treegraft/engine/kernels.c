@@ -21,7 +21,7 @@
 
 #define BLOCK 64
 #define LANES 16
-#define TILE 4 /* query heads that share what is loaded of a block */
+#define TILE 6 /* query heads that share what is loaded of a block */
 #define DRAWN 256 /* tokens of a block of the vocabulary */
 #define CHUNK 16 /* most tokens whose running sums are kept together, so that a shared block is read from the cache */
 #define PADDED ((WIDTH + LANES - 1) / LANES * LANES)
@@ -108,6 +108,39 @@ static inline vf exponential(vf x) {
 
 static inline float exponential_of(float x) { return exponential(all(x))[0]; }
 
+/* Products of pairs of bfloat16: two numbers of 32 bits hold two neighbours in the sum each. Two rows are laid into pairs by the unpack
+ * instructions, which take 4 from each row in turn; `in_order` undoes that to the sums. */
+#if defined(HALF) && defined(__AVX512BF16__) && WIDTH % 64 == 0
+#define PAIRED 1
+typedef elem factor; /* queries and weights, as the products take them */
+#define keep store
+typedef struct { __m512i lanes[4]; } Pairs; /* of 64 columns */
+static inline Pairs pairs_of(const elem *one, const elem *other) {
+    Pairs found;
+    for (int c = 0; c < 2; c++) {
+        const __m512i a = _mm512_loadu_si512(one + 32 * c), b = other ? _mm512_loadu_si512(other + 32 * c) : _mm512_setzero_si512();
+        found.lanes[2 * c] = _mm512_unpacklo_epi16(a, b);
+        found.lanes[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
+    }
+    return found;
+}
+static inline vf add_pairs(vf sum, __m512i pairs, const factor *factors) {
+    int32_t both;
+    memcpy(&both, factors, sizeof both);
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(both));
+}
+static inline void in_order(vf *low, vf *high) {
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    const __m512 a = (__m512)*low, b = (__m512)*high;
+    *low = (vf)_mm512_permutex2var_ps(a, first, b);
+    *high = (vf)_mm512_permutex2var_ps(a, second, b);
+}
+#else
+typedef float factor;
+#define keep store_floats
+#endif
+
 typedef struct {
     const int32_t *table; /* [rows, table_width] block numbers */
     int64_t table_width;
@@ -154,24 +187,38 @@ void tg_store(const Pass *pass, elem *query, int64_t query_stride, int64_t query
     }
 }
 
-/* One block for n <= TILE query heads of one token, by the running softmax
+/* One block for n <= TILE query heads, by the running softmax
  *     m' = max(m, max s),  z' = e^(m - m') z + sum e^(s - m'),  u' = e^(m - m') u + sum e^(s - m') v */
 static inline __attribute__((always_inline)) void one_block(const int n, const elem *restrict keys, const elem *restrict values,
-                                                            int first, int last, float softcap, const float *restrict queries,
-                                                            float *restrict weighted, vf *restrict totals, float *restrict peaks) {
+                                                            int first, int last, float scaling, float softcap,
+                                                            const factor *restrict queries, float *restrict weighted,
+                                                            vf *restrict totals, float *restrict peaks) {
     vf scores[TILE][4];
-    float weights[TILE][BLOCK] __attribute__((aligned(64)));
+    factor weights[TILE][BLOCK + 2]; /* the last ones for a pair's missing half */
     float factors[TILE];
     const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (int i = 0; i < n; i++)
         for (int c = 0; c < 4; c++) scores[i][c] = all(0.0f);
+#ifdef PAIRED
+    for (int d = 0; d < WIDTH; d += 2) {
+        const Pairs k = pairs_of(keys + d * BLOCK, keys + (d + 1) * BLOCK);
+        for (int i = 0; i < n; i++)
+            for (int c = 0; c < 4; c++) scores[i][c] = add_pairs(scores[i][c], k.lanes[c], queries + i * PADDED + d);
+    }
+    for (int i = 0; i < n; i++) {
+        in_order(&scores[i][0], &scores[i][1]);
+        in_order(&scores[i][2], &scores[i][3]);
+    }
+#else
     for (int d = 0; d < WIDTH; d++) {
         vf k[4];
         for (int c = 0; c < 4; c++) k[c] = load(keys + d * BLOCK + c * LANES);
         for (int i = 0; i < n; i++)
             for (int c = 0; c < 4; c++) scores[i][c] += queries[i * PADDED + d] * k[c];
     }
+#endif
     for (int i = 0; i < n; i++) {
+        for (int c = 0; c < 4; c++) scores[i][c] *= scaling;
         if (softcap > 0)
             for (int c = 0; c < 4; c++) scores[i][c] = softcap * (1.0f - 2.0f / (exponential(2.0f / softcap * scores[i][c]) + 1.0f));
         if (first > 0 || last < BLOCK)
@@ -185,36 +232,53 @@ static inline __attribute__((always_inline)) void one_block(const int n, const e
         peaks[i] = peak;
         for (int c = 0; c < 4; c++) scores[i][c] = exponential(scores[i][c] - peak);
         totals[i] = totals[i] * factors[i] + ((scores[i][0] + scores[i][1]) + (scores[i][2] + scores[i][3]));
-        for (int c = 0; c < 4; c++) store_floats(weights[i] + c * LANES, scores[i][c]);
+        for (int c = 0; c < 4; c++) keep(weights[i] + c * LANES, scores[i][c]);
+        weights[i][BLOCK] = 0;
     }
     for (int start = 0; start < PARTS; start += 4) {
         vf sums[TILE][4];
         for (int i = 0; i < n; i++)
             for (int c = 0; c < 4 && start + c < PARTS; c++)
                 sums[i][c] = load_floats(weighted + i * PADDED + (start + c) * LANES) * factors[i];
+#ifdef PAIRED
+        for (int j = first; j < last; j += 2) {
+            const elem *row = values + j * PADDED + start * LANES;
+            const Pairs v = pairs_of(row, j + 1 < last ? row + PADDED : NULL);
+            for (int i = 0; i < n; i++)
+                for (int c = 0; c < 4 && start + c < PARTS; c++) sums[i][c] = add_pairs(sums[i][c], v.lanes[c], weights[i] + j);
+        }
+#else
         for (int j = first; j < last; j++) {
             vf v[4];
             for (int c = 0; c < 4 && start + c < PARTS; c++) v[c] = load(values + j * PADDED + (start + c) * LANES);
             for (int i = 0; i < n; i++)
                 for (int c = 0; c < 4 && start + c < PARTS; c++) sums[i][c] += weights[i][j] * v[c];
         }
+#endif
         for (int i = 0; i < n; i++)
             for (int c = 0; c < 4 && start + c < PARTS; c++) store_floats(weighted + i * PADDED + (start + c) * LANES, sums[i][c]);
     }
 }
 
-static void blocks_of_token(int64_t group, const elem *keys, const elem *values, int first, int last, float softcap,
-                            const float *queries, float *weighted, vf *totals, float *peaks) {
-    for (int64_t h = 0; h < group; h += TILE) {
-#define RUN(n) one_block(n, keys, values, first, last, softcap, queries + h * PADDED, weighted + h * PADDED, totals + h, peaks + h)
-        switch (group - h) {
+static void block_of_heads(int64_t heads, const elem *keys, const elem *values, int first, int last, float scaling, float softcap,
+                           const factor *queries, float *weighted, vf *totals, float *peaks) {
+    for (int64_t h = 0; h < heads; h += TILE) {
+#define RUN(n) \
+    one_block(n, keys, values, first, last, scaling, softcap, queries + h * PADDED, weighted + h * PADDED, totals + h, peaks + h)
+        switch (heads - h) {
         case 1: RUN(1); break;
         case 2: RUN(2); break;
         case 3: RUN(3); break;
-        default: RUN(4);
+        case 4: RUN(4); break;
+        case 5: RUN(5); break;
+        default: RUN(6);
         }
 #undef RUN
     }
+}
+
+static inline int64_t block_of(const Pass *pass, int64_t token, int64_t number) {
+    return pass->rows[token] < 0 ? -1 : pass->table[pass->rows[token] * pass->table_width + number];
 }
 
 /* Softmax attention of every token over its own path: out [tokens, heads, WIDTH]. A window of 0 is none, a softcap of 0 likewise,
@@ -230,43 +294,55 @@ void tg_attend(const Pass *pass, const elem *query, int64_t query_stride, int64_
         const int64_t kv = task % pass->kv_heads, start = task / pass->kv_heads * chunk;
         const int64_t count = pass->tokens - start < chunk ? pass->tokens - start : chunk, size = count * group;
         vf *totals = aligned_alloc(64, size * (sizeof(vf) + (2 * PADDED + LANES) * sizeof(float)));
-        float *queries = (float *)(totals + size), *weighted = queries + size * PADDED, *peaks = weighted + size * PADDED;
+        float *weighted = (float *)(totals + size), *peaks = weighted + size * PADDED;
+        factor *queries = (factor *)(peaks + size * LANES);
         int64_t end = 0;
         for (int64_t i = 0; i < count; i++) {
             const int64_t t = start + i;
             if (pass->rows[t] >= 0 && pass->positions[t] / BLOCK + 1 > end) end = pass->positions[t] / BLOCK + 1;
             for (int64_t g = 0; g < group; g++) {
                 const elem *from = query + t * query_stride + (kv * group + g) * query_step;
-                float *to = queries + (i * group + g) * PADDED;
-                for (int64_t d = 0; d < PADDED; d += LANES) store_floats(to + d, load_some(from + d, WIDTH - d) * scaling);
+                factor *to = queries + (i * group + g) * PADDED;
+                for (int64_t d = 0; d < PADDED; d += LANES) keep(to + d, load_some(from + d, WIDTH - d));
                 totals[i * group + g] = all(0.0f);
                 peaks[i * group + g] = -INFINITY;
             }
         }
         memset(weighted, 0, size * PADDED * sizeof(float));
         for (int64_t b = 0; b < end; b++)
-            for (int64_t i = 0; i < count; i++) {
-                if (pass->rows[start + i] < 0) continue;
-                const int64_t position = pass->positions[start + i], from = b * BLOCK;
+            for (int64_t i = 0, together = 1; i < count; i += together, together = 1) {
+                const int64_t from = b * BLOCK, block = block_of(pass, start + i, b);
+                if (block < 0) continue;
+                const int64_t position = pass->positions[start + i];
                 const int64_t oldest = window > 0 && position >= window ? position - window + 1 : 0;
                 if (from > position || from + BLOCK <= oldest) continue;
-                const int64_t block = pass->table[pass->rows[start + i] * pass->table_width + b] * pass->kv_heads + kv;
-                blocks_of_token(group, keys + block * WIDTH * BLOCK, values + block * BLOCK * PADDED,
-                                oldest > from ? oldest - from : 0, position - from + 1 < BLOCK ? position - from + 1 : BLOCK, softcap,
-                                queries + i * group * PADDED, weighted + i * group * PADDED, totals + i * group, peaks + i * group);
+                const int first = oldest > from ? oldest - from : 0, last = position - from + 1 < BLOCK ? position - from + 1 : BLOCK;
+                if (window == 0 && last == BLOCK) /* tokens side by side that see all of the same block */
+                    while (i + together < count && pass->positions[start + i + together] >= from + BLOCK - 1 &&
+                           block_of(pass, start + i + together, b) == block)
+                        together++;
+                const int64_t at = i * group, place = block * pass->kv_heads + kv;
+                block_of_heads(together * group, keys + place * WIDTH * BLOCK, values + place * BLOCK * PADDED, first, last, scaling,
+                               softcap, queries + at * PADDED, weighted + at * PADDED, totals + at, peaks + at);
             }
         for (int64_t i = 0; i < size; i++) {
             const int64_t t = start + i / group, head = kv * group + i % group;
-            float total = sum_of(totals[i]), factor = 1.0f;
+            float total = sum_of(totals[i]), share = 1.0f;
             if (sinks) {
                 const float peak = peaks[i] > sinks[head] ? peaks[i] : sinks[head];
-                factor = exponential_of(peaks[i] - peak);
-                total = total * factor + exponential_of(sinks[head] - peak);
+                share = exponential_of(peaks[i] - peak);
+                total = total * share + exponential_of(sinks[head] - peak);
             }
             elem *to = out + (t * pass->heads + head) * WIDTH;
-            factor = pass->rows[t] < 0 ? 0.0f : factor / total;
-            for (int64_t d = 0; d < WIDTH; d += LANES)
-                store_some(to + d, load_floats(weighted + i * PADDED + d) * factor, WIDTH - d);
+            share = pass->rows[t] < 0 ? 0.0f : share / total;
+            for (int64_t d = 0; d < WIDTH; d += 2 * LANES) {
+                vf low = load_floats(weighted + i * PADDED + d), high = d + LANES < PADDED ? load_floats(weighted + i * PADDED + d + LANES) : low;
+#ifdef PAIRED
+                in_order(&low, &high);
+#endif
+                store_some(to + d, low * share, WIDTH - d);
+                if (d + LANES < WIDTH) store_some(to + d + LANES, high * share, WIDTH - d - LANES);
+            }
         }
         free(totals);
     }

@@ -372,10 +372,8 @@ class NativeEngine:
 
     def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        padded = torch.cat([hidden, hidden.new_zeros(rows - len(requests), hidden.shape[1])])
-        blank = max(0, MIN_ROWS - len(requests))
-        logits = self._head(padded)[: len(requests) + blank]
-        logits = functional.pad(logits, (0, 0, 0, len(requests) + blank - len(logits)))
+        logits = self._head(functional.pad(hidden, (0, 0, 0, rows - len(requests))))[: max(len(requests), MIN_ROWS)]
+        blank = logits.shape[0] - len(requests)
         temperatures = [request.sampling.temperature for request in requests] + [0.0] * blank
         seeds = [
             keyed_seed(request.noise_key, len(request.sampled)) if request.sampling.temperature > 0 else None
