@@ -258,11 +258,13 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
     layer = 64 + 2 * 32 + 64 + 3 * 128 + 16
     assert shape.num_weights == layer + 2 * shape.vocab_size * 8 + 8
     parts = doctor.memory_estimate(config, shape)
-    assert parts["weights"] == parts["gradients"] == parts["engine's copy"] == 4 * shape.num_weights
+    copies = (parts["engine's copy"], parts["engine's packed weights"])
+    assert parts["weights"] == parts["gradients"] == copies[0] == copies[1] == 4 * shape.num_weights
     assert parts["AdamW"] == 8 * shape.num_weights
     # 4 rows of 256 tokens, one layer, key and value of 4 numbers of 4 bytes.
     assert parts["keys and values"] == 4 * 256 * 2 * 4 * 4
-    assert not {"float32 master weights", "reference", "engine's packed weights"} & parts.keys()
+    assert parts["logits of one chunk, their gradients"] == 2 * shape.vocab_size * 4
+    assert not {"float32 master weights", "reference"} & parts.keys()
     half = config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
     parts = doctor.memory_estimate(half, shape)
     assert parts["weights"] == parts["engine's copy"] == parts["engine's packed weights"] == 2 * shape.num_weights

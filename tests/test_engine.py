@@ -277,7 +277,24 @@ def two_threads() -> Iterator[None]:
 )
 def test_completions_are_the_same_bits_in_any_company(family: str, compiled: bool) -> None:
     """Alone; all at once; shuffled and staggered; in short chunks; with few rows, so that paths wait, are dropped and fed anew."""
-    expected = run(make_engine(family, compile_kernels=compiled), one_by_one)
+    assert_equal_in_any_company(lambda **options: make_engine(family, compile_kernels=compiled, **options))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-wide", "qwen3"])
+def test_completions_in_bfloat16_too_where_products_are_ours(family: str) -> None:
+    def made(**options: Any) -> NativeEngine:
+        return make_engine(model=build_model(family).bfloat16(), **options)
+
+    engine = made()
+    is_rowwise = engine._forward.is_rowwise
+    run(engine, one_by_one)
+    if not is_rowwise:
+        pytest.skip("no products of ours in bfloat16 for this processor")
+    assert_equal_in_any_company(made)
+
+
+def assert_equal_in_any_company(made: Callable[..., NativeEngine]) -> None:
+    expected = run(made(), one_by_one)
 
     def in_order(seed: int, spread_s: float) -> Callable[[NativeEngine], Awaitable[list[list[Completion]]]]:
         async def work(engine: NativeEngine) -> list[list[Completion]]:
@@ -299,7 +316,7 @@ def test_completions_are_the_same_bits_in_any_company(family: str, compiled: boo
             (0.02, {"max_rows": 5, "cache_gb": 2e-4, "max_prefill_tokens": 32}),
         ]
     ):
-        engine = make_engine(family, compile_kernels=compiled, **options)
+        engine = made(**options)
         assert run(engine, in_order(number, spread_s)) == expected, (spread_s, options)
         if options.get("cache_gb") == 1e-9:
             assert engine.take_metrics()["time/engine_evictions"] > 0

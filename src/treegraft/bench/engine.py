@@ -21,18 +21,22 @@ from treegraft.bench.peers import VllmServer
 from treegraft.bench.plans import TreePlan, arpo_tree, grow_plan
 from treegraft.bench.stage import OurEngine, Stage
 from treegraft.engine.forward import FusedForward, build_forward
+from treegraft.engine.kernels import kernels_for
+from treegraft.engine.packed import PackedLinears, Product, product_kind
 from treegraft.models import base_model
 from treegraft.types import Completion, Sampling
 
 PROMPT, TOKENS = 200, 128
 GROUPS = (16, 64)
+ROWS = (1, 4, 8, 16, 64, 256)
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
     """Returns the parts of `treegraft bench engine`."""
     groups: dict[str, Case] = {f"group {rows}": partial(_group, stage, rows) for rows in stage.pick(GROUPS, (3, 5))}
     trees: dict[str, Case] = {f"tree {num}": partial(_tree, stage, num) for num in stage.pick((1, 4), (1,))}
-    return {**groups, **trees, "limit": partial(_limit, stage)}
+    products: dict[str, Case] = {f"products {rows}": partial(_products, stage, rows) for rows in stage.pick(ROWS, (1, 17))}
+    return {**groups, **trees, "limit": partial(_limit, stage), **products}
 
 
 # ---------------------------------------------------------------------- a group over one prompt
@@ -203,6 +207,33 @@ def _limit(stage: Stage) -> Iterator[Row]:
         unit="ms (ratio: the goal is at least 0.55)",
         num_runs=stage.num_runs,
     )
+
+
+def _products(stage: Stage, rows: int) -> Iterator[Row]:
+    """Our products against the matrix library's, for every linear layer of the model in turn."""
+    model = stage.load()[0]
+    config = model.config.get_text_config()
+    kernels = kernels_for(config.hidden_size // config.num_attention_heads, model.dtype, model.device.type)
+    ours, library = product_kind(model, kernels), product_kind(model, None)
+    if ours == library:
+        stage.note("left out: no products of ours for this processor and type")
+        return
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    inputs = {width: torch.randn(rows, width).to(model.dtype) for width in {linear.in_features for linear in linears}}
+
+    def side(kind: Callable[..., Product]) -> Side:
+        products = [(kind(linear), inputs[linear.in_features]) for linear in linears]
+
+        @torch.inference_mode()
+        def work(_: int) -> None:
+            for product, values in products:
+                product(values)
+
+        return Side(work)
+
+    seconds = alternate({"ours": side(ours), "library": side(library)}, stage.num_runs)
+    how = "weights laid out" if library is PackedLinears else "torch.nn.Linear"
+    yield time_row(f"the model's matrix products, {rows} rows, {stage.dtype}", f"the matrix library, {how}", *seconds.values())
 
 
 class MatrixProducts:

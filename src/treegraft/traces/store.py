@@ -13,6 +13,7 @@ import json
 import re
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -83,7 +84,7 @@ class TraceFile:
             raise DataError(f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build RECIPE")
         if not is_new and application_id != APPLICATION_ID:
             raise DataError(f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name another path")
-        self._connection.execute("PRAGMA journal_mode = WAL")
+        self._write_ahead()
         # A commit reaches the disk before it counts, so that not even a power cut loses it.
         self._connection.execute("PRAGMA synchronous = FULL")
         if is_new:
@@ -94,6 +95,18 @@ class TraceFile:
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads {FORMAT}; build it again, "
                 "or use the version that wrote it"
             )
+
+    def _write_ahead(self) -> None:
+        """Turns to a write-ahead log. SQLite itself does not wait there for others who do the same at this moment."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
 
     def _create(self) -> None:
         """Makes the tables, unless another process has made them since we looked."""
