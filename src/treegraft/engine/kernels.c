@@ -424,15 +424,15 @@ void tg_blocks(const elem *logits, int64_t rows, int64_t size, const float *temp
 
 int64_t tg_product_step(void) { return STEP; }
 
+typedef uint32_t word __attribute__((may_alias)); /* STEP elements */
+
 void tg_lay_out(const elem *weight, elem *to, int64_t inputs, int64_t outputs, int64_t threads) {
+    const int64_t words = inputs / STEP;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t panel = 0; panel < (outputs + LANES - 1) / LANES; panel++)
-        for (int64_t p = 0; p < inputs; p += STEP)
-            for (int64_t lane = 0; lane < LANES; lane++)
-                for (int64_t e = 0; e < STEP; e++) {
-                    const int64_t output = panel * LANES + lane;
-                    to[(panel * inputs + p) * LANES + lane * STEP + e] = output < outputs ? weight[output * inputs + p + e] : 0;
-                }
+        for (int64_t p = 0; p < words; p++)
+            for (int64_t output = panel * LANES; output < (panel + 1) * LANES; output++)
+                ((word *)to)[(panel * words + p) * LANES + output % LANES] = output < outputs ? ((const word *)weight)[output * words + p] : 0;
 }
 
 static inline __attribute__((always_inline)) void one_panel(const int rows, const elem *restrict x, int64_t stride,

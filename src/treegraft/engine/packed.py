@@ -62,6 +62,7 @@ class LaidOutLinears:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
+        flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(*rows.shape[:-1], self._outputs)
 
 
