@@ -20,7 +20,7 @@ from treegraft.attention import AttentionOptions, merge_partials, partial_attent
 from treegraft.learn.pack import Node, PackedTree, TreeBatch
 
 DENSE_LIMIT = 256
-"""Packed tokens up to which one dense mask beats two flash calls per node (on two cores about 250)."""
+"""Packed tokens up to which one dense mask beats two flash calls per node of a branched tree (on two cores about 250)."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -42,11 +42,16 @@ class PackedPlan:
     ) -> torch.Tensor:
         """Returns [tokens, heads, width]; trees do not see each other."""
         self.num_calls += 1
+        takes_flash = [self._takes_flash(tree, query, options) for tree in self._trees]
+        if all(takes_flash):
+            nodes = tuple(node for tree in self._trees for node in tree.nodes)
+            return _flash_nodes(query, key, value, nodes, options.scaling).transpose(0, 1)
         outputs = []
         for index, tree in enumerate(self._trees):
             part = slice(tree.start, tree.end)
-            if self._takes_flash(tree, query, options):
-                outputs.append(_flash_tree(query[:, part], key[:, part], value[:, part], tree, options.scaling))
+            if takes_flash[index]:
+                nodes = tuple(Node(n.start - tree.start, n.end - tree.start, n.subtree_end - tree.start) for n in tree.nodes)
+                outputs.append(_flash_nodes(query[:, part], key[:, part], value[:, part], nodes, options.scaling))
             else:
                 mask = self._mask(index, options.window)
                 outputs.append(_dense_tree(query[:, part], key[:, part], value[:, part], mask, options))
@@ -54,7 +59,8 @@ class PackedPlan:
 
     def _takes_flash(self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions) -> bool:
         is_plain = options.window is None and options.softcap is None and options.sinks is None
-        return is_plain and query.device.type == "cpu" and tree.end - tree.start > self._dense_limit
+        gains = tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1  # a mask computes a lone path's upper half too
+        return is_plain and query.device.type == "cpu" and gains
 
     def _mask(self, index: int, window: int | None) -> torch.Tensor:
         """[tokens, tokens] bool of one tree, row i sees column j."""
@@ -96,8 +102,9 @@ def _dense_tree(
     return merge_partials([part], sinks).reshape(heads, size, width).to(query.dtype)
 
 
-def _flash_tree(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tree: PackedTree, scale: float) -> torch.Tensor:
-    nodes = tuple(Node(n.start - tree.start, n.end - tree.start, n.subtree_end - tree.start) for n in tree.nodes)
+def _flash_nodes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: tuple[Node, ...], scale: float
+) -> torch.Tensor:
     output: torch.Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
     return output[0]
 
