@@ -478,6 +478,20 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
 
 
+@pytest.mark.parametrize(("minibatches", "epochs", "num_passes"), [(1, 1, 1), (1, 2, 2), (2, 1, 1 + 2), (2, 2, 1 + 4)])
+def test_the_first_step_needs_no_pass_before_it(
+    minibatches: int, epochs: int, num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward pass for each minibatch of each epoch, and one more for the old log-probabilities of every minibatch but the first."""
+    calls = []
+    plain = learner_module.packed_hidden
+    monkeypatch.setattr(learner_module, "packed_hidden", lambda *args: calls.append(1) or plain(*args))
+    learner, _ = make_learner(build_model("llama"), lr=0.1, num_minibatches=minibatches, num_epochs=epochs)
+    trees, _ = learner.learn([example_trees(1)[0], example_trees(4)[3]])
+    assert len(calls) == num_passes
+    assert all(step.old_logprobs is not None for tree in trees for step in tree.steps if any(step.loss_mask))
+
+
 # ---------------------------------------------------------------------- scores
 
 

@@ -208,12 +208,12 @@ class Learner:
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         packs = {part: self._packs(trees, part) for part in dict.fromkeys(passes)}
-        if len(passes) > 1 or self._reference is not None:
-            packs = {part: [self._scored(pack, len(passes) > 1) for pack in group] for part, group in packs.items()}
+        # The first step's own pass is by the old weights, so it needs none before it.
+        packs = {part: [self._scored(pack, part != passes[0]) for pack in group] for part, group in packs.items()}
         tally = _Tally()
         written: dict[int, dict[str, Step]] = {}
         for part in passes:
-            self._optimiser_step(trees, part, packs[part], tally, written)
+            packs[part] = self._optimiser_step(trees, part, packs[part], tally, written)
         skipped = sum(not self._is_learned(tree) for tree in trees)
         metrics = tally.metrics(len(passes)) | self._static_metrics(trees, packs)
         metrics["learn/skipped_groups_frac"] = skipped / max(1, len(trees))
@@ -252,8 +252,10 @@ class Learner:
         packs: Sequence[_Pack],
         tally: _Tally,
         written: dict[int, dict[str, Step]],
-    ) -> None:
+    ) -> list[_Pack]:
+        """Returns the packs with their old log-probabilities, for steps of later epochs."""
         denominators = self._denominators([trees[index] for index in part])
+        done = []
         for pack in packs:
             logprobs, entropies, lessons = self.scores_with_lessons(pack.batch)
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
@@ -265,8 +267,10 @@ class Learner:
             torch.autograd.backward(loss)
             self.optimiser.collect()
             write_back(pack, trees, old, logprobs.detach(), written)
+            done.append(replace(pack, old_logprobs=old))
         tally.grad_norms.append(self.optimiser.step())
         tally.lrs.append(self.optimiser.last_lr)
+        return done
 
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
         groups, tokens = 0, 0.0
