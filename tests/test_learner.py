@@ -482,7 +482,7 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
 def test_the_first_step_needs_no_pass_before_it(
     minibatches: int, epochs: int, num_passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A forward pass for each minibatch of each epoch, and one more for the old log-probabilities of every minibatch but the first."""
+    """One for each minibatch of each epoch, and one more for the old log-probabilities of every minibatch but the first."""
     calls = []
     plain = learner_module.packed_hidden
     monkeypatch.setattr(learner_module, "packed_hidden", lambda *args: calls.append(1) or plain(*args))
