@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ from treegraft.bench.peers import ScriptPeer, peer_python
 from treegraft.bench.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
 from treegraft.bench.profile import Line, Recorder
 from treegraft.bench_cli import bench_app
+from treegraft.engine.kernels import kernels_for
 from treegraft.errors import DataError, EngineError, SettingError
 
 KEYS = {"what", "against", "ratio", "ours", "theirs", "unit", "num_runs"}
@@ -182,12 +184,15 @@ def test_a_peers_python_is_typed_or_in_the_environment(tmp_path: Path, monkeypat
 
 def test_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TREEGRAFT_VLLM_PYTHON", raising=False)
+    kernels = kernels_for(16, torch.bfloat16, "cpu")
+    has_products = kernels is not None and kernels.product_step > 0
     rows = bench(tmp_path, "engine")["rows"]
     assert [row["against"].partition(",")[0] for row in rows] == [
         *["transformers generate"] * 2,
         "the same leaves sampled apart on our engine",
         "its share of their tokens",
         "the matrix products of the step alone",
+        *["the matrix library"] * (2 if has_products else 0),
     ]
 
 
