@@ -20,8 +20,7 @@ from treegraft.bench.measure import Case, Row, Side, alternate, speed_row, time_
 from treegraft.bench.peers import VllmServer
 from treegraft.bench.plans import TreePlan, arpo_tree, grow_plan
 from treegraft.bench.stage import OurEngine, Stage
-from treegraft.engine.forward import FusedForward, build_forward
-from treegraft.engine.kernels import kernels_for
+from treegraft.engine.forward import FusedForward, build_forward, model_kernels
 from treegraft.engine.packed import PackedLinears, Product, product_kind
 from treegraft.models import base_model
 from treegraft.types import Completion, Sampling
@@ -212,9 +211,7 @@ def _limit(stage: Stage) -> Iterator[Row]:
 def _products(stage: Stage, rows: int) -> Iterator[Row]:
     """Our products against the matrix library's, for every linear layer of the model in turn."""
     model = stage.load()[0]
-    config = model.config.get_text_config()
-    kernels = kernels_for(config.hidden_size // config.num_attention_heads, model.dtype, model.device.type)
-    ours, library = product_kind(model, kernels), product_kind(model, None)
+    ours, library = product_kind(model, model_kernels(model)), product_kind(model, None)
     if ours == library:
         stage.note("left out: no products of ours for this processor and type")
         return

@@ -192,7 +192,7 @@ def build_forward(model: Any, *, pack: bool, compile_kernels: bool) -> tuple[For
         if problem := head_problem(model):
             return None, problem
         plain = _plain_states(model)
-    kernels = _kernels_for(model) if compile_kernels else None
+    kernels = model_kernels(model) if compile_kernels else None
     if kernels is not None and shape_problem(model) is None:
         fused = FusedForward(model, kernels, pack=pack)
         if (problem := _distance_problem(model, fused, plain)) is None:
@@ -210,7 +210,8 @@ def _hooked_problem(model: Any, kernels: Kernels | None, plain: torch.Tensor) ->
         return _distance_problem(model, HookedForward(model, kernels, pack=False), plain)
 
 
-def _kernels_for(model: Any) -> Kernels | None:
+def model_kernels(model: Any) -> Kernels | None:
+    """Returns the kernels for the width of the model's heads and its type; None where there are none."""
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
