@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -273,6 +274,35 @@ def test_phases_are_timed_exactly_and_shared_out_by_looks() -> None:
     assert set(recorder.seconds) == {"rollout", "record", "other"} and sum(recorder.seconds.values()) == pytest.approx(wall_s)
     recorder.seconds, recorder.looks = {"rollout": 8.0, "record": 2.0}, {"rollout": Counter({"a": 3, "b": 1})}
     assert list(recorder.lines(10.0)) == [Line("rollout: a", 6.0, 0.6), Line("rollout: b", 2.0, 0.2), Line("record", 2.0, 0.2)]
+
+
+HANGS = """
+import faulthandler, gc, threading, time
+from treegraft.bench.profile import ROLLOUT, Recorder, _looking
+
+class Slow:
+    def __init__(self): self.me = self
+    def __del__(self): time.sleep(0.0001)  # another thread runs meanwhile
+
+def leave_garbage():
+    Slow()
+    time.sleep(0.003)
+
+faulthandler.dump_traceback_later(60, exit=True)
+gc.set_threshold(20, 2, 2)
+recorder = Recorder()
+with _looking(recorder), recorder.phase(ROLLOUT):
+    for _ in range(40):
+        threads = [threading.Thread(target=leave_garbage) for _ in range(30)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+assert gc.isenabled() and sum(recorder.looks[ROLLOUT].values()) > 0
+"""
+
+
+def test_looks_do_not_hang_where_threads_end_and_garbage_takes_its_time() -> None:
+    result = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.slow  # three processes, each of which loads torch

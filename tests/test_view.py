@@ -404,7 +404,7 @@ def test_a_path_read_by_its_places_is_the_path_of_the_whole_tree(tree: Tree) -> 
 
 @pytest.mark.parametrize("line", ["", "[]", "{", '{"a"}', '{"a": 1', '{"steps": [1 2]}', '{"steps": [', '{"a": 1} x', '{"a" 1}'])
 def test_damaged_lines_are_no_trees(line: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011: what json says differs
+    with pytest.raises(ValueError):  # what json says differs
         parse_indexed(line.encode())
 
 

@@ -9,6 +9,7 @@ the wall time. Looks come late while Python code holds the interpreter's lock, b
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import linecache
 import sys
@@ -116,7 +117,7 @@ class Recorder:
         with self._lock:
             if self.began is None:
                 return
-            phase, frames = self._phases[-1], sys._current_frames()
+            phase, frames = self._phases[-1], _frames()
             if phase == ROLLOUT:
                 what = self._in_rollout(frames)
             elif phase == LEARNING:
@@ -149,6 +150,18 @@ class Recorder:
 
 
 # ---------------------------------------------------------------------- what a stack says
+
+
+def _frames() -> dict[int, FrameType]:
+    """Returns each thread's innermost frame, by the thread's number."""
+    # Before CPython 3.11.9 a collection that begins inside this call can hang the process for good (python/cpython#106883).
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _outwards(frame: FrameType | None) -> Iterator[tuple[str, str, FrameType]]:
