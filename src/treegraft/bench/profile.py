@@ -117,7 +117,7 @@ class Recorder:
         with self._lock:
             if self.began is None:
                 return
-            phase, frames = self._phases[-1], _frames()
+            phase, frames = self._phases[-1], sys._current_frames()
             if phase == ROLLOUT:
                 what = self._in_rollout(frames)
             elif phase == LEARNING:
@@ -152,18 +152,6 @@ class Recorder:
 # ---------------------------------------------------------------------- what a stack says
 
 
-def _frames() -> dict[int, FrameType]:
-    """Returns each thread's innermost frame, by the thread's number."""
-    # Before CPython 3.11.9 a collection that begins inside this call can hang the process for good (python/cpython#106883).
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return sys._current_frames()
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 def _outwards(frame: FrameType | None) -> Iterator[tuple[str, str, FrameType]]:
     """Gives (file, function, frame) from the innermost call on."""
     while frame is not None:
@@ -177,7 +165,8 @@ def engine_part(frame: FrameType | None) -> str | None:
     if not stack:
         return None
     file, _, innermost = stack[0]
-    if any(call in linecache.getline(file, innermost.f_lineno) for call in ("inbox.get(", ".wait(", "queue.get(")):
+    line = linecache.getline(file, innermost.f_lineno or 0)  # a frame that has just begun has no line yet
+    if any(call in line for call in ("inbox.get(", ".wait(", "queue.get(")):
         return None
     for file, name, _ in stack:
         if file.endswith("engine/sampling.py") or name.startswith(("sample", "_sample")) or name == "blocks":
@@ -252,12 +241,29 @@ def _in_phase(original: Callable[..., Any], phase: str, recorder: Recorder) -> C
 
 
 @contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection begins in the block.
+
+    In CPython 3.11 one that begins while frames of another thread are listed or walked lets that thread run and take them away:
+    before 3.11.9 the process can hang for good (python/cpython#106883), and a frame's caller can turn out to be any object.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextmanager
 def _looking(recorder: Recorder) -> Iterator[None]:
     over = threading.Event()
 
     def work() -> None:
         while not over.wait(INTERVAL_S):
-            recorder.look()
+            with _uncollected():
+                recorder.look()
 
     before, thread = sys.getswitchinterval(), threading.Thread(target=work, name="treegraft-profile", daemon=True)
     sys.setswitchinterval(_SWITCH_S)
