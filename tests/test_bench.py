@@ -229,7 +229,7 @@ def test_growth(tmp_path: Path) -> None:
 def test_planned_trees_are_what_the_plan_says() -> None:
     """Two starts of two steps, 3 + 2 and 4 tokens, and a branch of 4 beside each second step."""
     plan = arpo_tree(num_starts=2, num_leaves=4, num_steps=2, tokens=(4, 4), result=(2, 2), wait_s=(0.0, 0.0))
-    tree = planned_tree(plan, 5, 50)
+    tree = planned_tree(plan, 5, range(50))
     assert [step.id for step in tree.steps] == ["0", "0.0", "0.0.0", "0.0.1", "0.1", "0.1.0", "0.1.1"]
     assert [len(step.token_ids) for step in tree.steps] == [5, 6, 4, 4, 6, 4, 4]
     assert sum(len(step.token_ids) for step in tree.steps) == 5 + plan.num_tokens

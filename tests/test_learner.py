@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.families import PACKABLE, UNPACKABLE, build_model
 from tests.trees import Part, build_tree, random_trees
+from torch.nn.attention.flex_attention import flex_attention
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
@@ -155,11 +156,18 @@ def make_learner(model: Any, loss: LossSettings | None = None, lr: float = 0.0, 
     return learner, descent
 
 
-@pytest.fixture(params=["dense", "flash"])
+def attend_by(kind: str, patch: pytest.MonkeyPatch) -> None:
+    """Makes the learner attend over trees in one way, however large they are."""
+    options: dict[str, Any] = {"dense": {"dense_limit": 1024}, "flash": {"dense_limit": 0}, "flex": {"flex": flex_attention}}[kind]
+    patch.setattr(scores_module, "PackedPlan", functools.partial(PackedPlan, **options))
+    # Not compiled FlexAttention runs backward on a CPU as well, though it says no.
+    patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+
+@pytest.fixture(params=["dense", "flash", "flex"])
 def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of attending over a tree."""
-    if request.param == "flash":
-        monkeypatch.setattr(scores_module, "PackedPlan", functools.partial(PackedPlan, dense_limit=0))
+    """The ways of attending over a tree."""
+    attend_by(request.param, monkeypatch)
     return str(request.param)
 
 
@@ -180,7 +188,7 @@ def test_law_1_scores_of_every_family(family: str, path_kind: str) -> None:
     model = build_model(family)
     before = model.config._attn_implementation
     assert (scores_module.packing_problem(model) is None) == (family in PACKABLE)
-    if family in UNPACKABLE and path_kind == "flash":
+    if family in UNPACKABLE and path_kind != "dense":
         pytest.skip("row by row there is one way")
     assert_scores_equal(model, pack_trees(example_trees(3)))
     assert model.config._attn_implementation == before
@@ -191,15 +199,18 @@ def without_signs(tree: Tree) -> Tree:
     return replace(tree, leaves=tuple(replace(leaf, advantage=abs(leaf.advantage or 0.0)) for leaf in tree.leaves))
 
 
-@given(st.lists(random_trees(), min_size=1, max_size=3), st.booleans(), st.sampled_from(["token-mean", "sequence-mean"]))
+@given(
+    st.lists(random_trees(), min_size=1, max_size=3),
+    st.sampled_from(["dense", "flash", "flex"]),
+    st.sampled_from(["token-mean", "sequence-mean"]),
+)
 @settings(max_examples=12, deadline=None)
-def test_law_1_on_random_trees(trees: list[Tree], takes_flash: bool, aggregation: str) -> None:
+def test_law_1_on_random_trees(trees: list[Tree], kind: str, aggregation: str) -> None:
     credited = [assign_credit(tree) for tree in trees]
     model, twin = build_model("llama"), build_model("llama")
     batch = pack_trees(credited)
-    limit = 0 if takes_flash else 1024
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scores_module, "PackedPlan", functools.partial(PackedPlan, dense_limit=limit))
+        attend_by(kind, patch)
         assert_scores_equal(model, batch)
         loss = LossSettings(aggregation=aggregation)  # type: ignore[arg-type]
         learner, descent = make_learner(model, loss)

@@ -18,7 +18,7 @@ import torch
 
 from treegraft.bench.measure import Case, Row, Side, alternate, fit_exponent, time_row
 from treegraft.bench.plans import PathPlan, TreePlan, arpo_tree, grow_plan
-from treegraft.bench.stage import OurEngine, Stage
+from treegraft.bench.stage import OurEngine, Stage, passage
 from treegraft.bench.update import Shape, example_trees
 from treegraft.config import LearnSettings, LossSettings, ModelSettings
 from treegraft.learn.learner import Learner
@@ -39,9 +39,9 @@ NUM_QUERIES = 64
 def cases(stage: Stage) -> Mapping[str, Case]:
     """Returns the parts of `treegraft bench growth`."""
     return {
-        "learning group": partial(_learning, stage, "group", _group_trees(stage)),
-        "learning depth": partial(_learning, stage, "depth", _depth_trees(stage)),
-        "learning context": partial(_learning, stage, "context", _context_trees(stage), saves_memory=True),
+        "learning group": partial(_learning, stage, "group", _group_trees),
+        "learning depth": partial(_learning, stage, "depth", _depth_trees),
+        "learning context": partial(_learning, stage, "context", _context_trees, saves_memory=True),
         "learning leaves": partial(_learning_leaves, stage),
         "sampling group": partial(_sampling_group, stage),
         "sampling depth": partial(_sampling_depth, stage),
@@ -89,19 +89,19 @@ def curve_rows(name: str, unit: str, points: Mapping[str, float], seconds: Mappi
 # ---------------------------------------------------------------------- learning
 
 
-def _group_trees(stage: Stage) -> Callable[[int], dict[str, Tree]]:
+def _group_trees(stage: Stage) -> dict[str, Tree]:
     sizes, prompt, tokens = stage.pick(GROUPS, (2, 4)), stage.pick(PROMPT, 8), stage.pick(64, 4)
-    return lambda words: {f"{n} leaves": example_trees(Shape(1, prompt, n, tokens), words)[0] for n in sizes}
+    return {f"{n} leaves": example_trees(Shape(1, prompt, n, tokens), stage.text)[0] for n in sizes}
 
 
-def _depth_trees(stage: Stage) -> Callable[[int], dict[str, Tree]]:
+def _depth_trees(stage: Stage) -> dict[str, Tree]:
     depths, prompt = stage.pick(DEPTHS, (1, 3)), stage.pick(PROMPT, 8)
-    return lambda words: {f"depth {n}": planned_tree(_deep_plan(stage, n), prompt, words) for n in depths}
+    return {f"depth {n}": planned_tree(_deep_plan(stage, n), prompt, stage.text) for n in depths}
 
 
-def _context_trees(stage: Stage) -> Callable[[int], dict[str, Tree]]:
+def _context_trees(stage: Stage) -> dict[str, Tree]:
     lengths, leaves = stage.pick(CONTEXTS, (16, 48)), stage.pick(8, 2)
-    return lambda words: {f"context {n}": example_trees(Shape(1, n, leaves, stage.pick(64, 4)), words)[0] for n in lengths}
+    return {f"context {n}": example_trees(Shape(1, n, leaves, stage.pick(64, 4)), stage.text)[0] for n in lengths}
 
 
 def _deep_plan(stage: Stage, depth: int) -> TreePlan:
@@ -117,9 +117,7 @@ class _Learning:
         """Args:
         saves_memory: gradient checkpointing, without which the longest context does not fit into 24 GB.
         """
-        model, tokenizer = stage.load()
-        model = with_adapters(model, ModelSettings(gradient_checkpointing=saves_memory), seed=0)
-        self.num_words = len(tokenizer)
+        model = with_adapters(stage.load()[0], ModelSettings(gradient_checkpointing=saves_memory), seed=0)
         learn = LearnSettings(max_pack_tokens=1 << 20)
         self._learner = Learner(model, learn, LossSettings(), length_constant=64)
 
@@ -132,9 +130,9 @@ class _Learning:
         self._learner.scores(batch)[0].sum().backward()
 
 
-def _learning(stage: Stage, name: str, make: Callable[[int], dict[str, Tree]], *, saves_memory: bool = False) -> Iterator[Row]:
+def _learning(stage: Stage, name: str, make: Callable[[Stage], dict[str, Tree]], *, saves_memory: bool = False) -> Iterator[Row]:
     learning = _Learning(stage, saves_memory=saves_memory)
-    trees = make(learning.num_words)
+    trees = make(stage)
     seconds = alternate({label: learning.side(tree) for label, tree in trees.items()}, stage.num_runs)
     points = {label: float(num_tree_tokens(tree)) for label, tree in trees.items()}
     how = ", gradient checkpointing" if saves_memory else ""
@@ -146,7 +144,7 @@ def _learning_leaves(stage: Stage) -> Iterator[Row]:
     learning = _Learning(stage)
     few, many, tokens = stage.pick((8, 64, 2048), (2, 4, 16))
     shapes = {n: Shape(1, stage.pick(PROMPT, 8), n, tokens // n) for n in (few, many)}
-    sides = {str(n): learning.side(example_trees(shape, learning.num_words)[0]) for n, shape in shapes.items()}
+    sides = {str(n): learning.side(example_trees(shape, stage.text)[0]) for n, shape in shapes.items()}
     yield _leaves_row(f"learning, {stage.dtype}", few, many, shapes[few].num_unique, alternate(sides, stage.num_runs))
 
 
@@ -165,14 +163,14 @@ def _leaves_row(name: str, few: int, many: int, num_unique: int, seconds: Mappin
     )
 
 
-def planned_tree(plan: TreePlan, prompt: int, num_words: int) -> Tree:
-    """Returns the tree that a plan describes, of random tokens."""
+def planned_tree(plan: TreePlan, prompt: int, text: Sequence[int]) -> Tree:
+    """Returns the tree that a plan describes, of passages of a text."""
     generator = torch.Generator().manual_seed(0)
     leaves: list[str] = []
 
     def step(step_id: str, parent: str | None, own: int, result: int) -> Step:
         count = own + result
-        ids = tuple(torch.randint(0, num_words, (count,), generator=generator).tolist())
+        ids = passage(text, count, generator)
         is_root = parent is None
         origins = ((Origin.PROMPT if is_root else Origin.POLICY),) * own + (Origin.TOOL,) * result
         return Step(

@@ -105,6 +105,17 @@ class Stage:
         draw = random.Random(f"prompt {run}")
         return [draw.randrange(min(100, vocabulary // 2), min(20_000, vocabulary)) for _ in range(length)]
 
+    @cached_property
+    def text(self) -> list[int]:
+        """Tokens of real text: this package's own source. On random ones a model's gradients in bfloat16 can be mostly noise."""
+        _, tokenizer = self.load()
+        if self.is_quick:
+            draw = random.Random("text")
+            return [draw.randrange(len(tokenizer)) for _ in range(1000)]
+        files = sorted(Path(__file__).parents[1].rglob("*.py"))
+        ids: list[int] = tokenizer("\n".join(file.read_text(encoding="utf-8") for file in files), verbose=False)["input_ids"]
+        return ids
+
     # ------------------------------------------------------------------ ours
 
     @contextmanager
@@ -197,6 +208,12 @@ class OurEngine:
             raise EngineError(f"benchmark: completions have {sorted(counts)} tokens; expected {num_tokens} each")
         for completion in completions[:: max(1, len(completions) // _NUM_CHECKED)][:_NUM_CHECKED]:
             self.worst_gap = max(self.worst_gap, self.stage.check(prompt, completion))
+
+
+def passage(text: Sequence[int], count: int, generator: torch.Generator) -> tuple[int, ...]:
+    """Returns `count` tokens of a text, from a place drawn at random on."""
+    start = int(torch.randint(0, len(text) - count + 1, (1,), generator=generator))
+    return tuple(text[start : start + count])
 
 
 def num_threads() -> int:

@@ -11,7 +11,7 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from treegraft.bench.measure import Case, Row, Side, alternate, time_row
-from treegraft.bench.stage import Stage
+from treegraft.bench.stage import Stage, passage
 from treegraft.config import LearnSettings, LossSettings
 from treegraft.errors import EngineError
 from treegraft.learn.learner import Learner
@@ -120,11 +120,11 @@ class Packed:
     """Ours: the learner's scores of packed trees, whatever way it chooses."""
 
     def __init__(self, stage: Stage, shape: Shape, dtype: str) -> None:
-        model, tokenizer = stage.load(dtype)
+        model = stage.load(dtype)[0]
         learn = LearnSettings(max_pack_tokens=1 << 20)
         self._learner = Learner(model, learn, LossSettings(), length_constant=shape.tokens)
         self.model = self._learner.model
-        self._batch = pack_trees(example_trees(shape, len(tokenizer)), device=self._learner.device)
+        self._batch = pack_trees(example_trees(shape, stage.text), device=self._learner.device)
         weights = leaf_weights(shape.num_trees * shape.leaves).to(self._learner.device)
         self._weights = weights[self._batch.trajectories]
 
@@ -145,8 +145,8 @@ class Padded:
         """Args:
         is_chunked: logits of 512 positions at a time, computed again in the backward pass, as ours does it.
         """
-        self.model, tokenizer = stage.load(dtype)
-        paths = [path for tree in example_trees(shape, len(tokenizer)) for path in tree.trajectories()]
+        self.model = stage.load(dtype)[0]
+        paths = [path for tree in example_trees(shape, stage.text) for path in tree.trajectories()]
         self._rows = torch.tensor([path.token_ids for path in paths], device=self.model.device)
         self._weights = leaf_weights(len(paths)).to(self.model.device)
         self._first, self._is_chunked = shape.prompt, is_chunked
@@ -176,12 +176,12 @@ def leaf_weights(count: int) -> torch.Tensor:
     return torch.linspace(-1.0, 1.5, count) if count > 1 else torch.ones(1)
 
 
-def example_trees(shape: Shape, vocabulary: int) -> list[Tree]:
-    """Returns trees of random tokens."""
+def example_trees(shape: Shape, text: Sequence[int]) -> list[Tree]:
+    """Returns trees of passages of a text."""
     generator = torch.Generator().manual_seed(0)
 
     def step(step_id: str, count: int, origin: Origin) -> Step:
-        ids = tuple(torch.randint(0, vocabulary, (count,), generator=generator).tolist())
+        ids = passage(text, count, generator)
         zeros, own = (0.0,) * count, origin is Origin.POLICY
         return Step(
             id=step_id,

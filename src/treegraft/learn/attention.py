@@ -5,7 +5,8 @@ the node's tokens on themselves (causal) and everything below the node on the no
 
     lse = log(exp(lse_1) + exp(lse_2)),   o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
 
-Since a flash backward needs only the final output and lse, the backward pass calls it per part with the merged ones.
+Since a flash backward needs only the final output and lse, the backward pass calls it per part with the merged ones. On a GPU large
+batches take FlexAttention's block masks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from treegraft.attention import AttentionOptions, merge_partials, partial_attention
+from treegraft.learn.flex import MIN_TOKENS, Flex, flex_attend, proven_flex, tree_block_mask
 from treegraft.learn.pack import Node, PackedTree, TreeBatch
 
 DENSE_LIMIT = 256
@@ -29,11 +31,15 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class PackedPlan:
     """The attention plan of one batch."""
 
-    def __init__(self, batch: TreeBatch, dense_limit: int = DENSE_LIMIT) -> None:
+    def __init__(self, batch: TreeBatch, dense_limit: int = DENSE_LIMIT, flex: Flex | None = None) -> None:
+        """Args:
+        flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches, where it is proven.
+        """
         self._trees = batch.trees
         self._positions = batch.position_ids
-        self._dense_limit = dense_limit
+        self._dense_limit, self._own_flex = dense_limit, flex
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._block_masks: dict[int | None, Any] = {}
         self.num_calls = 0
         """Layers that called; equals the model's layers where the hook reaches all of them."""
 
@@ -42,6 +48,10 @@ class PackedPlan:
     ) -> torch.Tensor:
         """Returns [tokens, heads, width]; trees do not see each other."""
         self.num_calls += 1
+        if (flex := self._flex(query, options)) is not None:
+            blocks = self._block_mask(options.window)
+            found = flex_attend(flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap)
+            return found.transpose(0, 1)
         takes_flash = [self._takes_flash(tree, query, options) for tree in self._trees]
         if all(takes_flash):
             nodes = tuple(node for tree in self._trees for node in tree.nodes)
@@ -57,6 +67,18 @@ class PackedPlan:
                 outputs.append(_dense_tree(query[:, part], key[:, part], value[:, part], mask, options))
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
+    def _flex(self, query: torch.Tensor, options: AttentionOptions) -> Flex | None:
+        if self._own_flex is not None or options.sinks is not None:
+            return self._own_flex if options.sinks is None else None
+        is_large = query.device.type == "cuda" and query.shape[1] >= MIN_TOKENS
+        return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
+
+    def _block_mask(self, window: int | None) -> Any:
+        if window not in self._block_masks:
+            ends = torch.cat([tree.start + subtree_ends(tree, self._positions.device) for tree in self._trees])
+            self._block_masks[window] = tree_block_mask(ends, self._positions, window)
+        return self._block_masks[window]
+
     def _takes_flash(self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions) -> bool:
         is_plain = options.window is None and options.softcap is None and options.sinks is None
         gains = tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1  # a mask computes a lone path's upper half too
@@ -70,13 +92,18 @@ class PackedPlan:
         return self._masks[index, window]
 
 
-def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Returns [tokens, tokens] bool: j <= i < end(node of j), and position_i - position_j < window where there is one."""
-    size = tree.end - tree.start
-    ends = torch.zeros(size, dtype=torch.long, device=positions.device)
+def subtree_ends(tree: PackedTree, device: torch.device) -> torch.Tensor:
+    """Returns [tokens] end(node of j) - start of the tree."""
+    ends = torch.zeros(tree.end - tree.start, dtype=torch.long, device=device)
     for node in tree.nodes:
         ends[node.start - tree.start : node.end - tree.start] = node.subtree_end - tree.start
-    index = torch.arange(size, device=positions.device)
+    return ends
+
+
+def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Returns [tokens, tokens] bool: j <= i < end(node of j), and position_i - position_j < window where there is one."""
+    ends = subtree_ends(tree, positions.device)
+    index = torch.arange(len(ends), device=positions.device)
     visible = (index[None] <= index[:, None]) & (index[:, None] < ends[None])
     if window is not None:
         visible &= positions[:, None] - positions[None] < window
