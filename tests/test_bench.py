@@ -22,9 +22,12 @@ from treegraft.bench.measure import Report, Row, Side, alternate, chosen_cases, 
 from treegraft.bench.peers import ScriptPeer, peer_python
 from treegraft.bench.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
 from treegraft.bench.profile import Line, Recorder
+from treegraft.bench.update import Shape, multiplication_ratio
 from treegraft.bench_cli import bench_app
+from treegraft.config import ModelSettings, TinySettings
 from treegraft.engine.kernels import kernels_for
 from treegraft.errors import DataError, EngineError, SettingError
+from treegraft.models import load_model
 
 KEYS = {"what", "against", "ratio", "ours", "theirs", "unit", "num_runs"}
 
@@ -235,6 +238,17 @@ def test_planned_trees_are_what_the_plan_says() -> None:
     assert sum(len(step.token_ids) for step in tree.steps) == 5 + plan.num_tokens
     assert sum(sum(step.sampled_mask) for step in tree.steps) == plan.num_sampled
     assert [leaf.step_id for leaf in tree.leaves] == ["0.0.0", "0.0.1", "0.1.0", "0.1.1"]
+
+
+def test_multiplications_of_a_shape_by_hand() -> None:
+    """Two trees of 3 prompt tokens and two leaves of 2: 7 tokens of 10, and 6 + 2 (6 + 3) = 24 pairs of 30, each."""
+    shape = Shape(num_trees=2, prompt=3, leaves=2, tokens=2)
+    assert (shape.num_unique, shape.num_flat, shape.num_pairs) == (14, 20, (48, 60))
+    tiny = TinySettings(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, max_context=64)
+    model, _ = load_model(ModelSettings(path="tiny", dtype="float32", tiny=tiny), vocabulary=["a"])
+    words = model.get_output_embeddings().weight.shape[0]
+    linear, head = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 8, 8 * 8 * words  # queries, keys, values, outputs and the three of the mlp
+    assert multiplication_ratio(shape, model) == pytest.approx((20 * linear + 60 * 16 + head) / (14 * linear + 48 * 16 + head))
 
 
 def test_a_curve_by_hand() -> None:

@@ -122,6 +122,17 @@ def test_the_oldest_goes_first_and_its_parents_after_it() -> None:
     check(cache)
 
 
+def test_a_block_whose_last_child_goes_for_its_copy_can_go_too() -> None:
+    """Two blocks of one path fill the cache; another path parts within the first, and its block takes the place of the second."""
+    cache, path = make_cache(max_blocks=2), list(range(128))
+    cache.close(open_and_feed(cache, path))
+    row = open_and_feed(cache, [*path[:32], 7, 8])
+    assert cache.num_evictions == 1 and cache.pool.num_blocks == 2
+    check(cache)
+    cache.close(row)
+    check(cache)
+
+
 def test_rows_have_slots() -> None:
     cache = make_cache(max_rows=2)
     rows = [cache.open([n, n], 2) for n in range(3)]

@@ -634,6 +634,25 @@ def test_a_request_that_is_given_up_frees_its_row() -> None:
     assert len(run(engine, work).token_ids) == 2
 
 
+def test_a_long_prompt_is_taken_in_beside_rows_that_decode() -> None:
+    """Passes of at most 32 rows, four of which may decode: a prompt of 60 comes in as 28, 28 and 4."""
+
+    async def work(engine: NativeEngine) -> list[str]:
+        engine._buckets = (16, 32)
+        ended: list[str] = []
+
+        async def complete(name: str, prefix: tuple[int, ...], count: int) -> None:
+            await engine.complete(prefix, greedy(count), noise_key=(name,))
+            ended.append(name)
+
+        long = asyncio.create_task(complete("decodes", ids_of(5, 1), 150))
+        await asyncio.sleep(0.02)
+        await asyncio.gather(long, complete("prompt", ids_of(60, 2), 1))
+        return ended
+
+    assert run(make_engine(max_rows=4, max_prefill_tokens=64), work) == ["prompt", "decodes"]
+
+
 def slow_down(engine: NativeEngine, seconds: float) -> None:
     """Makes every forward pass take so long."""
     forward = engine._run

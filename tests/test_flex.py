@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from treegraft.learn.flex import distance_from_dense, proven_flex, tree_block_mask
 
@@ -66,6 +67,24 @@ def test_what_fails_or_is_off_is_not_used(
     with caplog.at_level(logging.WARNING):
         assert proven_flex(16, torch.float32, CPU) is None
     assert notice in caplog.text and "dense masks" in caplog.text
+
+
+def test_the_proof_needs_gradients_wherever_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gradients, and within a layer whose activations are computed again."""
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: f if f is flex_attention else compiled(f, **options))
+    with torch.no_grad():
+        assert proven_flex(16, torch.float32, CPU) is flex_attention
+    proven_flex.cache_clear()
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        assert proven_flex(16, torch.float32, CPU) is flex_attention
+        return y.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(layer, x, use_reentrant=False).sum().backward()
+    torch.testing.assert_close(x.grad, torch.autograd.grad(x.sin().sin().sum(), x)[0])
 
 
 @pytest.mark.gpu

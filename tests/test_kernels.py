@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import importlib
 import logging
 import os
 from pathlib import Path
@@ -12,10 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.families import build_model
+from transformers import Phi3Config, Phi3ForCausalLM
 
+from treegraft.attention import AttentionOptions
 from treegraft.engine import kernels as module
+from treegraft.engine.blocks import BlockPool, PathCache
 from treegraft.engine.forward import FusedForward, HookedForward, build_forward, shape_problem
 from treegraft.engine.kernels import BLOCK, Kernels, Pass, kernels_for, padded_width
+from treegraft.engine.ragged import RaggedPlan, Segment
+from treegraft.models import max_context
 
 
 def compiled(width: int, dtype: torch.dtype = torch.float32) -> Kernels:
@@ -129,6 +136,54 @@ def test_norm_and_gate(size: int, dtype: torch.dtype) -> None:
     )
     gate, up = both.chunk(2, dim=-1)
     torch.testing.assert_close(kernels.gate(gate, up).float(), torch.nn.functional.silu(gate.float()) * up.float(), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gates_far_from_zero(dtype: torch.dtype) -> None:
+    """silu(x) is x or nothing there; e^100 is no float32."""
+    gate = torch.tensor([[-1e4, -180.0, -100.0, -90.0, -50.0, 50.0, 90.0, 100.0, 180.0, 1e4]]).to(dtype)
+    found = compiled(16, dtype).gate(gate, torch.ones_like(gate)).float()
+    torch.testing.assert_close(found, torch.where(gate > 0, gate, 0.0).float(), atol=1e-18, rtol=0)
+
+
+def test_a_layer_of_another_shape_is_refused() -> None:
+    model = build_model("llama")
+    width = model.config.head_dim
+    kernels, cache = compiled(width), PathCache(BlockPool(model, 0.0), max_rows=1)
+    row = cache.open([1, 2, 3], 3)
+    assert row is not None
+    cache.extend(row, 3)
+    plan = RaggedPlan(3, cache.pool, cache.table, [Segment(row, 3, 0)], kernels)
+    kv_heads = cache.pool.keys[0].shape[1]
+    options = AttentionOptions(1.0, None, None, None)
+    query, key = torch.zeros(2 * kv_heads, 3, width), torch.zeros(kv_heads, 3, width)
+    assert plan.attend(0, query, key, key, options).shape == (3, 2 * kv_heads, width)
+    for wrong in (torch.zeros(kv_heads + 1, 3, width), torch.zeros(kv_heads, 3, width + 2), key.bfloat16()):
+        with pytest.raises(ValueError, match="a layer has"):
+            plan.attend(0, query, wrong, key, options)
+
+
+def test_a_model_that_no_pass_fits_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("llama")
+    monkeypatch.setattr("treegraft.engine.forward._distance_problem", lambda *_: "they are wrong")
+    assert build_forward(model, pack=True, compile_kernels=True) == (None, "they are wrong")
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_positions_that_would_change_the_rotation_of_others_are_out_of_reach() -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
+    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
+    size |= {"max_position_embeddings": 96, "original_max_position_embeddings": 48, "pad_token_id": 0}
+    assert max_context(Phi3ForCausalLM(Phi3Config(**size, rope_parameters=rope))) == 48
+    assert max_context(Phi3ForCausalLM(Phi3Config(**size))) == 96
+
+
+def test_threads_are_torchs_whatever_other_packages_bring() -> None:
+    importlib.import_module("sklearn.utils._openmp_helpers")  # has an OpenMP of its own
+    library = ctypes.CDLL(str(module.compiled(("-DWIDTH=16",))))
+    assert module._shares_runtime(library)
+    assert not module._shares_runtime(ctypes.CDLL("libm.so.6"))
 
 
 def test_rotation_and_storing() -> None:

@@ -190,9 +190,10 @@ def test_adapters_are_merged_or_kept(merge: bool, tmp_path: Path) -> None:
         {"model": {"lora": {"rank": 4}}},
         {"loss": {"kl_coef": 0.1}},
         {"model": {"dtype": "bfloat16"}},
+        {"model": {"dtype": "bfloat16", "lora": {"rank": 4}}},
         {"learn": {"num_epochs": 2}, "model": {"gradient_checkpointing": True}},
     ],
-    ids=["lora", "kl", "bfloat16", "gradient checkpointing"],
+    ids=["lora", "kl", "bfloat16", "lora in bfloat16", "gradient checkpointing"],
 )
 def test_kinds_of_learning_go_on_where_they_stopped(tables: dict[str, Any], tmp_path: Path) -> None:
     settings = {"eval": {"every": 0, "at_end": False}, "warmup": {"num_steps": 8}, **tables}

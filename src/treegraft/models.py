@@ -270,9 +270,17 @@ def end_token_ids(model: nn.Module, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def max_context(model: nn.Module) -> int | None:
-    """Returns the longest path in tokens, or None where the model names none."""
-    value = getattr(base_model(model).config.get_text_config(), "max_position_embeddings", None)
-    return int(value) if value else None
+    """Returns the longest path in tokens, or None where the model names none.
+
+    Where positions past a first stretch change the rotation of all others ("longrope"), that stretch is the limit: keys of one path
+    would depend on how long another one is.
+    """
+    config = base_model(model).config.get_text_config()
+    value = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    first = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    limits = [int(limit) for limit in (value, first) if limit]
+    return min(limits, default=None)
 
 
 def weights_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from treegraft.bench.measure import Case, Row, Side, alternate, time_row
 from treegraft.bench.stage import Stage, passage
@@ -25,7 +26,7 @@ from treegraft.errors import EngineError
 from treegraft.learn.learner import Learner
 from treegraft.learn.pack import pack_trees
 from treegraft.learn.scores import chunked_scores
-from treegraft.models import Head, decoder
+from treegraft.models import Head, base_model, decoder
 from treegraft.types import Leaf, Origin, Status, Step, Task, Tree
 
 MICRO_BATCH = 8
@@ -56,6 +57,30 @@ class Shape:
     def ratio(self) -> float:
         """How many times a token is shared in the mean."""
         return self.num_flat / self.num_unique
+
+    @property
+    def num_pairs(self) -> tuple[int, int]:
+        """Pairs of tokens of which one sees the other: in trees, and in trajectories apart."""
+        own, above = _num_causal(self.prompt) + self.leaves * _num_causal(self.tokens), self.leaves * self.prompt * self.tokens
+        return self.num_trees * (own + above), self.num_trees * self.leaves * _num_causal(self.prompt + self.tokens)
+
+
+def _num_causal(count: int) -> int:
+    return count * (count + 1) // 2
+
+
+def multiplication_ratio(shape: Shape, model: Any) -> float:
+    """Returns the multiplications of a forward pass over trajectories apart, over those of a packed one."""
+    config = base_model(model).config.get_text_config()
+    linear = sum(module.weight.numel() for module in decoder(model).modules() if isinstance(module, nn.Linear))
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    pair = 2 * config.num_hidden_layers * config.num_attention_heads * width
+    head = shape.num_trees * shape.leaves * shape.tokens * model.get_output_embeddings().weight.numel()
+    packed, apart = (
+        linear * tokens + pair * pairs + head
+        for tokens, pairs in zip((shape.num_unique, shape.num_flat), shape.num_pairs, strict=True)
+    )
+    return float(apart / packed)
 
 
 SHAPES = {
@@ -95,7 +120,11 @@ def _time(stage: Stage, shape: Shape, dtype: str) -> Iterator[Row]:
     seconds = alternate(sides, stage.num_runs, num_first=0)
     what = f"update, share ratio {shape.ratio:.2f} ({shape.num_unique} of {shape.num_flat} tokens), {dtype}"
     row = time_row(what, "padded rows, same dtype", seconds["packed"], seconds["padded"])
-    stage.say(f"   {row.ratio / shape.ratio:.0%} of the share ratio")
+    most = multiplication_ratio(shape, padded.model)
+    stage.say(
+        f"   {row.ratio / shape.ratio:.0%} of the share ratio; {row.ratio / most:.0%} of {most:.2f}, the ratio of multiplications: "
+        "every sampled token goes through the head on both sides"
+    )
     yield row
 
 

@@ -234,7 +234,7 @@ class PathCache:
         was_idle = self._idle.pop(tail, 0) is None
         own = Node(self._take_block(), parent, tail.token_ids[:common])
         tail.num_users -= 1
-        if was_idle:
+        if was_idle or not _is_taken(tail):  # the block that was taken may have been its last child's
             self._idle[tail] = None
         self.pool.copy(tail.block, own.block, common)
         self._append(row, own)

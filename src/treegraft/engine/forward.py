@@ -106,7 +106,8 @@ class FusedForward:
         self._sizes = tuple(linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
         kind: Callable[..., Product] = product_kind(model, kernels) if pack else SeparateLinears
         self._layers = [_Layer(layer, kind) for layer in inner.layers]
-        self._head = take_over([model.get_output_embeddings()], kind)
+        self._output = model.get_output_embeddings()
+        self._head = take_over([self._output], kind)
         self.is_rowwise = bool(self._head) and all(isinstance(product, LaidOutLinears) for product in self._head)
 
     def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
@@ -144,10 +145,16 @@ class FusedForward:
         for product in self._head:
             product.refresh()
 
+    def give_back(self) -> None:
+        """Leaves the model as it was."""
+        self._output.__dict__.pop("forward", None)
+
 
 def shape_problem(model: Any) -> str | None:
     """Returns what keeps a decoder from having Llama's shape, or None where it has."""
     inner = decoder(model)
+    if "llama_4_scaling_beta" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {}):
+        return "its queries are scaled by their position"
     if {"embed_tokens", "layers", "norm", "rotary_emb"} - {name for name, _ in inner.named_children()}:
         return "its decoder has other parts"
     return next((problem for layer in inner.layers if (problem := _layer_problem(layer)) is not None), None)
@@ -197,6 +204,7 @@ def build_forward(model: Any, *, pack: bool, compile_kernels: bool) -> tuple[For
         fused = FusedForward(model, kernels, pack=pack)
         if (problem := _distance_problem(model, fused, plain)) is None:
             return fused, None
+        fused.give_back()
         _log.info("engine: layers run in transformers' own way: %s", problem)
     problem = _hooked_problem(model, kernels, plain)
     if problem is not None and kernels is not None:

@@ -88,11 +88,11 @@ static inline float sum_of(vf x) {
 }
 #endif
 
-/* exp(x) within 2 units of the last place for x <= 88; exactly 0 below -87. */
+/* exp(x) within 2 units of the last place; exactly 0 below -87, and that of 88 above. */
 static inline vf exponential(vf x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     vi alive = x >= -87.0f;
-    vf clipped = pick(alive, x, all(-87.0f));
+    vf clipped = pick(x > 88.0f, all(88.0f), pick(alive, x, all(-87.0f)));
     vf shifted = clipped * 1.44269504f + magic;
     vf whole = shifted - magic;
     vf rest = clipped - whole * 0.693359375f + whole * 2.12194440e-4f;

@@ -144,8 +144,8 @@ class Kernels:
     def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
         """Returns a weight [outputs, inputs] as `product` reads it."""
         outputs, inputs = weight.shape
-        to = weight.new_empty(padded_width(outputs), inputs)
-        self._lay_out(weight.contiguous().data_ptr(), to.data_ptr(), inputs, outputs, self.num_threads())
+        weight, to = weight.contiguous(), weight.new_empty(padded_width(outputs), inputs)
+        self._lay_out(weight.data_ptr(), to.data_ptr(), inputs, outputs, self.num_threads())
         return to
 
     def product(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int) -> torch.Tensor:
@@ -176,13 +176,26 @@ def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
     except (EngineError, OSError) as error:
         _log.warning("engine: running on torch's operators alone, which is slower: %s", error)
         return None
-    # A second OpenMP runtime beside torch's would have its own threads waiting for work on the same cores.
-    return Kernels(library, max_threads=None if _num_openmp_runtimes() <= 1 else 1)
+    if _shares_runtime(library):
+        return Kernels(library, max_threads=None)
+    _log.warning("engine: our kernels run on one thread: their OpenMP is not torch's, and two teams would fight for the cores")
+    return Kernels(library, max_threads=1)
 
 
-def _num_openmp_runtimes() -> int:
+def _shares_runtime(library: ctypes.CDLL) -> bool:
+    """Whether the library's OpenMP threads are torch's own; those of other packages, under names of their own, do not matter."""
     try:
+        address = ctypes.cast(library.omp_get_max_threads, _pointer).value
         with open("/proc/self/maps") as file:
-            return len({line.split()[-1] for line in file if "libgomp" in line or "libiomp" in line or "libomp" in line})
-    except OSError:
-        return 2
+            mapped = [line.split() for line in file if any(name in line for name in ("libgomp", "libiomp", "libomp"))]
+    except (OSError, AttributeError):
+        return False
+    runtimes = {entry[-1] for entry in mapped}
+    of_torch = {path for path in runtimes if "/torch/" in path or "/torch.libs/" in path} or runtimes
+    ours = {entry[-1] for entry in mapped if _is_within(address, entry[0])}
+    return len(of_torch) == 1 and ours == of_torch
+
+
+def _is_within(address: int | None, span: str) -> bool:
+    start, end = (int(bound, 16) for bound in span.split("-"))
+    return address is not None and start <= address < end

@@ -341,7 +341,8 @@ class NativeEngine:
         segments: list[Segment] = []
         requests: list[Request] = []
         room, offset = self._buckets[-1], 0
-        limit = min(self.settings.max_prefill_tokens, room)
+        # A fixed number, so that chunks do not depend on company, which leaves room for all rows that decode.
+        limit = min(self.settings.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
         ready = [(request, request.row) for request in self._running if request.row is not None]
         ready.sort(key=lambda pair: (len(pair[1].token_ids) - pair[1].fed, [node.block for node in pair[1].nodes]))
         for request, row in ready:

@@ -74,9 +74,10 @@ class RaggedPlan:
             assert rotation is None
             return self._attend_gathered(layer, query, key, value, options)
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-        if self._batch is None:
-            self._batch = self._describe(query.shape[0], key.shape[0])
         keys, values = self.pool.keys[layer], self.pool.values[layer]
+        if self._batch is None:
+            self._batch = self._describe(query.shape[0], keys.shape[1])
+        self._check(query, key, value, keys)
         self.kernels.store(self._batch, query, key, value, keys, values, rotation)
         return self.kernels.attend(
             self._batch,
@@ -88,6 +89,19 @@ class RaggedPlan:
             softcap=options.softcap,
             sinks=options.sinks,
         )
+
+    def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor) -> None:
+        """Kernels are told one shape for all layers.
+
+        Raises:
+            ValueError: this layer has another.
+        """
+        assert self._batch is not None
+        _, kv_heads, width, _ = keys.shape
+        wanted = ((self._batch.heads, width), (kv_heads, width), (kv_heads, width))
+        shapes = tuple((x.shape[0], x.shape[2]) for x in (query, key, value))
+        if shapes != wanted or {query.dtype, key.dtype, value.dtype} != {keys.dtype}:
+            raise ValueError(f"a layer has (heads, width) {shapes} of {query.dtype}, others {wanted} of {keys.dtype}")
 
     def _describe(self, heads: int, kv_heads: int) -> Pass:
         assert self.kernels is not None

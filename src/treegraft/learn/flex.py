@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -70,7 +71,9 @@ def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | 
     """Returns FlexAttention, compiled; None, with a notice, where outputs or gradients on `device` are not a dense mask's."""
     try:
         flex: Flex = torch.compile(flex_attention, dynamic=True)
-        gap = distance_from_dense(flex, width, dtype, device)
+        # The first large batch may come without gradients, or within a layer whose activations are computed again.
+        with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
+            gap = distance_from_dense(flex, width, dtype, device)
     except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
         _log.warning("learner: attention of large trees takes dense masks: FlexAttention failed with %s", _first_line(error))
         return None

@@ -449,7 +449,9 @@ def plain_weights(model: Any) -> dict[str, torch.Tensor]:
             continue
         plain = name.replace(".base_layer.", ".")
         owner = name.removesuffix(".base_layer.weight")
-        merged[plain] = (tensor + deltas[owner]).detach() if owner != name and owner in deltas else tensor.detach()
+        # peft keeps adapters of bfloat16 models in float32.
+        is_adapted = owner != name and owner in deltas
+        merged[plain] = (tensor + deltas[owner]).to(tensor.dtype).detach() if is_adapted else tensor.detach()
     return merged
 
 

@@ -89,7 +89,8 @@ class MasterAdamW:
             for name, master in zip(self._names, self._masters, strict=True):
                 master.copy_(state[f"master.{name}"])
                 if f"exp_avg.{name}" in state:
-                    self._adam.state[master] = {key: state[f"{key}.{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
+                    moments = {key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                    self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in moments.items()}
         self._copy_to_model()
 
     def reset(self) -> None:
