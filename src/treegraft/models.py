@@ -269,6 +269,13 @@ def end_token_ids(model: nn.Module, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(sorted({token for token in (tokenizer.eos_token_id, *more) if token is not None}))
 
 
+def head_width(config: Any) -> int | None:
+    """Returns the width of an attention head, by the configuration of the text model; None where it has no attention heads."""
+    heads = getattr(config, "num_attention_heads", None)
+    width: int | None = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    return width
+
+
 def max_context(model: nn.Module) -> int | None:
     """Returns the longest path in tokens, or None where the model names none.
 

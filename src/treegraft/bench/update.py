@@ -26,7 +26,7 @@ from treegraft.errors import EngineError
 from treegraft.learn.learner import Learner
 from treegraft.learn.pack import pack_trees
 from treegraft.learn.scores import chunked_scores
-from treegraft.models import Head, base_model, decoder
+from treegraft.models import Head, base_model, decoder, head_width
 from treegraft.types import Leaf, Origin, Status, Step, Task, Tree
 
 MICRO_BATCH = 8
@@ -73,8 +73,7 @@ def multiplication_ratio(shape: Shape, model: Any) -> float:
     """Returns the multiplications of a forward pass over trajectories apart, over those of a packed one."""
     config = base_model(model).config.get_text_config()
     linear = sum(module.weight.numel() for module in decoder(model).modules() if isinstance(module, nn.Linear))
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    pair = 2 * config.num_hidden_layers * config.num_attention_heads * width
+    pair = 2 * config.num_hidden_layers * config.num_attention_heads * (head_width(config) or 0)
     head = shape.num_trees * shape.leaves * shape.tokens * model.get_output_embeddings().weight.numel()
     packed, apart = (
         linear * tokens + pair * pairs + head
@@ -172,7 +171,7 @@ class Padded:
 
     def __init__(self, stage: Stage, shape: Shape, dtype: str, *, is_chunked: bool = False) -> None:
         """Args:
-        is_chunked: logits of 512 positions at a time, computed again in the backward pass, as ours does it.
+        is_chunked: logits of learn.vocab_chunk positions at a time, computed again in the backward pass, as ours does it.
         """
         self.model = stage.load(dtype)[0]
         paths = [path for tree in example_trees(shape, stage.text) for path in tree.trajectories()]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from treegraft.engine.kernels import BLOCK, padded_width
+from treegraft.models import head_width
 
 FIRST_BLOCKS = 64
 """Blocks that the pool begins with; it doubles until it reaches its limit."""
@@ -29,7 +30,8 @@ class BlockPool:
         """`max_bytes` limits what is kept; a path that is under way alone may take more."""
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        width = head_width(config)
+        assert width is not None
         self._shapes = ((heads, width, BLOCK), (heads, BLOCK, padded_width(width)))
         self._like = torch.empty(0, dtype=model.dtype, device=model.device)
         layers = config.num_hidden_layers

@@ -19,7 +19,7 @@ from treegraft.engine.blocks import BlockPool, PathCache, Row
 from treegraft.engine.kernels import Kernels, kernels_for
 from treegraft.engine.packed import LaidOutLinears, Product, SeparateLinears, product_kind, take_over
 from treegraft.engine.ragged import RaggedPlan, Segment
-from treegraft.models import decoder, head_problem
+from treegraft.models import decoder, head_problem, head_width
 
 _log = logging.getLogger(__name__)
 
@@ -220,9 +220,7 @@ def _hooked_problem(model: Any, kernels: Kernels | None, plain: torch.Tensor) ->
 
 def model_kernels(model: Any) -> Kernels | None:
     """Returns the kernels for the width of the model's heads and its type; None where there are none."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    width = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    width = head_width(model.config.get_text_config())
     return kernels_for(width, model.dtype, model.device.type) if width else None
 
 

@@ -68,8 +68,10 @@ class PackedPlan:
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
     def _flex(self, query: torch.Tensor, options: AttentionOptions) -> Flex | None:
-        if self._own_flex is not None or options.sinks is not None:
-            return self._own_flex if options.sinks is None else None
+        if options.sinks is not None:
+            return None
+        if self._own_flex is not None:
+            return self._own_flex
         is_large = query.device.type == "cuda" and query.shape[1] >= MIN_TOKENS
         return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
 
