@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "treegraft"
 
 ONLY = {
+    "kernels": ("kernels", "errors"),
     "algo": ("algo", "types", "errors"),
     "explore": ("explore", "types", "errors", "keyed", "interfaces", "algo.arpo"),
     # The buffer's file is read by its own layout and searched with its own encoder; both are found where they are defined.
@@ -55,10 +56,13 @@ NEVER = {
 BESIDES = {("rollout", "tools.toolbox"), ("rollout", "tools.sessions")}
 """The tool box runs calls for any tool, in sessions with or without an environment: they are no kinds."""
 
-TORCH = ("models", "attention", "engine", "learn", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard", "bench")
+TORCH = (
+    *("models", "attention", "engine", "learn", "kernels", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard"),
+    "bench",
+)
 """Where tensors live, the tracker whose SummaryWriter torch brings, and what measures all that."""
 
-NO_TORCH = ("engine.scripted", "engine.vllm", "engine.stops")
+NO_TORCH = ("engine.scripted", "engine.vllm", "engine.stops", "kernels.compiler")
 """Exceptions from the above: what must answer without torch."""
 
 

@@ -407,6 +407,10 @@ def test_a_branch_by_copy_equals_a_fresh_computation() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_random_traffic_agrees_with_plain_forward_passes(seed: int) -> None:
+    assert_traffic_agrees(seed)
+
+
+def assert_traffic_agrees(seed: int, **options: Any) -> None:
     """Random trees of paths that come and go, weights that change in between, and a cache far too small for them."""
     draw = random.Random(seed)
     weights = [build_model("qwen3", version).state_dict() for version in range(3)]
@@ -436,7 +440,7 @@ def test_random_traffic_agrees_with_plain_forward_passes(seed: int) -> None:
         *grown, _ = await asyncio.gather(*trees, publish())
         return [done for tree in grown for done in tree]
 
-    engine = make_engine("qwen3", max_rows=6, cache_gb=6e-4, max_prefill_tokens=24)
+    engine = make_engine("qwen3", max_rows=6, cache_gb=6e-4, max_prefill_tokens=24, **options)
     everything = run(engine, work)
     assert {completion.policy_version for *_, completion in everything} == {0, 1, 2}
     model = build_model("qwen3")

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from treegraft.learn.flex import distance_from_dense, proven_flex, tree_block_mask
+from treegraft.learn.flex import flex_distance, proven_flex, tree_block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: FlexAttention is not compiled here
 
@@ -40,7 +40,7 @@ def test_a_mask_by_hand() -> None:
 
 
 def test_outputs_and_gradients_are_those_of_a_dense_mask() -> None:
-    assert distance_from_dense(flex_attention, 16, torch.float32, CPU) < 1e-5
+    assert flex_distance(flex_attention, 16, torch.float32, CPU) < 1e-5
 
 
 @pytest.mark.parametrize(

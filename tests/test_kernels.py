@@ -22,6 +22,7 @@ from treegraft.engine.blocks import BlockPool, PathCache
 from treegraft.engine.forward import FusedForward, HookedForward, build_forward, shape_problem
 from treegraft.engine.kernels import BLOCK, Kernels, Pass, kernels_for, padded_width
 from treegraft.engine.ragged import RaggedPlan, Segment
+from treegraft.kernels.library import load_library, shares_runtime
 from treegraft.models import max_context
 
 
@@ -181,9 +182,9 @@ def test_positions_that_would_change_the_rotation_of_others_are_out_of_reach() -
 
 def test_threads_are_torchs_whatever_other_packages_bring() -> None:
     importlib.import_module("sklearn.utils._openmp_helpers")  # has an OpenMP of its own
-    library = ctypes.CDLL(str(module.compiled(("-DWIDTH=16",))))
-    assert module._shares_runtime(library)
-    assert not module._shares_runtime(ctypes.CDLL("libm.so.6"))
+    library, _ = load_library("engine", 16, torch.float32)
+    assert shares_runtime(library)
+    assert not shares_runtime(ctypes.CDLL("libm.so.6"))
 
 
 def test_rotation_and_storing() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -156,17 +155,24 @@ def make_learner(model: Any, loss: LossSettings | None = None, lr: float = 0.0, 
     return learner, descent
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "kernels": {},
+    "dense": {"compile_kernels": False, "dense_limit": 1024},
+    "flash": {"compile_kernels": False, "dense_limit": 0},
+    "flex": {"flex": flex_attention},
+}
+"""Ways of attending over a tree."""
+
+
 def attend_by(kind: str, patch: pytest.MonkeyPatch) -> None:
     """Makes the learner attend over trees in one way, however large they are."""
-    options: dict[str, Any] = {"dense": {"dense_limit": 1024}, "flash": {"dense_limit": 0}, "flex": {"flex": flex_attention}}[kind]
-    patch.setattr(scores_module, "PackedPlan", functools.partial(PackedPlan, **options))
+    patch.setattr(scores_module, "PackedPlan", lambda batch, **_: PackedPlan(batch, **WAYS[kind]))
     # Not compiled FlexAttention runs backward on a CPU as well, though it says no.
     patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
 
 
-@pytest.fixture(params=["dense", "flash", "flex"])
+@pytest.fixture(params=list(WAYS))
 def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The ways of attending over a tree."""
     attend_by(request.param, monkeypatch)
     return str(request.param)
 
@@ -201,7 +207,7 @@ def without_signs(tree: Tree) -> Tree:
 
 @given(
     st.lists(random_trees(), min_size=1, max_size=3),
-    st.sampled_from(["dense", "flash", "flex"]),
+    st.sampled_from(list(WAYS)),
     st.sampled_from(["token-mean", "sequence-mean"]),
 )
 @settings(max_examples=12, deadline=None)
@@ -294,7 +300,7 @@ def test_models_that_cannot_be_packed_learn_the_same(monkeypatch: pytest.MonkeyP
     trees = example_trees(3)
     model, twin = build_model("llama"), build_model("llama")
     learner, packed = make_learner(model)
-    monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
+    monkeypatch.setattr(learner_module, "packing_problem", lambda *_, **__: "it is said not to")
     fallback, rowwise = make_learner(twin)
     assert learner.packing_problem is None and fallback.packing_problem == "it is said not to"
     learner.learn(trees)
@@ -313,7 +319,7 @@ def test_a_linear_attention_model_learns_row_by_row() -> None:
 
 
 def test_row_by_row_nothing_to_score_is_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
+    monkeypatch.setattr(learner_module, "packing_problem", lambda *_, **__: "it is said not to")
     batch = pack_trees([build_tree(Part.of("pp", Part("", status=Status.FAILED)))])
     assert [len(values) for values in token_scores(build_model("llama"), batch)] == [0, 0]
 
@@ -496,7 +502,7 @@ def test_the_first_step_needs_no_pass_before_it(
     """One for each minibatch of each epoch, and one more for the old log-probabilities of every minibatch but the first."""
     calls = []
     plain = learner_module.packed_hidden
-    monkeypatch.setattr(learner_module, "packed_hidden", lambda *args: calls.append(1) or plain(*args))
+    monkeypatch.setattr(learner_module, "packed_hidden", lambda *args, **options: calls.append(1) or plain(*args, **options))
     learner, _ = make_learner(build_model("llama"), lr=0.1, num_minibatches=minibatches, num_epochs=epochs)
     trees, _ = learner.learn([example_trees(1)[0], example_trees(4)[3]])
     assert len(calls) == num_passes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.families import build_model
-from tests.test_learner import distance, gradient_of, make_learner
+from tests.test_learner import WAYS, attend_by, distance, gradient_of, make_learner
 from tests.trees import Part, build_tree, mixed_trees
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.config import LossSettings
 from treegraft.learn import learner as learner_module
-from treegraft.learn import scores as scores_module
-from treegraft.learn.attention import PackedPlan
 from treegraft.learn.learner import token_scores
 from treegraft.learn.pack import pack_trees, pack_with_lessons
 from treegraft.metrics import check_known
 from treegraft.types import EntropyKind, Origin, Status, Trajectory, Tree
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: FlexAttention is not compiled here
 
 GAMMA = 0.2
 CONSTANT = 7.0
@@ -191,13 +190,13 @@ AGGREGATIONS = ["token-mean", "sequence-mean", "sequence-sum"]
 LESSONS = [{"graft_coef": 0.0}, {"graft_coef": 1.5}, {"graft_coef": 0.7, "graft_form": "luffy"}]
 
 
-@pytest.fixture(params=["dense", "flash", "rowwise"])
+@pytest.fixture(params=[*WAYS, "rowwise"])
 def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The three ways of running a batch."""
-    if request.param == "flash":
-        monkeypatch.setattr(scores_module, "PackedPlan", functools.partial(PackedPlan, dense_limit=0))
-    if request.param == "rowwise":
-        monkeypatch.setattr(learner_module, "packing_problem", lambda _: "it is said not to")
+    """The ways of running a batch."""
+    if request.param != "rowwise":
+        attend_by(request.param, monkeypatch)
+    else:
+        monkeypatch.setattr(learner_module, "packing_problem", lambda *_, **__: "it is said not to")
     return str(request.param)
 
 
@@ -221,15 +220,15 @@ def test_law_1_however_it_is_run(path_kind: str) -> None:
     st.sampled_from(["soft", "hard"]),
     st.sampled_from(LESSONS),
     st.booleans(),
-    st.booleans(),
+    st.sampled_from(list(WAYS)),
 )
 @settings(max_examples=15, deadline=None)
 def test_law_1_on_random_mixed_trees(
-    trees: list[Tree], aggregation: str, attribution: str, lessons: dict[str, Any], truncated: bool, takes_flash: bool
+    trees: list[Tree], aggregation: str, attribution: str, lessons: dict[str, Any], truncated: bool, kind: str
 ) -> None:
     rules = Rules(loss_settings(aggregation=aggregation, learn_from_truncated=truncated, **lessons), attribution)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scores_module, "PackedPlan", functools.partial(PackedPlan, dense_limit=0 if takes_flash else 1024))
+        attend_by(kind, patch)
         assert_exact(trees, rules)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from treegraft.record import read_trees
     from treegraft.train import RunResult
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 __all__ = [
     "Config",

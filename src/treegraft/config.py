@@ -431,6 +431,8 @@ class LearnSettings(Settings):
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the price of its shared tokens."""
     vocab_chunk: int = Field(2048, ge=1)
     """Positions whose logits exist at once; of a pass with more, they are computed twice."""
+    compile_kernels: bool = True
+    """On a CPU: attention over trees by our own kernels, made once per machine with its C compiler."""
 
 
 class WarmupSettings(Settings):

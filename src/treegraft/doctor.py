@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.config import Config
-from treegraft.engine.compiler import find_compiler
 from treegraft.errors import ModelError
+from treegraft.kernels.compiler import find_compiler
 
 REQUIRED = (
     *("torch", "transformers", "safetensors", "gguf", "peft", "datasets", "pydantic", "typer", "rich"),
@@ -143,7 +143,7 @@ def machine() -> Iterator[Finding]:
     )
     compiler = find_compiler()
     yield Finding(
-        "C compiler", compiler or "none", note="" if compiler else "engine.compile_kernels: without one, slower operators"
+        "C compiler", compiler or "none", note="" if compiler else "without one, sampling and learning take slower operators"
     )
     yield Finding("GPU", "; ".join(cards) or "none", not note, note or ("" if cards else "everything runs on the CPU"))
 

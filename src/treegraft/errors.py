@@ -53,6 +53,10 @@ class EngineError(TreegraftError, RuntimeError):
     """An engine died, lost a request or was asked for what it cannot do."""
 
 
+class KernelError(TreegraftError, RuntimeError):
+    """Our own kernels cannot be made or loaded on this machine."""
+
+
 class DeadlineExceeded(TreegraftError, TimeoutError):
     """A wait of ours ran out."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from treegraft.attention import AttentionOptions, install_attention, plain_attention, tree_attention
+from treegraft.attention import AttentionOptions, AttentionPlan, install_attention, plain_attention, tree_attention
 from treegraft.engine.blocks import BlockPool, PathCache, Row
 from treegraft.engine.kernels import Kernels, kernels_for
 from treegraft.engine.packed import LaidOutLinears, Product, SeparateLinears, product_kind, take_over
@@ -63,7 +63,7 @@ class HookedForward:
         self._decoder = decoder(model)
         self._products = take_over(model.modules(), product_kind(model, kernels)) if pack else []
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan)
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
@@ -243,10 +243,20 @@ def _distance_problem(model: Any, forward: Forward, plain: torch.Tensor) -> str 
         states = torch.cat(list(_states_in_parts(model, forward, ids)))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({(str(error).splitlines() or [type(error).__name__])[0]})"
-    gap = float((states.float() - plain.float()).norm() / plain.float().norm())
-    if gap <= LIMITS.get(model.dtype, 0.05):
+    gap = distance(states, plain)
+    if gap <= limit_of(model.dtype):
         return None
     return f"its hidden states differ from those of a plain forward pass by {gap:.3g} of their length"
+
+
+def distance(states: torch.Tensor, plain: torch.Tensor) -> float:
+    """Returns ‖states - plain‖ / ‖plain‖."""
+    return float((states.float() - plain.float()).norm() / plain.float().norm())
+
+
+def limit_of(dtype: torch.dtype) -> float:
+    """Returns the largest distance that is rounding."""
+    return LIMITS.get(dtype, 0.05)
 
 
 def _states_in_parts(model: Any, forward: Forward, ids: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The engine's own kernels (kernels.c) on a CPU: compiled once per machine with the system's C compiler, called through ctypes.
+"""The engine's own kernels (kernels/engine.c) on a CPU, called through ctypes.
 
 Where there is no compiler, or what it made does not compute what it should, the engine runs on torch's operators, with a notice.
 """
@@ -11,8 +11,8 @@ import logging
 
 import torch
 
-from treegraft.engine.compiler import compiled
-from treegraft.errors import EngineError
+from treegraft.errors import KernelError
+from treegraft.kernels.library import ThreadCount, load_library
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +47,8 @@ class Pass(ctypes.Structure):
 class Kernels:
     """The compiled functions for one head width and element type. Tensors must be on the CPU, rows of the last axis contiguous."""
 
-    def __init__(self, library: ctypes.CDLL, max_threads: int | None) -> None:
-        self._max_threads = max_threads
+    def __init__(self, library: ctypes.CDLL, num_threads: ThreadCount) -> None:
+        self.num_threads = num_threads
         pass_type = ctypes.POINTER(Pass)
         rows = (_pointer, _long, _long)
         self._store, self._attend = library.tg_store, library.tg_attend
@@ -67,10 +67,6 @@ class Kernels:
         library.tg_product_step.restype = _long
         self.product_step: int = library.tg_product_step()
         """What the number of inputs of a product has to be a multiple of; 0 where there are no products for this processor."""
-
-    def num_threads(self) -> int:
-        """Returns how many threads a call uses."""
-        return torch.get_num_threads() if self._max_threads is None else min(self._max_threads, torch.get_num_threads())
 
     def store(
         self,
@@ -172,30 +168,7 @@ def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:
 @functools.cache
 def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
     try:
-        library = ctypes.CDLL(str(compiled((f"-DWIDTH={width}", *(("-DHALF",) if dtype == torch.bfloat16 else ())))))
-    except (EngineError, OSError) as error:
+        return Kernels(*load_library("engine", width, dtype))
+    except KernelError as error:
         _log.warning("engine: running on torch's operators alone, which is slower: %s", error)
         return None
-    if _shares_runtime(library):
-        return Kernels(library, max_threads=None)
-    _log.warning("engine: our kernels run on one thread: their OpenMP is not torch's, and two teams would fight for the cores")
-    return Kernels(library, max_threads=1)
-
-
-def _shares_runtime(library: ctypes.CDLL) -> bool:
-    """Whether the library's OpenMP threads are torch's own; those of other packages, under names of their own, do not matter."""
-    try:
-        address = ctypes.cast(library.omp_get_max_threads, _pointer).value
-        with open("/proc/self/maps") as file:
-            mapped = [line.split() for line in file if any(name in line for name in ("libgomp", "libiomp", "libomp"))]
-    except (OSError, AttributeError):
-        return False
-    runtimes = {entry[-1] for entry in mapped}
-    of_torch = {path for path in runtimes if "/torch/" in path or "/torch.libs/" in path} or runtimes
-    ours = {entry[-1] for entry in mapped if _is_within(address, entry[0])}
-    return len(of_torch) == 1 and ours == of_torch
-
-
-def _is_within(address: int | None, span: str) -> bool:
-    start, end = (int(bound, 16) for bound in span.split("-"))
-    return address is not None and start <= address < end

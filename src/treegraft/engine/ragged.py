@@ -49,7 +49,7 @@ class RaggedPlan:
             positions[rows] = range(segment.row.fed, segment.row.fed + segment.count)
         self._slots, self._positions = torch.tensor([slots, positions], dtype=torch.int32)
         self._batch: Pass | None = None
-        self._gathered: list[_Gathered] | None = None
+        self._gathered: list[tuple[torch.Tensor, Gathered]] | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
@@ -125,34 +125,36 @@ class RaggedPlan:
             self._gathered = self._gather_plan(query.device)
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         output = query.new_zeros(count, heads, width)
-        for part in self._gathered:
-            keys[part.blocks, :, :, part.places] = key[:, part.tokens].transpose(0, 1)
-            values[part.blocks, :, part.places, :width] = value[:, part.tokens].transpose(0, 1)
-            output[part.tokens] = part.attend(query[:, part.tokens], keys, values, options).to(output.dtype)
+        for tokens, part in self._gathered:
+            part.store(key[:, tokens], value[:, tokens], keys, values)
+            output[tokens] = part.attend(query[:, tokens], keys, values, options).to(output.dtype)
         return output
 
-    def _gather_plan(self, device: torch.device) -> list[_Gathered]:
+    def blocks_of_decoding(self) -> torch.Tensor | None:
+        """Returns [rows, blocks] the blocks of each row's path where every row takes in a single token, else None."""
+        if any(segment.count > 1 for segment in self._segments):
+            return None
+        slots = torch.tensor([segment.row.slot for segment in self._segments])
+        return self._table[slots, : int(self._positions.max()) // BLOCK + 1].long()
+
+    def _gather_plan(self, device: torch.device) -> list[tuple[torch.Tensor, Gathered]]:
         single = [segment for segment in self._segments if segment.count == 1]
         groups = [single, *([segment] for segment in self._segments if segment.count > 1)]
         return [self._gather(group, device) for group in groups if group]
 
-    def _gather(self, group: list[Segment], device: torch.device) -> _Gathered:
-        """Segments of equal length; with more than one of them, of a single token."""
+    def _gather(self, group: list[Segment], device: torch.device) -> tuple[torch.Tensor, Gathered]:
+        """Rows of the batch, for segments of equal length; with more than one of them, of a single token."""
         tokens = torch.cat([torch.arange(s.offset, s.offset + s.count) for s in group])
         positions = self._positions[tokens].long()
         slots = torch.tensor([s.row.slot for s in group])
-        num_blocks = int(positions.max()) // BLOCK + 1
-        blocks = self._table[slots.repeat_interleave(group[0].count), positions // BLOCK].long()
-        used = self._table[slots, :num_blocks].long()
-        return _Gathered(*(x.to(device) for x in (tokens, positions, blocks, positions % BLOCK, used)))
+        used = self._table[slots, : int(positions.max()) // BLOCK + 1].long()
+        return tokens.to(device), Gathered.of(positions.to(device), used.to(device))
 
 
 @dataclass(frozen=True)
-class _Gathered:
+class Gathered:
     """R paths of n tokens each, R or n being 1, over B blocks."""
 
-    tokens: torch.Tensor
-    """[R * n] rows of the batch."""
     positions: torch.Tensor
     """[R * n]"""
     blocks: torch.Tensor
@@ -161,6 +163,17 @@ class _Gathered:
     """[R * n] its place in there."""
     used: torch.Tensor
     """[R, B] the blocks of each path."""
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, used: torch.Tensor) -> Gathered:
+        """Returns the plan for tokens at `positions` [R * n] of paths with the blocks `used` [R, B]."""
+        blocks = used.gather(1, (positions // BLOCK).view(used.shape[0], -1)).flatten()
+        return cls(positions, blocks, positions % BLOCK, used)
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts key and value [kv heads, R * n, width] into their blocks."""
+        keys[self.blocks, :, :, self.places] = key.transpose(0, 1)
+        values[self.blocks, :, self.places, : value.shape[-1]] = value.transpose(0, 1)
 
     def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
         """Returns [R * n, heads, width] for query [heads, R * n, width]; the query heads of a kv head are stacked."""

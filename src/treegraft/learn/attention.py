@@ -1,12 +1,12 @@
 """Attention over packed trees, exact in forward and backward.
 
-Token j is visible to token i iff j <= i < end(node of j). Small trees use a dense mask; large ones use two flash calls per node,
-the node's tokens on themselves (causal) and everything below the node on the node's keys (unmasked, contiguous), merged by
+Token j is visible to token i iff j <= i < end(node of j). On a CPU our kernels do it; on a GPU large batches take FlexAttention's
+block masks. Where there are neither, small trees and layers with windows, softcaps or sinks use a dense mask, large trees two flash
+calls per node: its tokens on themselves (causal) and everything below it on its keys (unmasked, contiguous), merged by
 
     lse = log(exp(lse_1) + exp(lse_2)),   o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
 
-Since a flash backward needs only the final output and lse, the backward pass calls it per part with the merged ones. On a GPU large
-batches take FlexAttention's block masks.
+Since a flash backward needs only the final output and lse, the backward pass calls it per part with the merged ones.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import functional
 
-from treegraft.attention import AttentionOptions, merge_partials, partial_attention
+from treegraft.attention import AttentionOptions
+from treegraft.learn.dense import dense_attend, subtree_ends, tree_mask
 from treegraft.learn.flex import MIN_TOKENS, Flex, flex_attend, proven_flex, tree_block_mask
+from treegraft.learn.kernels import TreeKernels, TreeRuns, tree_kernels
 from treegraft.learn.pack import Node, PackedTree, TreeBatch
 
 DENSE_LIMIT = 256
@@ -31,11 +32,17 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 class PackedPlan:
     """The attention plan of one batch."""
 
-    def __init__(self, batch: TreeBatch, dense_limit: int = DENSE_LIMIT, flex: Flex | None = None) -> None:
+    def __init__(
+        self, batch: TreeBatch, *, compile_kernels: bool = True, dense_limit: int = DENSE_LIMIT, flex: Flex | None = None
+    ) -> None:
         """Args:
+        compile_kernels: whether our kernels are taken where there are any.
+        dense_limit: without them, see `DENSE_LIMIT`.
         flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches, where it is proven.
         """
         self._trees = batch.trees
+        self._compile_kernels = compile_kernels
+        self._runs: TreeRuns | None = None
         self._positions = batch.position_ids
         self._dense_limit, self._own_flex = dense_limit, flex
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
@@ -52,10 +59,13 @@ class PackedPlan:
             blocks = self._block_mask(options.window)
             found = flex_attend(flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap)
             return found.transpose(0, 1)
+        if (kernels := self._kernels(query, options)) is not None:
+            if self._runs is None:
+                self._runs = TreeRuns(self._nodes(), query.shape[1], kernels.num_threads())
+            return kernels.attend(query, key, value, self._runs, options.scaling)
         takes_flash = [self._takes_flash(tree, query, options) for tree in self._trees]
         if all(takes_flash):
-            nodes = tuple(node for tree in self._trees for node in tree.nodes)
-            return _flash_nodes(query, key, value, nodes, options.scaling).transpose(0, 1)
+            return _flash_nodes(query, key, value, self._nodes(), options.scaling).transpose(0, 1)
         outputs = []
         for index, tree in enumerate(self._trees):
             part = slice(tree.start, tree.end)
@@ -64,8 +74,11 @@ class PackedPlan:
                 outputs.append(_flash_nodes(query[:, part], key[:, part], value[:, part], nodes, options.scaling))
             else:
                 mask = self._mask(index, options.window)
-                outputs.append(_dense_tree(query[:, part], key[:, part], value[:, part], mask, options))
+                outputs.append(dense_attend(query[:, part], key[:, part], value[:, part], mask, options))
         return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    def _nodes(self) -> tuple[Node, ...]:
+        return tuple(node for tree in self._trees for node in tree.nodes)
 
     def _flex(self, query: torch.Tensor, options: AttentionOptions) -> Flex | None:
         if options.sinks is not None:
@@ -75,6 +88,11 @@ class PackedPlan:
         is_large = query.device.type == "cuda" and query.shape[1] >= MIN_TOKENS
         return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
 
+    def _kernels(self, query: torch.Tensor, options: AttentionOptions) -> TreeKernels | None:
+        if not (self._compile_kernels and _is_plain(options)):
+            return None
+        return tree_kernels(query.shape[-1], query.dtype, query.device.type)
+
     def _block_mask(self, window: int | None) -> Any:
         if window not in self._block_masks:
             ends = torch.cat([tree.start + subtree_ends(tree, self._positions.device) for tree in self._trees])
@@ -82,9 +100,8 @@ class PackedPlan:
         return self._block_masks[window]
 
     def _takes_flash(self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions) -> bool:
-        is_plain = options.window is None and options.softcap is None and options.sinks is None
         gains = tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1  # a mask computes a lone path's upper half too
-        return is_plain and query.device.type == "cpu" and gains
+        return _is_plain(options) and query.device.type == "cpu" and gains
 
     def _mask(self, index: int, window: int | None) -> torch.Tensor:
         """[tokens, tokens] bool of one tree, row i sees column j."""
@@ -94,41 +111,8 @@ class PackedPlan:
         return self._masks[index, window]
 
 
-def subtree_ends(tree: PackedTree, device: torch.device) -> torch.Tensor:
-    """Returns [tokens] end(node of j) - start of the tree."""
-    ends = torch.zeros(tree.end - tree.start, dtype=torch.long, device=device)
-    for node in tree.nodes:
-        ends[node.start - tree.start : node.end - tree.start] = node.subtree_end - tree.start
-    return ends
-
-
-def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Returns [tokens, tokens] bool: j <= i < end(node of j), and position_i - position_j < window where there is one."""
-    ends = subtree_ends(tree, positions.device)
-    index = torch.arange(len(ends), device=positions.device)
-    visible = (index[None] <= index[:, None]) & (index[:, None] < ends[None])
-    if window is not None:
-        visible &= positions[:, None] - positions[None] < window
-    return visible
-
-
-def _dense_tree(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: AttentionOptions
-) -> torch.Tensor:
-    heads, size, width = query.shape
-    kv_heads = key.shape[0]
-    if options.softcap is None and options.sinks is None:
-        repeats = heads // kv_heads
-        key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
-        return functional.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=options.scaling)[
-            0
-        ]
-    stacked = query.reshape(kv_heads, -1, width)
-    part = partial_attention(stacked, key, value, mask.repeat(heads // kv_heads, 1), options)
-    sinks = None
-    if options.sinks is not None:
-        sinks = options.sinks.float().view(kv_heads, -1, 1).repeat_interleave(size, dim=1)
-    return merge_partials([part], sinks).reshape(heads, size, width).to(query.dtype)
+def _is_plain(options: AttentionOptions) -> bool:
+    return options.window is None and options.softcap is None and options.sinks is None
 
 
 def _flash_nodes(

@@ -12,16 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+
+from treegraft.learn.dense import PROBE, distance_from_dense, is_exact, probe_positions, subtree_ends
 
 _log = logging.getLogger(__name__)
 
 MIN_TOKENS = 1024
 """Packed tokens from which block masks are taken on a GPU; a dense mask of so many is 1 MB. A guess: not measured."""
-_LIMITS = {torch.float32: 1e-3}
-"""Largest distance of outputs and gradients from a dense mask's, over their length; in other types 0.05."""
 
 Flex = Callable[..., torch.Tensor]
 
@@ -71,36 +69,26 @@ def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | 
     """Returns FlexAttention, compiled; None, with a notice, where outputs or gradients on `device` are not a dense mask's."""
     try:
         flex: Flex = torch.compile(flex_attention, dynamic=True)
-        # The first large batch may come without gradients, or within a layer whose activations are computed again.
-        with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
-            gap = distance_from_dense(flex, width, dtype, device)
+        gap = flex_distance(flex, width, dtype, device)
     except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
         _log.warning("learner: attention of large trees takes dense masks: FlexAttention failed with %s", _first_line(error))
         return None
-    if gap <= _LIMITS.get(dtype, 0.05):
+    if is_exact(gap, dtype):
         return flex
     _log.warning("learner: attention of large trees takes dense masks: FlexAttention is off by %.3g of its length", gap)
     return None
 
 
+def flex_distance(flex: Flex, width: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns how far FlexAttention is from a dense mask, see `distance_from_dense`."""
+    ends, positions = subtree_ends(PROBE, device), probe_positions(device)
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        mask = tree_block_mask(ends, positions, None)
+        return flex_attend(flex, query, key, value, mask, scaling=width**-0.5, softcap=None)
+
+    return distance_from_dense(attend, width, dtype, device)
+
+
 def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
-def distance_from_dense(flex: Flex, width: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the largest of ‖x - x'‖ / ‖x'‖ over output and gradients on a prompt of 200 tokens with two branches of 100."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(heads: int) -> torch.Tensor:
-        return torch.randn(heads, 400, width, generator=generator).to(device, dtype).requires_grad_()
-
-    inputs, upstream = (drawn(4), drawn(2), drawn(2)), drawn(4).detach()
-    index = torch.arange(400, device=device)
-    ends = torch.where(index < 200, 400, torch.where(index < 300, 300, 400))
-    mask = tree_block_mask(ends, torch.where(index < 300, index, index - 100), None)
-    seen = mask.mask_mod(index, index, index[:, None], index[None])
-    found = flex_attend(flex, *inputs, mask, scaling=width**-0.5, softcap=None)
-    query, key, value = (x[None] for x in inputs)
-    expected = scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=width**-0.5, enable_gqa=True)[0]
-    pairs = [(found, expected), *zip(*(torch.autograd.grad(x, inputs, upstream) for x in (found, expected)), strict=True)]
-    return max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in pairs)

@@ -99,7 +99,7 @@ class Learner:
         self._loss = loss
         self._length_constant = float(loss.length_constant or length_constant)
         _check_head(model)
-        self.packing_problem = packing_problem(model)
+        self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
         """Why trees are run row by row; None where they are packed."""
         if self.packing_problem is None:
             install_attention(model)
@@ -172,8 +172,9 @@ class Learner:
         return chunked_scores(head, hidden, targets, batch.temperatures, self.settings.vocab_chunk)
 
     def _hidden(self, model: Any, batch: TreeBatch) -> torch.Tensor:
-        run = packed_hidden if self.packing_problem is None else rowwise_hidden
-        return run(model, batch)
+        if self.packing_problem is not None:
+            return rowwise_hidden(model, batch)
+        return packed_hidden(model, batch, compile_kernels=self.settings.compile_kernels)
 
     def keep_reference(self) -> None:
         """Freezes the present weights as the reference of the KL term."""

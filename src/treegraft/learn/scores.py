@@ -18,16 +18,19 @@ from treegraft.models import Head, base_model, decoder
 Scores = tuple[torch.Tensor, torch.Tensor]
 
 
-def packed_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
+def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> torch.Tensor:
     """Returns [U + L, width], the hidden state that predicts each sampled token and then each lesson token.
 
     It is one packed pass, for which our attention is installed.
+
+    Args:
+        compile_kernels: whether attention takes our kernels where there are any.
     """
     output = decoder(model)(
         input_ids=batch.token_ids[None],
         position_ids=batch.position_ids[None],
         use_cache=False,
-        attention_plan=PackedPlan(batch),
+        attention_plan=PackedPlan(batch, compile_kernels=compile_kernels),
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
     sources = batch.sources if batch.lessons is None else torch.cat([batch.sources, batch.lessons.sources])
@@ -155,7 +158,7 @@ def _lesson_states(model: nn.Module, lessons: Lessons) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def packing_problem(model: nn.Module) -> str | None:
+def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | None:
     """Returns why this model's attention cannot run on packed trees, or None where it can.
 
     Our attention is tried on two branches over one prefix: every layer has to call it, and the hidden states have to equal those
@@ -172,7 +175,7 @@ def packing_problem(model: nn.Module) -> str | None:
     device = inner.device
     ids = (torch.arange(10, device=device) * 7 + 3) % config.vocab_size
     first, second = ids[:7], torch.cat([ids[:4], ids[7:]])
-    plan = _probe_plan(ids, torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6], device=device))
+    plan = _probe_plan(ids, torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6], device=device), compile_kernels)
     plain = [inner.base_model(input_ids=path[None], use_cache=False).last_hidden_state[0] for path in (first, second)]
     try:
         with tree_attention(model):
@@ -189,7 +192,7 @@ def packing_problem(model: nn.Module) -> str | None:
     return None if gap <= limit else f"packed hidden states differ from plain ones by up to {gap:.3g}"
 
 
-def _probe_plan(ids: torch.Tensor, positions: torch.Tensor) -> tuple[PackedPlan, torch.Tensor]:
+def _probe_plan(ids: torch.Tensor, positions: torch.Tensor, compile_kernels: bool) -> tuple[PackedPlan, torch.Tensor]:
     """A tree of a four-token prompt and two branches of three tokens."""
     empty = torch.zeros(0, dtype=torch.long)
     tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))
@@ -197,4 +200,4 @@ def _probe_plan(ids: torch.Tensor, positions: torch.Tensor) -> tuple[PackedPlan,
         ("sampled", "sources", "temperatures", "sampling_logprobs", "tokens", "trajectories", "carries_loss", "advantages"), empty
     )
     batch = TreeBatch(token_ids=ids, position_ids=positions, trees=(tree,), paths=(), step_offsets=(), **fields)
-    return PackedPlan(batch), positions
+    return PackedPlan(batch, compile_kernels=compile_kernels), positions

@@ -6,107 +6,14 @@
  *     values  [blocks, kv heads, 64, PADDED]       PADDED: WIDTH rounded up to 16
  *
  * and row r of `table` lists the blocks of path r. Every token is computed by itself, block after block of its own path, so its
- * bits depend neither on what else is in the batch nor on which blocks are shared. Arithmetic is float32 throughout.
- *
- * Compiled once per WIDTH and element type: HALF for bfloat16, else float32.
+ * bits depend neither on what else is in the batch nor on which blocks are shared.
  */
-#include <math.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef __AVX512F__
-#include <immintrin.h>
-#endif
+#include "vectors.h"
 
 #define BLOCK 64
-#define LANES 16
 #define TILE 6 /* query heads that share what is loaded of a block */
 #define DRAWN 256 /* tokens of a block of the vocabulary */
 #define CHUNK 16 /* most tokens whose running sums are kept together, so that a shared block is read from the cache */
-#define PADDED ((WIDTH + LANES - 1) / LANES * LANES)
-#define PARTS (PADDED / LANES)
-
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef float vfu __attribute__((vector_size(64), aligned(4), may_alias));
-
-#ifdef HALF
-typedef uint16_t elem;
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef uint16_t vhu __attribute__((vector_size(32), aligned(2), may_alias));
-static inline vf load(const elem *from) { return (vf)(__builtin_convertvector(*(const vhu *)from, vu) << 16); }
-static inline void store(elem *to, vf x) {
-    vu bits = (vu)x;
-    bits += 0x7fff + ((bits >> 16) & 1); /* to the nearest, ties to even */
-    *(vhu *)to = __builtin_convertvector(bits >> 16, vh);
-}
-#else
-typedef float elem;
-static inline vf load(const elem *from) { return *(const vfu *)from; }
-static inline void store(elem *to, vf x) { *(vfu *)to = x; }
-#endif
-
-static inline vf load_some(const elem *from, int64_t count) {
-    if (count >= LANES) return load(from);
-    elem buffer[LANES] = {0};
-    memcpy(buffer, from, count * sizeof(elem));
-    return load(buffer);
-}
-
-static inline void store_some(elem *to, vf x, int64_t count) {
-    if (count >= LANES) {
-        store(to, x);
-        return;
-    }
-    elem buffer[LANES];
-    store(buffer, x);
-    memcpy(to, buffer, count * sizeof(elem));
-}
-
-static inline vf load_floats(const float *from) { return *(const vfu *)from; }
-static inline void store_floats(float *to, vf x) { *(vfu *)to = x; }
-static inline vf all(float x) { return x - (vf){0}; }
-static inline vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
-
-#ifdef __AVX512F__
-static inline vf larger(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b); }
-static inline float largest(vf x) { return _mm512_reduce_max_ps((__m512)x); }
-static inline float sum_of(vf x) { return _mm512_reduce_add_ps((__m512)x); }
-#else
-static inline vf larger(vf a, vf b) { return pick(a > b, a, b); }
-static inline float largest(vf x) {
-    float most = x[0];
-    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-    return most;
-}
-static inline float sum_of(vf x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-#endif
-
-/* exp(x) within 2 units of the last place; exactly 0 below -87, and that of 88 above. */
-static inline vf exponential(vf x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
-    vi alive = x >= -87.0f;
-    vf clipped = pick(x > 88.0f, all(88.0f), pick(alive, x, all(-87.0f)));
-    vf shifted = clipped * 1.44269504f + magic;
-    vf whole = shifted - magic;
-    vf rest = clipped - whole * 0.693359375f + whole * 2.12194440e-4f;
-    vf sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-    sum = sum * rest + 8.3334519073e-3f;
-    sum = sum * rest + 4.1665795894e-2f;
-    sum = sum * rest + 1.6666665459e-1f;
-    sum = sum * rest + 5.0000001201e-1f;
-    sum = sum * rest * rest + rest + 1.0f;
-    vi power = (__builtin_convertvector(whole, vi) + 127) << 23;
-    return pick(alive, sum * (vf)power, all(0.0f));
-}
-
-static inline float exponential_of(float x) { return exponential(all(x))[0]; }
 
 /* Products of pairs of bfloat16: two numbers of 32 bits hold two neighbours in the sum each. Two rows are laid into pairs by the unpack
  * instructions, which take 4 from each row in turn; `in_order` undoes that to the sums. */
@@ -123,11 +30,6 @@ static inline Pairs pairs_of(const elem *one, const elem *other) {
         found.lanes[2 * c + 1] = _mm512_unpackhi_epi16(a, b);
     }
     return found;
-}
-static inline vf add_pairs(vf sum, __m512i pairs, const factor *factors) {
-    int32_t both;
-    memcpy(&both, factors, sizeof both);
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(both));
 }
 static inline void in_order(vf *low, vf *high) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -410,17 +312,10 @@ void tg_blocks(const elem *logits, int64_t rows, int64_t size, const float *temp
 }
 
 /* Products of rows with weights that lie in panels of 16 outputs: [panels, inputs / STEP, 16, STEP]. Every sum runs over the inputs in
- * order, so a row's bits do not depend on the rows beside it. Made where they are faster than the matrix libraries: with vectors of
- * 512 bits, for bfloat16 with products of pairs but no matrix unit. */
-#if defined(__AVX512F__) && (!defined(HALF) || (defined(__AVX512BF16__) && !defined(__AMX_BF16__)))
+ * order, so a row's bits do not depend on the rows beside it. */
+#ifdef STEP
 #define MOST_ROWS 8 /* whose sums stay in registers */
 #define AHEAD 16384 /* bytes of weights that are asked for before they are needed */
-
-#ifdef HALF
-#define STEP 2
-#else
-#define STEP 1
-#endif
 
 int64_t tg_product_step(void) { return STEP; }
 
@@ -443,15 +338,7 @@ static inline __attribute__((always_inline)) void one_panel(const int rows, cons
     for (int64_t p = 0; p < inputs; p += STEP) {
         const __m512i weight = _mm512_loadu_si512(weights + p * LANES);
         _mm_prefetch((const char *)(weights + p * LANES) + AHEAD, _MM_HINT_T1);
-        for (int i = 0; i < rows; i++) {
-#ifdef HALF
-            int32_t pair;
-            memcpy(&pair, x + i * stride + p, sizeof pair);
-            sums[i] = (vf)_mm512_dpbf16_ps((__m512)sums[i], (__m512bh)weight, (__m512bh)_mm512_set1_epi32(pair));
-#else
-            sums[i] = (vf)_mm512_fmadd_ps(_mm512_castsi512_ps(weight), _mm512_set1_ps(x[i * stride + p]), (__m512)sums[i]);
-#endif
-        }
+        for (int i = 0; i < rows; i++) sums[i] = add_products(sums[i], weight, x + i * stride + p);
     }
     for (int i = 0; i < rows; i++) store_some(out + i * outputs, sums[i] + bias, left);
 }

@@ -1,0 +1,184 @@
+"""The learner's compiled attention over packed trees against softmax in float64, and what happens where there is none."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.families import build_model
+from tests.test_learner import example_trees
+
+from treegraft.config import LearnSettings, LossSettings
+from treegraft.learn import kernels as module
+from treegraft.learn.dense import subtree_ends
+from treegraft.learn.kernels import TreeKernels, TreeRuns, tree_kernels
+from treegraft.learn.learner import Learner
+from treegraft.learn.pack import Node, PackedTree, pack_trees
+
+
+def compiled(width: int, dtype: torch.dtype) -> TreeKernels:
+    found = tree_kernels(width, dtype, "cpu")
+    if found is None:
+        pytest.skip("no C compiler, or no kernels for this processor")
+    return found
+
+
+def random_nodes(draw: random.Random, start: int, depth: int) -> list[Node]:
+    """A node of 1 to 150 tokens, most of them short, with up to three branches."""
+    end = start + draw.choice([1, 2, 3, 7, 16, 63, 64, 65, 150])
+    below: list[Node] = []
+    for _ in range(draw.randint(0, 3) if depth else 0):
+        below += random_nodes(draw, below[-1].subtree_end if below else end, depth - 1)
+    return [Node(start, end, max([end, *(node.subtree_end for node in below)])), *below]
+
+
+def random_batch(seed: int, num_trees: int) -> list[Node]:
+    draw, nodes = random.Random(seed), list[Node]()
+    for _ in range(num_trees):
+        nodes += random_nodes(draw, max((node.subtree_end for node in nodes), default=0), 3)
+    return nodes
+
+
+def softmax_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: list[Node], scaling: float) -> torch.Tensor:
+    count = query.shape[1]
+    ends = subtree_ends(PackedTree(0, count, tuple(nodes)), torch.device("cpu"))
+    index = torch.arange(count)
+    seen = (index <= index[:, None]) & (index[:, None] < ends)
+    key, value = (x.repeat_interleave(query.shape[0] // key.shape[0], dim=0) for x in (key, value))
+    scores = (query @ key.transpose(1, 2) * scaling).masked_fill(~seen, float("-inf"))
+    return (torch.softmax(scores, dim=-1) @ value).transpose(0, 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.integers(1, 3),
+    st.tuples(st.sampled_from([2, 8, 16, 40, 64, 112]), st.integers(1, 2), st.integers(1, 3)),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_outputs_and_gradients(
+    seed: int, num_trees: int, shape: tuple[int, int, int], dtype: torch.dtype, num_threads: int, is_by_token: bool
+) -> None:
+    """Random batches of random trees, strided as a model's layers give them or not."""
+    width, kv_heads, group = shape
+    kernels, nodes = compiled(width, dtype), random_batch(seed, num_trees)
+    count = nodes[-1].subtree_end if num_trees == 1 else max(node.subtree_end for node in nodes)
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(heads: int) -> torch.Tensor:
+        x = torch.randn(count, heads, width, generator=generator).to(dtype).transpose(0, 1)
+        return (x if is_by_token else x.contiguous()).requires_grad_()
+
+    inputs, upstream = (drawn(kv_heads * group), drawn(kv_heads), drawn(kv_heads)), drawn(kv_heads * group).detach().transpose(0, 1)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        runs = TreeRuns(nodes, count, num_threads)
+        out = kernels.attend(*inputs, runs, width**-0.5)
+        grads = torch.autograd.grad(out, inputs, upstream)
+    finally:
+        torch.set_num_threads(before)
+    expected = softmax_of(*exact, nodes, width**-0.5)
+    wanted = torch.autograd.grad(expected, exact, upstream.double())
+    limit = 3e-6 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
+        # Slopes are small differences of larger numbers, which are rounded.
+        size = theirs.detach().norm() + 0.1 * theirs.numel() ** 0.5
+        assert (ours.detach().double() - theirs.detach()).norm() <= limit * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_sees_only_itself_gives_its_value(dtype: torch.dtype) -> None:
+    """By hand: its softmax is 1 whatever the score, so out = v, dv = do, dq = dk = 0."""
+    query, key, value, grad = (torch.randn(1, 3, 16).to(dtype).requires_grad_() for _ in range(4))
+    nodes = [Node(n, n + 1, n + 1) for n in range(3)]
+    out = compiled(16, dtype).attend(query, key, value, TreeRuns(nodes, 3, 1), 1.0)
+    out.backward(grad.detach().transpose(0, 1))
+    assert torch.equal(out, value.transpose(0, 1)) and value.grad is not None
+    torch.testing.assert_close(value.grad, grad.detach(), atol=1e-5, rtol=1e-5)
+    # do . v and do . o are summed in different orders.
+    for x in (query, key):
+        assert x.grad is not None and float(x.grad.abs().max()) < 1e-4
+
+
+def test_numbers_do_not_depend_on_what_else_is_packed() -> None:
+    """A tree alone, and after another whose length is no multiple of a tile: the same bits forward."""
+    kernels, nodes = compiled(16, torch.float32), random_batch(3, 1)
+    count, generator = nodes[0].subtree_end, torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, count + 37, 16, generator=generator) for _ in range(3))
+    both = [Node(0, 37, 37), *(Node(n.start + 37, n.end + 37, n.subtree_end + 37) for n in nodes)]
+    together = kernels.attend(query, key, value, TreeRuns(both, count + 37, 1), 0.25)
+    alone = kernels.attend(*(x[:, 37:].contiguous() for x in (query, key, value)), TreeRuns(nodes, count, 1), 0.25)
+    assert torch.equal(together[37:], alone)
+
+
+def test_work_is_dealt_out_evenly() -> None:
+    """A prompt of 128 seen by all 640 rows, and eight branches of 64: 78k and 36k, 4096 each, in two shares."""
+    nodes = [Node(0, 128, 640), *(Node(n, n + 64, n + 64) for n in range(128, 640, 64))]
+    table = TreeRuns(nodes, 640, 2).table.tolist()
+    assert [run[:3] for run in table] == [[0, 64, 640], [64, 64, 640], *([n, 64, n + 64] for n in range(128, 640, 64))]
+    loads = [sum(count * (end - start) for start, count, end, share in table if share == s) for s in range(2)]
+    assert max(loads) - min(loads) <= 4096
+    assert TreeRuns(nodes[:1], 640, 5).num_shares == 2, "no share is empty"
+
+
+# ---------------------------------------------------------------------- where there are none
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache folder, and nothing compiled yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    module._tree_kernels.cache_clear()
+    yield tmp_path
+    module._tree_kernels.cache_clear()
+
+
+def learn_once(**learn: Any) -> float:
+    learner = Learner(build_model("llama"), LearnSettings(**learn), LossSettings(), length_constant=7)
+    scores, _ = learner.scores(pack_trees(example_trees(2)))
+    scores.sum().backward()
+    return float(scores.detach().sum())
+
+
+def test_without_a_compiler_torchs_operators_do_it(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "/does/not/exist")
+    monkeypatch.setenv("PATH", str(fresh))
+    with caplog.at_level(logging.WARNING):
+        found = learn_once()
+        learn_once()
+    assert caplog.text.count("no C compiler was found") == 1 and "attention over trees takes torch's operators" in caplog.text
+    assert found == pytest.approx(learn_once(compile_kernels=False), abs=1e-4)
+
+
+def test_they_are_not_asked_for_where_the_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_them = learn_once()
+    monkeypatch.setattr("treegraft.learn.attention.tree_kernels", lambda *_: pytest.fail("they were asked for"))
+    assert learn_once(compile_kernels=False) == pytest.approx(with_them, abs=1e-4)
+
+
+def test_kernels_that_are_off_are_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    compiled(8, torch.float32)
+    module._tree_kernels.cache_clear()
+    right = TreeKernels.backward
+    monkeypatch.setattr(TreeKernels, "backward", lambda *args: tuple(1.01 * grad for grad in right(*args)))
+    with caplog.at_level(logging.WARNING):
+        assert tree_kernels(8, torch.float32, "cpu") is None
+    assert "our kernels are off by 0.01" in caplog.text
+
+
+def test_other_devices_and_types_have_none() -> None:
+    assert tree_kernels(8, torch.float32, "cuda") is None and tree_kernels(8, torch.float16, "cpu") is None
+    assert tree_kernels(7, torch.float32, "cpu") is None
