@@ -215,8 +215,9 @@ def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_buffer(tmp_path: Path) -> None:
     rows = bench(tmp_path, "buffer")["rows"]
-    assert [row["unit"] for row in rows] == ["ms a key", "ms a key", "traces/s", "s"]
+    assert [row["unit"] for row in rows] == ["ms a key", "ms a key", "traces/s", "s", "ms a key", "ms a key"]
     assert "recall@1 1.000" in rows[0]["what"]  # so few traces are searched exactly
+    assert all(row["what"].startswith("embedding") and float(row["what"].split()[-1]) > 0.999 for row in rows[4:])
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from treegraft.traces.embed import (
     MINILM_HUB,
     MINILM_PACKAGE,
     SentenceEncoder,
+    _multiplies_pairs,
     build_encoder,
     encoder_name,
 )
@@ -175,9 +177,10 @@ def test_a_vector_does_not_depend_on_its_company(minilm: SentenceEncoder) -> Non
 
 
 def test_minilm_agrees_with_the_library_itself(minilm: SentenceEncoder) -> None:
+    """In float32; ours may run in bfloat16."""
     texts = [words(num, num) for num in (1, 7, 40, 100)]
-    theirs = minilm._model.encode(texts, show_progress_bar=False)
-    assert minilm.encode(texts) == pytest.approx(theirs, abs=1e-5)
+    theirs = copy.deepcopy(minilm._model).float().encode(texts, show_progress_bar=False)
+    assert (minilm.encode(texts) * theirs).sum(axis=1).min() > (0.9995 if _multiplies_pairs() else 1 - 1e-5)
 
 
 def test_text_that_exists_in_no_encoding_is_embedded(minilm: SentenceEncoder) -> None:

@@ -13,7 +13,7 @@ from tests.test_engine import assert_traffic_agrees, complete_one, greedy, ids_o
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from treegraft.engine import graphs
-from treegraft.engine.graphs import RecordedForward, Recorder, Run, recorder_for
+from treegraft.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -36,7 +36,7 @@ class Counted:
 
 
 def use(patch: pytest.MonkeyPatch, record: Recorder) -> None:
-    patch.setattr("treegraft.engine.native.recorder_for", lambda _: record)
+    patch.setattr("treegraft.engine.native.recorder_maker", lambda _: lambda: record)
 
 
 @pytest.fixture
@@ -54,18 +54,29 @@ def test_random_traffic_agrees_with_plain_forward_passes(seed: int, counted: Cou
 
 
 def test_a_step_is_recorded_once_for_so_many_blocks(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """100 tokens and 60 more lie in two blocks, then in three, for which four are recorded."""
+    """100 tokens and 60 more lie in two blocks, then in three, for which four are recorded.
+
+    The prompt's step is not played, and neither is the first one of each recording.
+    """
     monkeypatch.setattr(graphs, "FIRST_BLOCKS", 2)
     plain = complete_one(make_engine(compile_kernels=False), ids_of(100, 1), greedy(60))
-    assert counted.num_recorded == 2 and counted.num_played == 59, "every step but the prompt's"
+    assert counted.num_recorded == 2 and counted.num_played == 59 - 2
     monkeypatch.undo()
     assert complete_one(make_engine(compile_kernels=False), ids_of(100, 1), greedy(60)).token_ids == plain.token_ids
+
+
+def frozen(run: Run) -> Run:
+    """What is played ignores the tokens, as where nothing was recorded."""
+    found = run()
+    return lambda: found
 
 
 @pytest.mark.parametrize(
     ("spoil", "notice"),
     [
         (lambda run: lambda: 1.01 * run(), "states played back differ by 0.01"),
+        (lambda run: lambda: float("nan") * run(), "states played back differ by nan"),
+        (frozen, "states played back differ"),
         (lambda run: exec("raise RuntimeError('operation not permitted when stream is capturing')"), "operation not permitted"),
     ],
 )
@@ -80,8 +91,15 @@ def test_recordings_that_fail_or_differ_are_not_used(
     assert caplog.text.count("run without CUDA graphs") == 1 and notice in caplog.text
 
 
+def test_large_steps_are_not_recorded(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of four blocks is one more than there may be."""
+    monkeypatch.setattr(graphs, "MAX_BLOCKS", 3)
+    complete_one(make_engine(compile_kernels=False), ids_of(9, 1), greedy(8))
+    assert counted.num_recorded == 0
+
+
 def test_nothing_is_recorded_on_a_cpu() -> None:
-    assert recorder_for(torch.device("cpu")) is None
+    assert recorder_maker(torch.device("cpu")) is None
 
 
 @pytest.mark.gpu

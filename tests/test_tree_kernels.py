@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,11 @@ from hypothesis import strategies as st
 from tests.families import build_model
 from tests.test_learner import example_trees
 
+from treegraft.attention import AttentionOptions
 from treegraft.config import LearnSettings, LossSettings
+from treegraft.learn import attention
 from treegraft.learn import kernels as module
+from treegraft.learn.attention import PackedPlan
 from treegraft.learn.dense import subtree_ends
 from treegraft.learn.kernels import TreeKernels, TreeRuns, tree_kernels
 from treegraft.learn.learner import Learner
@@ -132,6 +136,24 @@ def test_work_is_dealt_out_evenly() -> None:
     assert TreeRuns(nodes[:1], 640, 5).num_shares == 2, "no share is empty"
 
 
+def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token of the longest path sees its first one, `longest - 1` before it, in a window of `longest`."""
+    batch, asked = pack_trees(example_trees(1)), list[int]()
+    count, longest = len(batch.token_ids), int(batch.position_ids.max()) + 1
+    query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
+
+    def attend(window: int | None, **options: Any) -> torch.Tensor:
+        return PackedPlan(batch, **options).attend(0, query, key, value, AttentionOptions(0.3, window, None, None))
+
+    everything, less = (attend(window, compile_kernels=False, dense_limit=count) for window in (None, longest - 1))
+    assert not torch.allclose(everything, less)
+    found = attention.tree_kernels
+    monkeypatch.setattr(attention, "tree_kernels", lambda *args: asked.append(1) or found(*args))
+    torch.testing.assert_close(attend(longest), everything)
+    torch.testing.assert_close(attend(longest - 1), less)
+    assert len(asked) == 1
+
+
 # ---------------------------------------------------------------------- where there are none
 
 
@@ -173,10 +195,40 @@ def test_kernels_that_are_off_are_not_used(fresh: Path, monkeypatch: pytest.Monk
     compiled(8, torch.float32)
     module._tree_kernels.cache_clear()
     right = TreeKernels.backward
-    monkeypatch.setattr(TreeKernels, "backward", lambda *args: tuple(1.01 * grad for grad in right(*args)))
-    with caplog.at_level(logging.WARNING):
-        assert tree_kernels(8, torch.float32, "cpu") is None
-    assert "our kernels are off by 0.01" in caplog.text
+    for factor, notice in ((1.01, "our kernels are off by 0.01"), (math.nan, "our kernels are off by nan")):
+        spoilt = (1.0, 1.0, factor)
+        monkeypatch.setattr(
+            TreeKernels, "backward", lambda *args, by=spoilt: tuple(f * grad for f, grad in zip(by, right(*args), strict=True))
+        )
+        with caplog.at_level(logging.WARNING):
+            assert tree_kernels(8, torch.float32, "cpu") is None
+        assert notice in caplog.text
+        module._tree_kernels.cache_clear()
+
+
+def test_values_of_another_width_or_type_take_torchs_operators() -> None:
+    """Latent attention has narrower values, autocast leaves mixed types; both run, and a width of values is kept."""
+    batch = pack_trees(example_trees(1))
+    count = len(batch.token_ids)
+    query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
+    options = AttentionOptions(0.3, None, None, None)
+    expected = PackedPlan(batch, compile_kernels=False, dense_limit=count).attend(0, query, key, value, options)
+    narrow = PackedPlan(batch).attend(0, query, key, value[..., :6], options)
+    torch.testing.assert_close(narrow, expected[..., :6])
+    assert PackedPlan(batch)._kernels(query, key, value.bfloat16(), options) is None
+
+
+def test_the_proof_runs_in_inference_mode_too(fresh: Path) -> None:
+    with torch.inference_mode():
+        assert tree_kernels(8, torch.float32, "cpu") is not None or compiled(8, torch.float32) is None
+
+
+def test_one_thread_of_ours_is_no_match_for_many(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    compiled(8, torch.float32)
+    module._tree_kernels.cache_clear()
+    monkeypatch.setattr("treegraft.kernels.library.shares_runtime", lambda _: False)
+    assert tree_kernels(8, torch.float32, "cpu") is None
 
 
 def test_other_devices_and_types_have_none() -> None:

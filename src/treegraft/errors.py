@@ -8,6 +8,7 @@
     ├── ToolError           (RuntimeError)  raised by a tool; becomes an observation, the trajectory goes on
     │   └── ToolUnavailable                 the service behind a tool is down: ours, not the agent's fault
     ├── EngineError         (RuntimeError)  an engine that died, lost a request or was asked for what it cannot do
+    ├── KernelError         (RuntimeError)  our own kernels cannot be made or loaded; slower operators take their place
     ├── DeadlineExceeded    (TimeoutError)  a wait of ours that ran out, naming its owner
     └── DriftError          (RuntimeError)  engine and learner no longer hold the same policy
 

@@ -28,7 +28,7 @@ from treegraft.bench.measure import Case, Row, Side, alternate, time_row
 from treegraft.bench.stage import Stage
 from treegraft.traces import index as index_module
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.embed import build_encoder
+from treegraft.traces.embed import Encoder, build_encoder
 from treegraft.traces.index import IvfIndex, search_exactly
 from treegraft.traces.rows import Added, RowTable
 from treegraft.types import Trace
@@ -39,6 +39,7 @@ SEED, DIM, BATCH = 0, 384, 64
 NUM_REAL, NUM_QUERIES, NUM_TRACES = 20_000, 1_000, 170_000
 RESULT_CHARACTERS = 300
 """Of a recorded search, in a key."""
+KEYS = (1, 4, 16, 64)
 PROBES, WIDTHS = (8, 16, 32, 64), (32, 64, 128, 256)
 """Lists that IVF looks at, and efSearch of HNSW."""
 
@@ -79,7 +80,8 @@ class Stock:
 
 def cases(stage: Stage) -> Mapping[str, Case]:
     """Returns the parts of `treegraft bench buffer`."""
-    return {"search": partial(_search, stage), "file": partial(_file, stage), "kinds": partial(_kinds, stage)}
+    parts = {"search": _search, "file": _file, "kinds": _kinds, "embedding": _embedding}
+    return {name: partial(part, stage) for name, part in parts.items()}
 
 
 class Given:
@@ -202,6 +204,27 @@ def _kinds(stage: Stage) -> Iterator[Row]:
         if name != used:
             what = f"{used} (recall@1 {recalls[used]:.3f}), {count:,} traces"
             yield _per(time_row(what, f"{name} (recall@1 {recalls[name]:.3f})", seconds[used], times), len(exact), 1000, "ms a key")
+
+
+def _embedding(stage: Stage) -> Iterator[Row]:
+    """Embedding new keys of some 80 tokens by MiniLM, as many as ask together, in the type that is taken here against float32."""
+    ours, plain = build_encoder("minilm"), build_encoder("minilm", dtype="float32")
+    value = "What the agent thought, called and saw in about eighty tokens. " * 6
+
+    def texts(count: int, run: int) -> list[str]:
+        return [f"{count} keys, run {run}, {n}. {value}" for n in range(count)]
+
+    for count in stage.pick(KEYS, (1, 2)):
+        cosine = float((ours.encode(texts(count, -1)) * plain.encode(texts(count, -1))).sum(axis=1).min())
+        asked = partial(texts, count)
+        sides = {"ours": Side(partial(_embed, ours, asked)), "plain": Side(partial(_embed, plain, asked))}
+        seconds = alternate(sides, stage.num_runs)
+        what = f"embedding {count} keys at once, cosine {cosine:.4f}"
+        yield _per(time_row(what, "MiniLM in float32", seconds["ours"], seconds["plain"]), count, 1000, "ms a key")
+
+
+def _embed(encoder: Encoder, texts: Callable[[int], list[str]], run: int) -> None:
+    encoder.encode(texts(run))
 
 
 def _ivf_best(ivf: IvfIndex, table: RowTable, allowed: npt.NDArray[np.bool_], probes: int, query: Vectors) -> float:

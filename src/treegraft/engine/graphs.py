@@ -7,11 +7,13 @@ played back.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from treegraft.attention import AttentionOptions
 from treegraft.engine.blocks import BlockPool
@@ -22,8 +24,11 @@ _log = logging.getLogger(__name__)
 
 ROWS = (1, 2, 4, 8, *BUCKETS)
 """Numbers of rows that steps are recorded for."""
-FIRST_BLOCKS = 16
+FIRST_BLOCKS = 4
 """Blocks of the longest path that steps are recorded for; then twice as many, and so on."""
+
+MAX_BLOCKS = 4096
+"""Rows times blocks from which steps are not recorded: there the operators take longer than their launching, and much memory."""
 
 Run = Callable[[], torch.Tensor]
 Recorder = Callable[[Run], Run]
@@ -61,23 +66,26 @@ class DecodingPlan:
         return self._gathered.attend(query, keys, values, options).to(query.dtype)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Recording:
     plan: DecodingPlan
     play: Run
+    is_proven: bool = False
 
 
 class RecordedForward:
     """Plays decoding steps back and hands all others to `forward`.
 
-    Where a recording fails or differs from the step itself, none is used any more, with a notice.
+    A recording is played back for the first time beside the step itself, on other tokens than it was made with. Where that fails or
+    differs none is used any more, with a notice.
     """
 
     kernels = None
     is_rowwise = False
 
-    def __init__(self, forward: HookedForward, record: Recorder) -> None:
-        self._forward, self._record = forward, record
+    def __init__(self, forward: HookedForward, make_recorder: Callable[[], Recorder]) -> None:
+        self._forward, self._make_recorder = forward, make_recorder
+        self._record = make_recorder()
         self._recordings: dict[tuple[int, int], _Recording] = {}
         self._num_blocks = 0
         self._is_off = False
@@ -86,44 +94,53 @@ class RecordedForward:
         used = None if self._is_off else plan.blocks_of_decoding()
         if used is None:
             return self._forward(ids, positions, plan)
-        if plan.pool.num_blocks != self._num_blocks:  # it has moved
-            self._recordings.clear()
-            self._num_blocks = plan.pool.num_blocks
         rows = next(bucket for bucket in ROWS if bucket >= len(used))
         blocks = max(FIRST_BLOCKS, 1 << (used.shape[1] - 1).bit_length())
+        if rows * blocks > MAX_BLOCKS:
+            return self._forward(ids, positions, plan)
+        if plan.pool.num_blocks != self._num_blocks:  # it has moved
+            self._recordings.clear()
+            self._record, self._num_blocks = self._make_recorder(), plan.pool.num_blocks
         recording = self._recordings.get((rows, blocks))
-        if recording is None:
-            return self._first(ids, positions, plan, used, rows, blocks)
-        recording.plan.fill(ids, positions, used)
-        return _padded(recording.play()[: len(used)], len(ids))
+        if recording is not None and recording.is_proven:
+            recording.plan.fill(ids, positions, used)
+            return functional.pad(recording.play()[: len(used)], (0, 0, 0, len(ids) - len(used)))
+        try:
+            if recording is None:
+                played = None
+                self._recordings[rows, blocks] = self._recorded(ids, positions, plan.pool, used, rows, blocks)
+            else:
+                recording.plan.fill(ids, positions, used)
+                played = recording.play()[: len(used)].clone()
+        except RuntimeError as error:
+            played = None
+            self._turn_off(f"a recording failed with {(str(error).splitlines() or [''])[0]}")
+        # The step itself comes last, so that what it stores stays.
+        states = self._forward(ids, positions, plan)
+        if recording is not None and played is not None:
+            self._judge(recording, distance(played, states[: len(used)]), states.dtype)
+        return states
 
     def refresh(self) -> None:
         """Takes over weights that have changed in place, as recordings do."""
         self._forward.refresh()
 
-    def _first(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan, used: torch.Tensor, rows: int, blocks: int
-    ) -> torch.Tensor:
-        """A step without a recording; it is recorded and compared with what is played back."""
-        states = self._forward(ids, positions, plan)
-        own = DecodingPlan(plan.pool, rows, blocks, ids.device)
+    def _recorded(
+        self, ids: torch.Tensor, positions: torch.Tensor, pool: BlockPool, used: torch.Tensor, rows: int, blocks: int
+    ) -> _Recording:
+        own = DecodingPlan(pool, rows, blocks, ids.device)
         own.fill(ids, positions, used)
 
         def run() -> torch.Tensor:
             own.begin()
             return self._forward(own.ids, own.positions, own)
 
-        try:
-            recording = _Recording(own, self._record(run))
-            gap = distance(recording.play()[: len(used)], states[: len(used)])
-        except RuntimeError as error:
-            self._turn_off(f"a recording failed with {(str(error).splitlines() or [''])[0]}")
-            return states
-        if gap > limit_of(states.dtype):
+        return _Recording(own, self._record(run))
+
+    def _judge(self, recording: _Recording, gap: float, dtype: torch.dtype) -> None:
+        recording.is_proven = gap <= limit_of(dtype)
+        if not recording.is_proven:  # NaN is no proof either
             self._turn_off(f"states played back differ by {gap:.3g} of their length")
-        else:
-            self._recordings[rows, blocks] = recording
-        return states
 
     def _turn_off(self, reason: str) -> None:
         self._is_off = True
@@ -131,32 +148,34 @@ class RecordedForward:
         _log.warning("engine: decoding steps run without CUDA graphs, which is slower: %s", reason)
 
 
-def _padded(states: torch.Tensor, rows: int) -> torch.Tensor:
-    return torch.nn.functional.pad(states, (0, 0, 0, rows - len(states)))
+def recorder_maker(device: torch.device) -> Callable[[], Recorder] | None:
+    """Returns what makes recorders for `device`, each with memory of its own; None where nothing is recorded."""
+    return functools.partial(_cuda_recorder, device) if device.type == "cuda" else None
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
-    """Returns what records on `device`; None where nothing is recorded."""
-    return _cuda_recorder() if device.type == "cuda" else None
-
-
-def _cuda_recorder() -> Recorder:
-    memory = torch.cuda.graph_pool_handle()
+def _cuda_recorder(device: torch.device) -> Recorder:
+    with torch.cuda.device(device):
+        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def record(run: Run) -> Run:
-        # Libraries set themselves up in a first run, which must not be recorded.
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run()
-        torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Another thread may use the GPU meanwhile, to embed texts.
-        with torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-            states = run()
+        with torch.cuda.device(device):
+            before = torch.cuda.current_stream()
+            try:
+                # Libraries set themselves up in a first run, which must not be recorded.
+                stream.wait_stream(before)
+                with torch.cuda.stream(stream):
+                    run()
+                before.wait_stream(stream)
+                # Another thread may use the GPU meanwhile, to embed texts.
+                with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                    states = run()
+            finally:
+                torch.cuda.set_stream(before)  # a recording that failed leaves its own
 
         def play() -> torch.Tensor:
-            graph.replay()
+            with torch.cuda.device(device):
+                graph.replay()
             return states
 
         return play

@@ -132,7 +132,8 @@ class Kernels:
         the largest l [rows], Σ exp(s) by blocks of 256 tokens [rows, blocks], Σ s exp(s) [rows].
         """
         rows, size = logits.shape
-        peaks, sums, moments = (torch.empty(shape) for shape in ((rows,), (rows, -(-size // DRAWN)), (rows,)))
+        shapes = ((rows,), (rows, -(-size // DRAWN)), (rows,))
+        peaks, sums, moments = (logits.new_empty(shape, dtype=torch.float32) for shape in shapes)
         at = (peaks.data_ptr(), sums.data_ptr(), moments.data_ptr())
         self._blocks(logits.data_ptr(), rows, size, temperatures.data_ptr(), *at, self.num_threads())
         return peaks, sums, moments

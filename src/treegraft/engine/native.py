@@ -21,7 +21,7 @@ from torch.nn import functional
 from treegraft.config import EngineSettings
 from treegraft.engine.blocks import BlockPool, PathCache, Row, common_length
 from treegraft.engine.forward import Forward, HookedForward, build_forward
-from treegraft.engine.graphs import RecordedForward, recorder_for
+from treegraft.engine.graphs import RecordedForward, recorder_maker
 from treegraft.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
 from treegraft.engine.sampling import keyed_seed, sample_tokens
 from treegraft.engine.stops import StopFinder
@@ -84,9 +84,9 @@ class NativeEngine:
             raise ModelError(
                 f"engine: the native engine cannot run this model: {problem}; choose another model or another engine.kind"
             )
-        recorder = recorder_for(model.device)
-        if recorder is not None and isinstance(forward, HookedForward):
-            forward = RecordedForward(forward, recorder)
+        make_recorder = recorder_maker(model.device)
+        if make_recorder is not None and isinstance(forward, HookedForward):
+            forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
         self._head = Head(model)
         self._cache = PathCache(BlockPool(model, settings.cache_gb * 1e9), settings.max_rows)

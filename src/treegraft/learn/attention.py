@@ -43,6 +43,7 @@ class PackedPlan:
         self._trees = batch.trees
         self._compile_kernels = compile_kernels
         self._runs: TreeRuns | None = None
+        self._longest = int(batch.position_ids.max()) + 1 if len(batch.position_ids) else 0
         self._positions = batch.position_ids
         self._dense_limit, self._own_flex = dense_limit, flex
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
@@ -55,13 +56,15 @@ class PackedPlan:
     ) -> torch.Tensor:
         """Returns [tokens, heads, width]; trees do not see each other."""
         self.num_calls += 1
+        if options.window is not None and options.window >= self._longest:  # it hides nothing here
+            options = AttentionOptions(options.scaling, None, options.softcap, options.sinks)
         if (flex := self._flex(query, options)) is not None:
             blocks = self._block_mask(options.window)
             found = flex_attend(flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap)
             return found.transpose(0, 1)
-        if (kernels := self._kernels(query, options)) is not None:
+        if (kernels := self._kernels(query, key, value, options)) is not None:
             if self._runs is None:
-                self._runs = TreeRuns(self._nodes(), query.shape[1], kernels.num_threads())
+                self._runs = TreeRuns(self._nodes(), self._trees[-1].end, kernels.num_threads())
             return kernels.attend(query, key, value, self._runs, options.scaling)
         takes_flash = [self._takes_flash(tree, query, options) for tree in self._trees]
         if all(takes_flash):
@@ -88,8 +91,11 @@ class PackedPlan:
         is_large = query.device.type == "cuda" and query.shape[1] >= MIN_TOKENS
         return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
 
-    def _kernels(self, query: torch.Tensor, options: AttentionOptions) -> TreeKernels | None:
-        if not (self._compile_kernels and _is_plain(options)):
+    def _kernels(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> TreeKernels | None:
+        is_alike = len({(x.shape[-1], x.dtype) for x in (query, key, value)}) == 1
+        if not (self._compile_kernels and self._trees and is_alike and _is_plain(options)):
             return None
         return tree_kernels(query.shape[-1], query.dtype, query.device.type)
 

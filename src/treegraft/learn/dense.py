@@ -11,8 +11,8 @@ from torch.nn import functional
 from treegraft.attention import AttentionOptions, merge_partials, partial_attention
 from treegraft.learn.pack import Node, PackedTree
 
-PROBE = PackedTree(0, 400, (Node(0, 200, 400), Node(200, 300, 300), Node(300, 400, 400)))
-"""A prompt of 200 tokens with two branches of 100."""
+PROBE = PackedTree(0, 401, (Node(0, 201, 401), Node(201, 300, 300), Node(300, 399, 401), Node(399, 400, 400), Node(400, 401, 401)))
+"""A prompt of 201 tokens with two branches of 99, the second with two of a single token."""
 _LIMITS = {torch.float32: 1e-3}
 """Largest distance of outputs and gradients from a dense mask's, over their length; in other types 0.05."""
 
@@ -55,13 +55,14 @@ def dense_attend(
 
 
 def probe_positions(device: torch.device) -> torch.Tensor:
-    """Returns [400] how many tokens are before each of the probe's on its path."""
-    index = torch.arange(PROBE.end, device=device)
-    return torch.where(index < PROBE.nodes[2].start, index, index - 100)
+    """Returns [tokens] how many tokens are before each of the probe's on its path."""
+    return tree_mask(PROBE, torch.zeros(PROBE.end, dtype=torch.long, device=device), None).sum(dim=1) - 1
 
 
+# The first batch may come without gradients, or within a layer whose activations are computed again.
+@torch.inference_mode(False)
 def distance_from_dense(attend: Callable[..., torch.Tensor], width: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the largest of ‖x - x'‖ / ‖x'‖ over output and gradients of `attend(query, key, value)` on the probe.
+    """Returns the largest of ‖x - x'‖ / ‖x'‖ over output and gradients of `attend(query, key, value)` on the probe; NaN if any is.
 
     Four query heads, two kv heads, scores times width^-½; shapes as `dense_attend`'s.
     """
@@ -72,11 +73,11 @@ def distance_from_dense(attend: Callable[..., torch.Tensor], width: int, dtype: 
 
     inputs, upstream = (drawn(4), drawn(2), drawn(2)), drawn(4).detach()
     mask, options = tree_mask(PROBE, probe_positions(device), None), AttentionOptions(width**-0.5, None, None, None)
-    # The first batch may come without gradients, or within a layer whose activations are computed again.
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         outputs = attend(*inputs), dense_attend(*inputs, mask, options)
         pairs = [outputs, *zip(*(torch.autograd.grad(x, inputs, upstream) for x in outputs), strict=True)]
-    return max(float((a.detach().float() - b.detach().float()).norm() / b.detach().float().norm()) for a, b in pairs)
+    found = [(ours.detach().float(), exact.detach().float()) for ours, exact in pairs]
+    return float(torch.stack([(ours - exact).norm() / exact.norm() for ours, exact in found]).max())
 
 
 def is_exact(gap: float, dtype: torch.dtype) -> bool:

@@ -42,7 +42,7 @@ class _Rows(ctypes.Structure):
 
 
 class TreeRuns:
-    """The columns of a batch: every node in runs of at most 64 tokens, dealt out to as many shares as there are threads."""
+    """The columns of a batch: every node in runs of at most 64 tokens, dealt out to shares, one for each thread and at most 16."""
 
     def __init__(self, nodes: Sequence[Node], num_tokens: int, num_threads: int) -> None:
         """Args:
@@ -56,7 +56,8 @@ class TreeRuns:
         for index in sorted(range(len(runs)), key=lambda index: -work[index]):
             owners[index] = min(range(self.num_shares), key=loads.__getitem__)
             loads[owners[index]] += work[index]
-        self.table = torch.tensor([(*run, owner) for run, owner in zip(runs, owners, strict=True)], dtype=torch.int64)
+        rows = [(*run, owner) for run, owner in zip(runs, owners, strict=True)]
+        self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
 
 
 class TreeKernels:
@@ -89,7 +90,7 @@ class TreeKernels:
             MemoryError: there is no room for what it needs beside.
         """
         heads, tokens, width = query.shape
-        out, lse = query.new_empty(tokens, heads, width), torch.empty(heads, tokens)
+        out, lse = query.new_empty(tokens, heads, width), query.new_empty(heads, tokens, dtype=torch.float32)
         plan = self._plan(query, key, runs, scaling)
         _check(self._forward(plan, _rows(query), _rows(key), _rows(value), out.data_ptr(), lse.data_ptr()))
         return out, lse
@@ -117,7 +118,8 @@ class TreeKernels:
         return query_grad, key_grad, value_grad
 
     def _plan(self, query: torch.Tensor, key: torch.Tensor, runs: TreeRuns, scaling: float) -> _Plan:
-        assert query.shape[1] == runs.num_tokens, f"{query.shape[1]} tokens for a plan of {runs.num_tokens}"
+        if query.shape[1] != runs.num_tokens:
+            raise ValueError(f"attention: {query.shape[1]} tokens for trees of {runs.num_tokens}")
         threads = self.num_threads()
         shape = (len(runs.table), runs.num_tokens, query.shape[0], key.shape[0], runs.num_shares, threads)
         return _Plan(runs.table.data_ptr(), *shape, scaling)
@@ -172,7 +174,8 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
     except KernelError as error:
         _log.warning("learner: attention over trees takes torch's operators, which is slower: %s", error)
         return None
-    if not kernels.is_usable:
+    # One thread of ours is no match for many of torch's.
+    if not kernels.is_usable or kernels.num_threads() < torch.get_num_threads():
         return None
     runs = TreeRuns(PROBE.nodes, PROBE.end, kernels.num_threads())
 

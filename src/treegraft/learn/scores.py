@@ -186,7 +186,7 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
         return f"its layers do not take our attention ({str(error).splitlines()[0]})"
     if plan[0].num_calls != config.num_hidden_layers:
         return f"{plan[0].num_calls} of its {config.num_hidden_layers} layers called our attention"
-    gap = max(float((packed[:7] - plain[0]).abs().max()), float((torch.cat([packed[:4], packed[7:]]) - plain[1]).abs().max()))
+    gap = float(torch.stack([packed[:7] - plain[0], torch.cat([packed[:4], packed[7:]]) - plain[1]]).abs().max())
     scale = max(1.0, float(plain[0].abs().max()))
     limit = (1e-4 if inner.dtype == torch.float32 else 0.1) * scale
     return None if gap <= limit else f"packed hidden states differ from plain ones by up to {gap:.3g}"

