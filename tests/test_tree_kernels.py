@@ -94,10 +94,10 @@ def test_outputs_and_gradients(
         torch.set_num_threads(before)
     expected = softmax_of(*exact, nodes, width**-0.5)
     wanted = torch.autograd.grad(expected, exact, upstream.double())
-    limit = 3e-6 if dtype == torch.float32 else 2e-2
+    limit = 5e-6 if dtype == torch.float32 else 2e-2
     for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
         # Slopes are small differences of larger numbers, which are rounded.
-        size = theirs.detach().norm() + 0.1 * theirs.numel() ** 0.5
+        size = theirs.detach().norm() + theirs.numel() ** 0.5
         assert (ours.detach().double() - theirs.detach()).norm() <= limit * size
 
 
