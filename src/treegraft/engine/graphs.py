@@ -26,7 +26,6 @@ ROWS = (1, 2, 4, 8, *BUCKETS)
 """Numbers of rows that steps are recorded for."""
 FIRST_BLOCKS = 4
 """Blocks of the longest path that steps are recorded for; then twice as many, and so on."""
-
 MAX_BLOCKS = 4096
 """Rows times blocks from which steps are not recorded: there the operators take longer than their launching, and much memory."""
 
