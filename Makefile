@@ -34,7 +34,7 @@ check: install
 	$(BIN)/mypy
 
 bench: install
-	@for name in engine update whole buffer growth; do $(BIN)/treegraft bench $$name || exit 1; done
+	@for name in engine update whole buffer growth; do $(BIN)/python -m benchmarks.speed $$name || exit 1; done
 	@for file in benchmarks/search.py benchmarks/tools.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
 # The pages, into build/docs/site; a warning fails.

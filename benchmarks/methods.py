@@ -31,7 +31,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from treegraft.types import Origin
+from treegraft.core.types import Origin
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -109,7 +109,7 @@ def settings(world: str, overrides: Sequence[str], out: Path, name: str, seed: i
 
 def run_warmup(world: str, number: int, out: Path) -> None:
     """Trains a warm-up, unless it is there."""
-    from treegraft.recipe import load_config
+    from treegraft.settings.load import load_config
     from treegraft.train import sft
 
     place = out / warmup_name(world, number)
@@ -125,8 +125,8 @@ def run_job(job: Job, out: Path) -> None:
     """Makes or continues one run, unless it is finished."""
     import logging
 
-    from treegraft.checkpoint import latest_checkpoint
-    from treegraft.recipe import load_config
+    from treegraft.policy.checkpoint import latest_checkpoint
+    from treegraft.settings.load import load_config
     from treegraft.train import train
 
     logging.disable(logging.WARNING)
@@ -153,10 +153,10 @@ def run_job(job: Job, out: Path) -> None:
 def imperfect_buffer(out: Path, seed: int) -> Path:
     """Returns the buffer of imperfect traces of this seed's training questions, built first where there is none."""
     from treegraft.assemble import assemble
-    from treegraft.recipe import load_config
+    from treegraft.settings.load import load_config
     from treegraft.traces.agents import ScriptedAgent
     from treegraft.traces.buffer import TraceBuffer
-    from treegraft.traces.build import build_traces
+    from treegraft.traces.collect import build_traces
 
     place = out / f"buffer-imperfect-{seed}.sqlite"
     if place.exists():
@@ -181,11 +181,11 @@ def imperfect_buffer(out: Path, seed: int) -> Path:
 def imitate(config: object, place: Path) -> None:
     """Supervised fine-tuning on the buffer's trajectories: as many optimiser steps and evaluations as the other methods."""
     from treegraft.assemble import assemble
-    from treegraft.config import Config
-    from treegraft.evaluate import evaluate
-    from treegraft.keyed import keyed_int
-    from treegraft.learn.learner import Learner
-    from treegraft.learn.sft import demonstration_tree, imitation_step
+    from treegraft.core.keyed import keyed_int
+    from treegraft.evals.evaluate import evaluate
+    from treegraft.policy.learn.learner import Learner
+    from treegraft.policy.learn.sft import demonstration_tree, imitation_step
+    from treegraft.settings.config import Config
     from treegraft.traces.supply import open_buffer
 
     assert isinstance(config, Config)
@@ -264,7 +264,7 @@ def metrics_of(job: Job, out: Path) -> list[dict[str, float]]:
 
 def told_apart(job: Job) -> Line:
     """Returns the settings in which the runs differ, by dotted name: what `treegraft report` compares them by."""
-    from treegraft.recipe import known_settings, load_config
+    from treegraft.settings.load import known_settings, load_config
 
     is_flawed = job.world == "imperfect" and uses_buffer(job.method)
     every = [*METHODS.values(), *ABLATIONS.values(), *WORLDS.values(), IMPERFECT]
@@ -303,8 +303,8 @@ def found_by(job: Job, out: Path) -> Line:
 
 def branching(run_dir: Path) -> dict[str, float]:
     """Returns how a run's trees branched: branches, their calls before, leaves, calls of all leaves and calls that were run."""
-    from treegraft.record import read_trees
-    from treegraft.types import BranchCause
+    from treegraft.core.types import BranchCause
+    from treegraft.runs.record import read_trees
 
     counts = dict.fromkeys(("branches", "calls_before", "leaves", "calls_of_leaves", "calls_run"), 0.0)
     for tree in read_trees(run_dir):

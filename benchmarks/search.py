@@ -32,13 +32,13 @@ import numpy as np
 import numpy.typing as npt
 import uvicorn
 
-from treegraft.bench.measure import compare
-from treegraft.tools.corpus import Corpus, Passage, read_rows
-from treegraft.tools.dense import DenseIndex, save_lists
-from treegraft.tools.search import CorpusSearch, SearchBackend
-from treegraft.tools.serve import listen, search_app, url_of
-from treegraft.traces.embed import CACHE_SIZE, Encoder, build_encoder
-from treegraft.traces.index import FLAT_LIMIT
+from benchmarks.speed.measure import compare
+from treegraft.tools.search.corpus import Corpus, Passage, read_rows
+from treegraft.tools.search.dense import DenseIndex, save_lists
+from treegraft.tools.search.encoders import CACHE_SIZE, Encoder, build_encoder
+from treegraft.tools.search.nearest import FLAT_LIMIT
+from treegraft.tools.search.serve import listen, search_app, url_of
+from treegraft.tools.search.tool import CorpusSearch, SearchBackend
 
 Vectors = npt.NDArray[np.float32]
 

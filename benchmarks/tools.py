@@ -14,10 +14,10 @@ import subprocess
 import sys
 import time
 
-from treegraft.bench.measure import compare
-from treegraft.tools.bwrap import Sandbox, SandboxLimits
-from treegraft.tools.sandbox import SandboxedPythonTool
-from treegraft.types import Task
+from benchmarks.speed.measure import compare
+from treegraft.core.types import Task
+from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
+from treegraft.tools.python.sandbox import SandboxedPythonTool
 
 CODES = {"code": "print(sum(n * n for n in range(100)))", "sympy": "import sympy\nprint(sympy.factorint(360360))"}
 TASK = Task(id="bench", question="", reference=())

@@ -24,16 +24,16 @@ INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 
 SETTINGS_HEAD = """# Settings
 
-Every setting of a recipe, made from `src/treegraft/config.py`. `treegraft config RECIPE` prints those of one recipe. On the command
+Every setting of a recipe, made from `src/treegraft/settings/config.py`. `treegraft config RECIPE` prints those of one recipe. On the command
 line a setting is named with its table, such as `learn.lr=1e-5`; its last part will do where only one setting has it. Naming one
 there that would do nothing beside the others is an error."""
 METRICS_HEAD = """# Metrics
 
-The keys of `metrics.jsonl`, made from `src/treegraft/metrics.py`: one line for each update, flat. `num_` counts, `_frac` is 0..1,
+The keys of `metrics.jsonl`, made from `src/treegraft/runs/metrics.py`: one line for each update, flat. `num_` counts, `_frac` is 0..1,
 `_s` seconds; names in braces stand for what a recipe decides. `time/*` is outside all promises of reproducibility."""
 NAMES_HEAD = """# Names of other frameworks
 
-What TRL and verl call a setting, and what it is called here, made from `src/treegraft/foreign.py`. An error for an unknown setting
+What TRL and verl call a setting, and what it is called here, made from `src/treegraft/settings/foreign.py`. An error for an unknown setting
 names ours where one of theirs was typed.
 
 | there | here |
@@ -76,8 +76,8 @@ def references() -> dict[str, str]:
 
 def settings_page() -> str:
     """Returns every setting with its type, default and meaning, a table for each table of a recipe."""
-    from treegraft.config import Config
-    from treegraft.recipe import describe, known_settings
+    from treegraft.settings.config import Config
+    from treegraft.settings.load import describe, known_settings
 
     fields = known_settings()
     lines = [SETTINGS_HEAD]
@@ -94,7 +94,7 @@ def settings_page() -> str:
 
 def servers_table() -> str:
     """Returns the table of what one entry of tools.mcp holds: a table inside a list has no dotted name."""
-    from treegraft.config import McpSettings
+    from treegraft.settings.config import McpSettings
 
     rows = ["", "", "## An entry of tools.mcp", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
     for name, field in McpSettings.model_fields.items():
@@ -119,7 +119,7 @@ def type_name(annotation: Any) -> str:
 
 def metrics_page() -> str:
     """Returns every metric with its meaning, a table for each group."""
-    from treegraft.metrics import METRICS
+    from treegraft.runs.metrics import METRICS
 
     groups: dict[str, list[str]] = {}
     for key, meaning in METRICS.items():
@@ -136,7 +136,7 @@ def metrics_page() -> str:
 
 def names_page() -> str:
     """Returns what settings of other frameworks are called here."""
-    from treegraft.foreign import FOREIGN_NAMES
+    from treegraft.settings.foreign import FOREIGN_NAMES
 
     lines = [NAMES_HEAD]
     for there, here in FOREIGN_NAMES.items():
@@ -152,7 +152,7 @@ def commands_page() -> str:
     """Returns every command with its arguments and options."""
     import typer
 
-    from treegraft.cli import app
+    from treegraft.cli.main import app
 
     lines = [COMMANDS_HEAD]
     for name, command in commands(typer.main.get_command(app), "treegraft"):

@@ -12,9 +12,9 @@ import tempfile
 from dataclasses import replace
 from statistics import fmean
 
-from treegraft.record import read_trees
+from treegraft.core.types import Tree
+from treegraft.runs.record import read_trees
 from treegraft.train import train
-from treegraft.types import Tree
 
 
 def rise(tree: Tree) -> Tree:

@@ -8,8 +8,8 @@ import tempfile
 from itertools import cycle
 from typing import Any
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.record import read_trees
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.runs.record import read_trees
 from treegraft.train import train
 
 

@@ -9,12 +9,11 @@ import tempfile
 from collections.abc import Sequence
 from itertools import cycle
 
-from treegraft.engine.scripted import ScriptedEngine
+from treegraft.core.types import Branch, BranchCause, PathView, Start
 from treegraft.explore.independent import Independent
-from treegraft.explore.proposals import Branch, PathView, Start
-from treegraft.record import read_trees
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.runs.record import read_trees
 from treegraft.train import train
-from treegraft.types import BranchCause
 
 
 class Retry(Independent):

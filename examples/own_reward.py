@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.record import read_trees
+from treegraft.core.types import Trajectory
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.runs.record import read_trees
 from treegraft.train import train
-from treegraft.types import Trajectory
 
 
 def thrift(*, trajectories: Sequence[Trajectory], **columns: Any) -> list[float]:

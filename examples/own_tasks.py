@@ -9,13 +9,13 @@ import random
 import tempfile
 from collections.abc import Sequence
 
+from treegraft.core.types import StepContent, Task
 from treegraft.tasks.open import OpenTasks
 from treegraft.train import train
-from treegraft.types import StepContent, Task
 
 
 class Larger(OpenTasks):
-    """Questions such as "n3 n7 ?"; the methods are those of `treegraft.interfaces.TaskSource`."""
+    """Questions such as "n3 n7 ?"; the methods are those of `treegraft.core.interfaces.TaskSource`."""
 
     def __init__(self, *, seed: int, num_train: int, num_eval: int, largest: int) -> None:
         self.seed, self.num_train, self.num_eval, self.largest = seed, num_train, num_eval, largest

@@ -10,10 +10,10 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.record import read_trees
+from treegraft.core.types import Task
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.runs.record import read_trees
 from treegraft.train import train
-from treegraft.types import Task
 
 
 async def shortcut(relation: str, task: Task) -> str:

@@ -32,7 +32,7 @@ FILES: Mapping[str, str] = {
     "remove the host's file": f"import os\nos.remove('{{secret}}')\n{_SAY}",
     "write to the system": f"open('/usr/lib/sitecustomize.py', 'w').write('x')\n{_SAY}",
     "write to the packages": f"import numpy\nopen(numpy.__file__, 'a').write('x')\n{_SAY}",
-    "write to the worker": f"open('/worker/treegraft/tools/shown.py', 'a').write('x')\n{_SAY}",
+    "write to the worker": f"open('/worker/treegraft/tools/python/shown.py', 'a').write('x')\n{_SAY}",
     "write to the root": f"open('/x', 'w').write('x')\n{_SAY}",
     "follow a link out": f"import os\nos.symlink('{{secret}}', '/tmp/link')\nopen('/tmp/link').read()\n{_SAY}",
     "link a folder out": "import os\nos.symlink('/proc/1/root', '/tmp/up')\nif os.listdir('/tmp/up/home'): " + _SAY,

@@ -12,7 +12,7 @@ import transformers
 from tests.trees import VOCABULARY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from treegraft.models import build_word_tokenizer
+from treegraft.policy.load import build_word_tokenizer
 
 SHAPE: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,

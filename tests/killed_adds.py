@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from itertools import count
 
+from treegraft.core.types import Trace
 from treegraft.traces import buffer as module
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.types import Trace
 
 CHUNK = 8
 """Smaller than in earnest, so that more kills hit a commit."""

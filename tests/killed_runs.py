@@ -58,7 +58,7 @@ def arm(target: str, nth: int, when: str) -> None:
 
 def work(folder: Path, settings: Mapping[str, Any], job: Mapping[str, Any]) -> int:
     """Does one job in this process; returns the exit code."""
-    from treegraft.terminal import PlainDisplay
+    from treegraft.cli.display import PlainDisplay
     from treegraft.train import train
 
     began = time.monotonic()

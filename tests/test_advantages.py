@@ -13,7 +13,7 @@ from tests.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit, group_advantages, leaf_weights
 from treegraft.algo.rapo import VARIANTS
-from treegraft.types import Leaf, Origin, Status, Tree
+from treegraft.core.types import Leaf, Origin, Status, Tree
 
 
 def test_grpo_by_hand() -> None:

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 from tests.test_build_traces import SCORER, format, world
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.errors import ModelError, SettingError, ToolUnavailable
+from treegraft.core.errors import ModelError, SettingError, ToolUnavailable
+from treegraft.core.interfaces import Capability
+from treegraft.core.types import StepContent, Task, Tree
 from treegraft.explore.independent import Independent
-from treegraft.interfaces import Capability
+from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.tasks.search_world import SearchWorld
@@ -35,8 +36,7 @@ from treegraft.traces.agents import (
     served_model,
 )
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.build import build_traces
-from treegraft.types import StepContent, Task, Tree
+from treegraft.traces.collect import build_traces
 
 Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
 """From a request and its number to a status and a body: an object for JSON, bytes as they are, None for a hang-up."""

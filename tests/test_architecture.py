@@ -120,10 +120,10 @@ EDGES = edges()
 
 def test_imports_of_all_kinds_are_seen() -> None:
     source = """
-import os, treegraft.types
+import os, treegraft.core.types
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
-    from treegraft.config import Config
+    from treegraft.settings.config import Config
 def lazy():
     import torch.nn
     from . import budget
@@ -131,8 +131,8 @@ def lazy():
 """
     found = set(imports(ast.parse(source), "explore.entropy"))
     assert found == {
-        *("os", "treegraft.types", "typing.TYPE_CHECKING", "treegraft.config.Config", "torch.nn"),
-        *("treegraft.explore.budget", "treegraft.errors.SettingError"),
+        *("os", "treegraft.core.types", "typing.TYPE_CHECKING", "treegraft.settings.config.Config", "torch.nn"),
+        *("treegraft.explore.budget", "treegraft.core.errors.SettingError"),
     }
     assert set(imports(ast.parse("from .loop import run"), "rollout", is_package=True)) == {"treegraft.rollout.loop.run"}
 

@@ -7,12 +7,12 @@ import io
 
 import pytest
 
-from treegraft.config import ReasoningGymSettings, TasksSettings
-from treegraft.errors import SettingError
+from treegraft.core.errors import SettingError
+from treegraft.core.types import Task
+from treegraft.settings.config import ReasoningGymSettings, TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym, find_expression
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import is_correct
-from treegraft.types import Task
 
 
 def make_source(

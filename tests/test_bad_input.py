@@ -14,10 +14,10 @@ import pytest
 import torch
 from tests.tiny import tiny, write_recipe
 
-from treegraft import cli
-from treegraft.record import read_metrics, read_trees
+from treegraft.cli import main as cli
+from treegraft.core.types import Status
+from treegraft.runs.record import read_metrics, read_trees
 from treegraft.train import RunResult, train
-from treegraft.types import Status
 
 Command = Callable[..., tuple[int, str]]
 
@@ -171,9 +171,9 @@ def test_every_prompt_is_measured_before_work_starts(treegraft: Command, good: R
 
 def test_prompts_are_measured_fast(good: RunResult) -> None:
     from treegraft.assemble import assemble, check_prompts
-    from treegraft.interrupt import run_to_end
-    from treegraft.recipe import load_config
-    from treegraft.types import Task
+    from treegraft.core.interrupt import run_to_end
+    from treegraft.core.types import Task
+    from treegraft.settings.load import load_config
 
     parts = assemble(load_config(good.run_dir / "config.json"))
     tasks = [Task(id=str(n), question=f"r1 of e{n} ?", reference=()) for n in range(20_000)]

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.speed.__main__ import bench_app
+from benchmarks.speed.growth import curve_rows, planned_tree
+from benchmarks.speed.measure import Report, Row, Side, alternate, chosen_cases, fit_exponent, markdown, speed_row, time_row
+from benchmarks.speed.peers import ScriptPeer, peer_python
+from benchmarks.speed.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
+from benchmarks.speed.update import Shape, multiplication_ratio
 from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
-from treegraft.bench.growth import curve_rows, planned_tree
-from treegraft.bench.measure import Report, Row, Side, alternate, chosen_cases, fit_exponent, markdown, speed_row, time_row
-from treegraft.bench.peers import ScriptPeer, peer_python
-from treegraft.bench.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
-from treegraft.bench.profile import Line, Recorder
-from treegraft.bench.update import Shape, multiplication_ratio
-from treegraft.bench_cli import bench_app
-from treegraft.config import ModelSettings, TinySettings
-from treegraft.engine.kernels import kernels_for
-from treegraft.errors import DataError, EngineError, SettingError
-from treegraft.models import load_model
+from treegraft.cli.profile import Line, Recorder
+from treegraft.core.errors import DataError, EngineError, SettingError
+from treegraft.policy.kernels.engine import kernels_for
+from treegraft.policy.load import load_model
+from treegraft.settings.config import ModelSettings, TinySettings
 
 KEYS = {"what", "against", "ratio", "ours", "theirs", "unit", "num_runs"}
 
@@ -293,7 +293,7 @@ def test_phases_are_timed_exactly_and_shared_out_by_looks() -> None:
 
 HANGS = """
 import faulthandler, gc, threading, time
-from treegraft.bench.profile import ROLLOUT, Recorder, _looking
+from treegraft.cli.profile import ROLLOUT, Recorder, _looking
 
 class Slow:
     def __init__(self): self.me = self

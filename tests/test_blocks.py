@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from treegraft.engine.blocks import BlockPool, Node, PathCache, Row, common_length
-from treegraft.engine.kernels import BLOCK
+from treegraft.policy.engine.blocks import BlockPool, Node, PathCache, Row, common_length
+from treegraft.policy.kernels.engine import BLOCK
 
 KIB = 2 * BLOCK * (2 + 16) * 4
 """Bytes of a block of the model below: two heads of width 2, whose values take 16, in float32."""

@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.test_remote_search import Answer, web_server
 
-from treegraft.config import ToolsSettings
-from treegraft.errors import ToolError
-from treegraft.settings_search import BrowseToolSettings
-from treegraft.tools.browse import GAP, BrowseTool, cut, most_relevant, read_call
+from treegraft.core.errors import ToolError
+from treegraft.core.types import Task
+from treegraft.settings.config import ToolsSettings
+from treegraft.settings.tools import BrowseToolSettings
+from treegraft.tools.browse.extract import ExtractPool
+from treegraft.tools.browse.fetch import Fetcher, NotFetched, Page, is_public
+from treegraft.tools.browse.robots import Robots
+from treegraft.tools.browse.tool import GAP, BrowseTool, cut, most_relevant, read_call
 from treegraft.tools.build import build_tools
-from treegraft.tools.extract import ExtractPool
-from treegraft.tools.fetch import Fetcher, NotFetched, Page, is_public
-from treegraft.tools.robots import Robots
-from treegraft.types import Task
 
 pytest.importorskip("trafilatura", reason="the extra 'web' is not installed")
 pytest.importorskip("pypdf", reason="the extra 'web' is not installed")
@@ -112,7 +112,7 @@ def test_a_redirect_into_the_private_net_is_refused(monkeypatch: pytest.MonkeyPa
         port = inner.rpartition(":")[2]
         pages = {"/": (302, {"Location": f"http://127.0.0.2:{port}/"}, b""), "/robots.txt": (404, {}, b"")}
         with web_server(site(pages)) as outer:
-            monkeypatch.setattr("treegraft.tools.fetch.is_public", lambda address: address == "127.0.0.1")
+            monkeypatch.setattr("treegraft.tools.browse.fetch.is_public", lambda address: address == "127.0.0.1")
             refused(outer + "/", "'127.0.0.2' is at 127.0.0.2, which is no public address", allow_private=False)
 
 

@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.killed_adds import CHUNK, endless
 
-from treegraft.errors import DataError, SettingError
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.types import Observation, StepContent, ToolCall, Trace
 from treegraft.traces import buffer as buffer_module
 from treegraft.traces.buffer import SourceStats, TraceBuffer
-from treegraft.types import Observation, StepContent, ToolCall, Trace
 
 CONTENT = StepContent(
     thought="two hops left",

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treegraft.config import RewardSettings, SearchWorldSettings
-from treegraft.errors import EngineError
-from treegraft.models import build_word_tokenizer
+from treegraft.core.errors import EngineError
+from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
+from treegraft.policy.load import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.settings.config import RewardSettings, SearchWorldSettings
 from treegraft.tasks.rewards import RewardScorer
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.agents import Attempt, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.build import OUTAGES, BuildReport, attempts_tree, build_traces
+from treegraft.traces.collect import OUTAGES, BuildReport, attempts_tree, build_traces
 from treegraft.traces.keys import retrieval_key, says_something, split_steps
-from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
 
 WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
 LOOK_UP = StepContent(

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from tests.test_terminal import example_tree
 
-from treegraft import cli, doctor
-from treegraft.config import Config
-from treegraft.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
-from treegraft.recipe import load_config
+from treegraft.cli import doctor
+from treegraft.cli import main as cli
+from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 
 Run = Callable[..., int]
 
@@ -64,7 +65,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
         return record
 
-    train, evaluate = types.ModuleType("treegraft.train"), types.ModuleType("treegraft.evaluate")
+    train, evaluate = types.ModuleType("treegraft.train"), types.ModuleType("treegraft.evals.evaluate")
     vars(train).update(train=recorder("train", None), sft=recorder("sft", None))
     result = Result({"eval/accuracy": 0.5, "reward/my_rewards:brief": 0.25}, out=Path("x.jsonl"))
     vars(evaluate).update(
@@ -72,14 +73,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         answer_question=recorder("run", (example_tree(thought="[b]hm[/b]").trajectories()[0], None)),
     )
     monkeypatch.setitem(sys.modules, "treegraft.train", train)
-    monkeypatch.setitem(sys.modules, "treegraft.evaluate", evaluate)
+    monkeypatch.setitem(sys.modules, "treegraft.evals.evaluate", evaluate)
     return seen
 
 
 def test_help_is_quick_and_free_of_torch() -> None:
     code = (
-        "import sys, treegraft, treegraft.cli, treegraft.terminal\n"
-        "import treegraft.recipe, treegraft.doctor, treegraft.metrics\n"
+        "import sys, treegraft, treegraft.cli.main, treegraft.cli.display\n"
+        "import treegraft.settings.load, treegraft.cli.doctor, treegraft.runs.metrics\n"
         "treegraft.Config, treegraft.load_config\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treegraft.config import BUILT_IN, Config
-from treegraft.errors import SettingError
-from treegraft.foreign import FOREIGN_NAMES
-from treegraft.idle import IDLE_RULES
-from treegraft.metrics import METRICS, check_known, find_meaning, meaning
-from treegraft.recipe import config_json, describe, known_settings, load_config, refuse_ignored
+from treegraft.core.errors import SettingError
+from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
+from treegraft.settings.config import BUILT_IN, Config
+from treegraft.settings.foreign import FOREIGN_NAMES
+from treegraft.settings.idle import IDLE_RULES
+from treegraft.settings.load import config_json, describe, known_settings, load_config, refuse_ignored
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

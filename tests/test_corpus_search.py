@@ -20,15 +20,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treegraft.errors import DataError, SettingError, ToolUnavailable
-from treegraft.tools import dense, index_home, lexical
-from treegraft.tools.corpus import Corpus, read_rows
-from treegraft.tools.dense import DenseIndex
-from treegraft.tools.index_home import find_or_make
-from treegraft.tools.lexical import LexicalIndex, words_of
-from treegraft.tools.search import CorpusSearch, SearchTool, open_corpus
-from treegraft.traces.hashing import HashingEncoder
-from treegraft.types import Task
+from treegraft.core.errors import DataError, SettingError, ToolUnavailable
+from treegraft.core.types import Task
+from treegraft.tools.search import dense, lexical
+from treegraft.tools.search import home as index_home
+from treegraft.tools.search.corpus import Corpus, read_rows
+from treegraft.tools.search.dense import DenseIndex
+from treegraft.tools.search.encoders import HashingEncoder
+from treegraft.tools.search.home import find_or_make
+from treegraft.tools.search.lexical import LexicalIndex, words_of
+from treegraft.tools.search.tool import CorpusSearch, SearchTool, open_corpus
 
 TASK = Task(id="t", question="?", reference=())
 NAMES = ("Ash", "Birch", "Cedar", "Elm", "Fir", "Hazel", "Larch", "Maple", "Oak", "Pine", "Rowan", "Willow")
@@ -117,7 +118,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lexical, "_ROWS", 50)
         patch.setattr(lexical, "_POSTINGS", 1 << 15)
-        patch.setattr("treegraft.tools.search.SMALL_BYTES", 0)
+        patch.setattr("treegraft.tools.search.tool.SMALL_BYTES", 0)
         tracemalloc.start()
         search = open_corpus(str(path))
         _, peak = tracemalloc.get_traced_memory()
@@ -260,8 +261,8 @@ KILLED = """
 import sys
 from pathlib import Path
 from treegraft.tools import dense, index_home
-from treegraft.tools.corpus import read_rows
-from treegraft.traces.hashing import HashingEncoder
+from treegraft.tools.search.corpus import read_rows
+from treegraft.tools.search.encoders import HashingEncoder
 class Slow(HashingEncoder):
     def encode(self, texts):
         import time

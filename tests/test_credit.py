@@ -10,12 +10,12 @@ import pytest
 from tests.trees import Part, build_tree
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.config import Config
-from treegraft.credit import credit_trees, find_credit_rule
-from treegraft.errors import SettingError
-from treegraft.learn.pack import pack_trees
-from treegraft.recipe import load_config
-from treegraft.types import Status, Tree
+from treegraft.core.errors import SettingError
+from treegraft.core.types import Status, Tree
+from treegraft.policy.learn.credit import credit_trees, find_credit_rule
+from treegraft.policy.learn.pack import pack_trees
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 
 NAMED = Config.model_validate({"credit": {"rule": "mine:rule"}})
 

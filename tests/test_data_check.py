@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.corpus import DATA
 
-from treegraft import cli
-from treegraft.errors import DataError
+from treegraft.cli import main as cli
+from treegraft.core.errors import DataError
 from treegraft.evals.check import check_data, jaccard, normalised, shingles, view_file, words
 
 needs_data = pytest.mark.skipif(not (DATA / "rl").is_dir(), reason=f"no training data in {DATA}")

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from treegraft.config import DatasetSettings, TasksSettings
-from treegraft.errors import DataError, SettingError
+from treegraft.core.errors import DataError, SettingError
+from treegraft.settings.config import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
 
@@ -207,7 +207,7 @@ def test_reading_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows(3))
     code = (
         "import sys\n"
-        "from treegraft.config import TasksSettings, DatasetSettings\n"
+        "from treegraft.settings.config import TasksSettings, DatasetSettings\n"
         "from treegraft.tasks.build import build_tasks\n"
         "heavy = {'torch', 'datasets', 'pyarrow', 'reasoning_gym', 'math_verify', 'sympy'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"

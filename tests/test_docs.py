@@ -131,9 +131,9 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
 
 
 def test_references_hold_everything(builder: ModuleType) -> None:
-    from treegraft.foreign import FOREIGN_NAMES
-    from treegraft.metrics import METRICS
-    from treegraft.recipe import known_settings
+    from treegraft.runs.metrics import METRICS
+    from treegraft.settings.foreign import FOREIGN_NAMES
+    from treegraft.settings.load import known_settings
 
     pages = builder.references()
     for name in known_settings():
@@ -148,7 +148,7 @@ def test_references_hold_everything(builder: ModuleType) -> None:
 
 
 def test_types_are_said_in_plain_words(builder: ModuleType) -> None:
-    from treegraft.recipe import known_settings
+    from treegraft.settings.load import known_settings
 
     fields = known_settings()
     said = {

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treegraft.config import SearchWorldSettings
-from treegraft.errors import ModelError, SettingError
+from treegraft.core.errors import ModelError, SettingError
+from treegraft.settings.config import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
-from treegraft.traces.embed import (
+from treegraft.tools.search.encoders import (
     MINILM_HUB,
     MINILM_PACKAGE,
+    HashingEncoder,
     SentenceEncoder,
     _multiplies_pairs,
     build_encoder,
     encoder_name,
 )
-from treegraft.traces.hashing import HashingEncoder
 from treegraft.traces.keys import retrieval_key
 
 HASHING = HashingEncoder()

@@ -15,18 +15,18 @@ import transformers
 from tests.families import PACKABLE, UNPACKABLE, build_model, byte_tokenizer, chain_model, word_tokenizer
 from tests.trees import VOCABULARY
 
-from treegraft.attention import AttentionOptions, merge_partials, partial_attention
-from treegraft.config import EngineSettings
-from treegraft.engine.kernels import kernels_for
-from treegraft.engine.native import NativeEngine
-from treegraft.engine.packed import SeparateLinears, packs, product_kind, take_over
-from treegraft.engine.ragged import usable_rows
-from treegraft.engine.sampling import keyed_seed, sample_tokens
-from treegraft.engine.stops import StopFinder
-from treegraft.errors import DeadlineExceeded, EngineError, ModelError
-from treegraft.interfaces import Engine
-from treegraft.models import weights_fingerprint
-from treegraft.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
+from treegraft.core.interfaces import Engine
+from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.engine.packed import SeparateLinears, packs, product_kind, take_over
+from treegraft.policy.engine.ragged import usable_rows
+from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
+from treegraft.policy.engine.stops import StopFinder
+from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.kernels.engine import kernels_for
+from treegraft.policy.load import weights_fingerprint
+from treegraft.settings.config import EngineSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -13,14 +13,14 @@ from tests.tiny import differing, tiny
 from tests.worlds import KeyDoor
 
 from treegraft.assemble import assemble
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.errors import SettingError
-from treegraft.evaluate import answer_question, evaluate_checkpoint
-from treegraft.recipe import load_config
-from treegraft.record import read_metrics, read_trees
-from treegraft.tools.environment import row_of
+from treegraft.core.errors import SettingError
+from treegraft.core.types import Status
+from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.runs.record import read_metrics, read_trees
+from treegraft.settings.load import load_config
+from treegraft.tools.environments.own import row_of
 from treegraft.train import train
-from treegraft.types import Status
 
 
 class Dice:
@@ -162,7 +162,7 @@ def word_model(folder: Path) -> Path:
     """A tiny model whose tokenizer knows the words of the rows."""
     import transformers
 
-    from treegraft.models import build_word_tokenizer
+    from treegraft.policy.load import build_word_tokenizer
 
     tags = [f"<{slash}{name}>" for name in ("take", "unlock", "enter") for slash in ("", "/")]
     tokenizer = build_word_tokenizer(["e1", "e2", "?", "e5", *tags])

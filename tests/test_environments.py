@@ -16,24 +16,24 @@ from tests.test_agents import serving, solve
 from tests.test_growth import OneTrace
 from tests.worlds import CopiedKeyDoor, Counter, Forgetful, Hanging, KeyDoor, LockedKeyDoor, OneThread, ReplayedKeyDoor
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.errors import EngineError, SettingError, ToolUnavailable
+from treegraft.core.errors import EngineError, SettingError, ToolUnavailable
+from treegraft.core.sessions import Session
+from treegraft.core.types import Observation, Status, StepContent, Task, ToolCall, Trace, Tree
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.models import build_word_tokenizer
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.policy.load import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
-from treegraft.settings_environment import EnvironmentSettings
+from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
-from treegraft.tools.environment import ClassEnvironments, capability_of, row_of
-from treegraft.tools.environment_sessions import Environments
-from treegraft.tools.sessions import Session
+from treegraft.tools.environments.own import ClassEnvironments, capability_of, row_of
+from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import EndpointAgent, EndpointSettings
-from treegraft.types import Observation, Status, StepContent, Task, ToolCall, Trace, Tree
 
 TASK = Task(id="t/0", question="w0", reference=(), columns={"key": "w3"})
 ANSWER = "<answer>\\boxed{ w9 }</answer>"

@@ -16,17 +16,17 @@ from tests.corpus import DATA
 from tests.test_agents import said, serving
 from tests.tiny import tiny, write_recipe
 
-from treegraft.config import SearchWorldSettings
-from treegraft.errors import CheckpointError, DataError, EngineError, SettingError
+from treegraft.core.errors import CheckpointError, DataError, EngineError, SettingError
+from treegraft.core.types import Task
 from treegraft.evals import folder as folders
 from treegraft.evals.folder import EvalFolder
 from treegraft.evals.judge import JudgeSettings, Verdict, messages_for, parse_verdict
 from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
-from treegraft.record import tree_to_json
+from treegraft.runs.record import tree_to_json
+from treegraft.settings.config import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
-from treegraft.types import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 needs_data = pytest.mark.skipif(not (DATA / "benchmarks").is_dir(), reason=f"no evaluation sets in {DATA}")
@@ -268,8 +268,8 @@ def test_numbers_of_a_report_by_hand(agent: tuple[Path, Path], tmp_path: Path) -
 def test_changed_settings_are_refused(how: dict[str, Any], part: str, agent: tuple[Path, Path], tmp_path: Path) -> None:
     into = tmp_path / "e"
     plan = SuitePlan(suite="bamboogle,webwalker", data_dir=agent[1], num_samples=2, into=into)
+    from treegraft.evals.evaluate import open_checkpoint
     from treegraft.evals.run import _asked
-    from treegraft.evaluate import open_checkpoint
 
     config, place = open_checkpoint(agent[0], None, ["engine.max_rows=4"])
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
@@ -279,8 +279,8 @@ def test_changed_settings_are_refused(how: dict[str, Any], part: str, agent: tup
 
 
 def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Path) -> None:
+    from treegraft.evals.evaluate import open_checkpoint
     from treegraft.evals.run import _asked
-    from treegraft.evaluate import open_checkpoint
 
     plan = SuitePlan(suite="bamboogle", data_dir=agent[1])
     slow = open_checkpoint(agent[0], None, ["rollout.deadline_s=7200", "engine.deadline_s=7200"])
@@ -383,7 +383,7 @@ def test_two_evaluations_item_by_item(agent: tuple[Path, Path], tmp_path: Path) 
 def test_the_command_line(
     agent: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from treegraft import cli
+    from treegraft.cli import main as cli
 
     def run(*arguments: object) -> int:
         monkeypatch.setattr(sys, "argv", ["treegraft", "eval", *map(str, arguments)])
@@ -414,7 +414,7 @@ def test_the_command_line(
 def test_recipes_are_not_touched(agent: tuple[Path, Path], tmp_path: Path) -> None:
     """A recipe evaluates a checkpoint whose own settings differ."""
     recipe = write_recipe(tmp_path / "r.json", tiny(rollout={"max_tool_calls": 1}))
-    from treegraft.recipe import load_config
+    from treegraft.settings.load import load_config
 
     plan = SuitePlan(suite="bamboogle", data_dir=agent[1], num=2, into=tmp_path / "e")
     assert evaluate_suite(agent[0], plan, load_config(recipe)).num_done == 2

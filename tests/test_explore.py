@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treegraft.core.types import Branch, BranchCause, Generate, Graft, Origin, PathView, Start, Step
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
-from treegraft.types import BranchCause, Origin, Step
 
 KEY = (0, "train", 1, "t/0", "0.0.0")
 

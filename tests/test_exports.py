@@ -18,22 +18,22 @@ import treegraft
 SOURCE = Path(treegraft.__file__).parent
 
 NAMES = {
-    "treegraft.types": ("Task", "Step", "Tree", "Trajectory", "Origin", "Status", "Trace", "StepContent"),
+    "treegraft.core.types": ("Task", "Step", "Tree", "Trajectory", "Origin", "Status", "Trace", "StepContent"),
     "treegraft.algo.rapo": ("retrieval_reward", "combined_advantages", "shaping_factor"),
     "treegraft.algo.arpo": ("entropy_change", "branch_probability", "shared_advantages"),
     "treegraft.traces.buffer": ("TraceBuffer",),
-    "treegraft.learn.pack": ("pack_trees", "TreeBatch"),
-    "treegraft.learn.learner": ("token_scores",),
+    "treegraft.policy.learn.pack": ("pack_trees", "TreeBatch"),
+    "treegraft.policy.learn.learner": ("token_scores",),
     "treegraft.algo.advantages": ("group_advantages",),
     "treegraft.tasks.scoring": ("exact_match", "f1", "math_equal"),
-    "treegraft.record": ("read_trees",),
-    "treegraft.engine.scripted": ("ScriptedEngine",),
+    "treegraft.runs.record": ("read_trees",),
+    "treegraft.policy.engine.scripted": ("ScriptedEngine",),
     "treegraft.train": ("train", "RunResult"),
 }
 
 SIGNATURES = {
-    "treegraft.learn.pack:pack_trees": ["trees", "*device"],
-    "treegraft.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
+    "treegraft.policy.learn.pack:pack_trees": ["trees", "*device"],
+    "treegraft.policy.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
     "treegraft.algo.advantages:group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
     "treegraft.algo.rapo:retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
     "treegraft.algo.rapo:combined_advantages": ["outcome_advantages", "retrieval_rewards", "weight=0.2", "eps=1e-06"],
@@ -41,17 +41,17 @@ SIGNATURES = {
     "treegraft.algo.arpo:entropy_change": ["current", "initial", "normaliser"],
     "treegraft.algo.arpo:branch_probability": ["change", "base=0.5", "weight=0.2"],
     "treegraft.algo.arpo:shared_advantages": ["advantages", "descendants"],
-    "treegraft.types:Trace": [
+    "treegraft.core.types:Trace": [
         *("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory=''", "policy_version=None"),
     ],
     "treegraft.traces.buffer:TraceBuffer": ["path", "encoder='minilm'"],
     "treegraft.tasks.scoring:exact_match": ["prediction", "reference"],
     "treegraft.tasks.scoring:f1": ["prediction", "reference"],
     "treegraft.tasks.scoring:math_equal": ["prediction", "reference", "*deadline_s"],
-    "treegraft.record:read_trees": ["path"],
-    "treegraft.types:Tree.trajectories": ["self"],
-    "treegraft.learn.pack:TreeBatch.per_trajectory": ["self", "values"],
-    "treegraft.engine.scripted:ScriptedEngine": ["replies", "tokenizer", "*logprob", "*entropy", "*latency_s"],
+    "treegraft.runs.record:read_trees": ["path"],
+    "treegraft.core.types:Tree.trajectories": ["self"],
+    "treegraft.policy.learn.pack:TreeBatch.per_trajectory": ["self", "values"],
+    "treegraft.policy.engine.scripted:ScriptedEngine": ["replies", "tokenizer", "*logprob", "*entropy", "*latency_s"],
     "treegraft.train:train": ["config", "*recipe", "*resume", "*display"],
 }
 """Parameters in order; a star marks those that only a keyword reaches, "=" a default that is promised."""
@@ -86,7 +86,7 @@ def test_signatures(path: str) -> None:
 
 
 def test_a_trajectory_has_the_flat_lists() -> None:
-    from treegraft.types import Trajectory
+    from treegraft.core.types import Trajectory
 
     for name in ("token_ids", "sampled_mask", "loss_mask", "logprobs", "entropies", "reward", "status"):
         assert isinstance(inspect.getattr_static(Trajectory, name), property)
@@ -110,11 +110,11 @@ def test_scores_of_packed_trees_come_per_trajectory() -> None:
     """The names above, used together: two leaves share a step, whose token is scored once and given to both."""
     import torch
 
-    from treegraft.config import TinySettings
-    from treegraft.learn.learner import token_scores
-    from treegraft.learn.pack import pack_trees
-    from treegraft.models import build_tiny_model
-    from treegraft.types import Leaf, Origin, Status, Step, Task, Tree
+    from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
+    from treegraft.policy.learn.learner import token_scores
+    from treegraft.policy.learn.pack import pack_trees
+    from treegraft.policy.load import build_tiny_model
+    from treegraft.settings.config import TinySettings
 
     def step(name: str, parent: str | None, tokens: tuple[int, ...], origin: Origin) -> Step:
         count = len(tokens)

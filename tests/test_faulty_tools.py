@@ -12,15 +12,15 @@ import pytest
 from tests.families import word_tokenizer
 from tests.test_loop import by_step, leave
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.errors import ToolError, ToolUnavailable
+from treegraft.core.errors import ToolError, ToolUnavailable
+from treegraft.core.types import Status, Task, Tree
 from treegraft.explore.independent import Independent
+from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.rollout.measure import rollout_metrics
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Status, Task, Tree
 
 NUM_LEAVES = 3
 DEADLINE_S = 2.0

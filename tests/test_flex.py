@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from treegraft.learn.flex import flex_distance, proven_flex, tree_block_mask
+from treegraft.policy.learn.flex import flex_distance, proven_flex, tree_block_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: FlexAttention is not compiled here
 

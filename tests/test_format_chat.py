@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 from tests.chat_templates import BAD, GOOD, QWEN3, QWEN25
 from tests.test_format_tags import free_texts, smollm2
 
-from treegraft.config import FormatSettings
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.errors import DataError, SettingError
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.interfaces import Tokenizer
+from treegraft.core.types import Observation, Origin, Status, StepContent, StopReason, Task, ToolCall, Tree
 from treegraft.explore.independent import Independent
-from treegraft.interfaces import Tokenizer
-from treegraft.learn.sft import demonstration_tree
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.rollout.formats.build import use_template
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
+from treegraft.settings.config import FormatSettings
 from treegraft.tasks.rewards import hierarchical_reward
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Observation, Origin, Status, StepContent, StopReason, Task, ToolCall, Tree
 
 QUICK = settings(max_examples=40, deadline=None)
 KINDS = pytest.mark.parametrize("kind", list(GOOD))

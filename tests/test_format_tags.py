@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from treegraft.errors import DataError, SettingError
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.tools.function import FunctionTool
-from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
 
 TAGS = [f"<{slash}{name}>" for name in ("think", "search", "result", "retrieve", "answer") for slash in ("", "/")]
 WORDS = [*(f"e{n}" for n in range(1, 10)), *(f"r{n}" for n in range(1, 6)), "of", "is", "?"]

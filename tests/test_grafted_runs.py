@@ -12,13 +12,13 @@ import pytest
 from tests.tiny import differing, tiny
 from tests.tiny_parts import SlowSearch
 
-from treegraft.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
-from treegraft.metrics import check_known
-from treegraft.record import read_metrics, read_trees
+from treegraft.core.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
+from treegraft.core.types import BranchCause, GraftCause, Origin, StepContent, ToolCall, Trace
+from treegraft.runs.metrics import check_known
+from treegraft.runs.record import read_metrics, read_trees
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.supply import OWN_FILE
 from treegraft.train import RunResult, train
-from treegraft.types import BranchCause, GraftCause, Origin, StepContent, ToolCall, Trace
 
 BOTH: dict[str, Any] = {
     "run": {"num_updates": 3},

@@ -12,8 +12,8 @@ from tests.families import build_model
 from tests.test_engine import assert_traffic_agrees, complete_one, greedy, ids_of, make_engine
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from treegraft.engine import graphs
-from treegraft.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
+from treegraft.policy.engine import graphs
+from treegraft.policy.engine.graphs import RecordedForward, Recorder, Run, recorder_maker
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -36,7 +36,7 @@ class Counted:
 
 
 def use(patch: pytest.MonkeyPatch, record: Recorder) -> None:
-    patch.setattr("treegraft.engine.native.recorder_maker", lambda _: lambda: record)
+    patch.setattr("treegraft.policy.engine.native.recorder_maker", lambda _: lambda: record)
 
 
 @pytest.fixture

@@ -11,24 +11,15 @@ import pytest
 from tests.families import word_tokenizer
 from tests.test_loop import ANSWER, SEARCH, TASKS, by_step, leave, search
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
-from treegraft.explore.compose import Composed
-from treegraft.explore.entropy import EntropyBranching
-from treegraft.explore.graft import HybridRollout
-from treegraft.explore.proposals import Branch, PathView
-from treegraft.interfaces import Explorer, NoiseKey, Retrieved
-from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
-from treegraft.rollout.measure import rollout_metrics
-from treegraft.tools.function import FunctionTool
-from treegraft.tools.toolbox import Toolbox
-from treegraft.types import (
+from treegraft.core.interfaces import Explorer, NoiseKey, Retrieved
+from treegraft.core.types import (
+    Branch,
     BranchCause,
     ContinuationCause,
     GraftCause,
     Observation,
     Origin,
+    PathView,
     StartCause,
     Status,
     StepContent,
@@ -37,6 +28,16 @@ from treegraft.types import (
     Trace,
     Tree,
 )
+from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.compose import Composed
+from treegraft.explore.entropy import EntropyBranching
+from treegraft.explore.graft import HybridRollout
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.measure import rollout_metrics
+from treegraft.tools.function import FunctionTool
+from treegraft.tools.toolbox import Toolbox
 
 OTHERS_STEP = StepContent(calls=(ToolCall("search", "w5"),), observations=(Observation(text="w6"),))
 TRACE = Trace(key="w0", value=OTHERS_STEP, reward=0.7, source="expert", task_id="t/9", position=1, terminal=False)

@@ -13,22 +13,22 @@ from pydantic import ValidationError
 from tests.tiny import is_timing, tiny
 from tests.trees import Part, build_tree
 
-from treegraft.errors import CheckpointError, SettingError
+from treegraft.cli.display import PlainDisplay
+from treegraft.core.errors import CheckpointError, SettingError
+from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.health import Monitor, explained, page, recorded, warnings_of
-from treegraft.health_rules import RULES
-from treegraft.metrics import check_known
-from treegraft.recipe import load_config
-from treegraft.record import read_metrics
 from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.unused import unused_metrics
-from treegraft.settings_health import HealthSettings
-from treegraft.terminal import PlainDisplay
+from treegraft.runs.health import Monitor, explained, page, recorded, warnings_of
+from treegraft.runs.health_rules import RULES
+from treegraft.runs.metrics import check_known
+from treegraft.runs.record import read_metrics
+from treegraft.settings.health import HealthSettings
+from treegraft.settings.load import load_config
 from treegraft.train import train
-from treegraft.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -210,7 +210,7 @@ def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     written = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
-    assert written == "\n".join(page()) + "\n", "write it anew: python -m treegraft.health > docs/warnings.md"
+    assert written == "\n".join(page()) + "\n", "write it anew: python -m treegraft.runs.health > docs/warnings.md"
     assert all(f"## {rule.name}" in written and rule.advice in written for rule in RULES)
 
 

@@ -10,12 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treegraft.errors import DataError
-from treegraft.record import write_trees
-from treegraft.rollout.formats.tags import read_trajectory
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.imports import Columns, ImportReport, import_files, read_messages, read_steps, read_trace
-from treegraft.types import (
+from treegraft.core.errors import DataError
+from treegraft.core.types import (
     GraftCause,
     Leaf,
     Observation,
@@ -29,6 +25,10 @@ from treegraft.types import (
     Trace,
     Tree,
 )
+from treegraft.rollout.formats.tags import read_trajectory
+from treegraft.runs.record import write_trees
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.imports import Columns, ImportReport, import_files, read_messages, read_steps, read_trace
 
 
 def step(body: str, result: str, thought: str = "", name: str = "search") -> StepContent:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treegraft.errors import DataError
+from treegraft.core.errors import DataError
+from treegraft.core.types import Trace
+from treegraft.tools.search.nearest import BLOCK, FLAT_LIMIT, IvfIndex, num_fitted, num_indexed, search_exactly, search_rows
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.index import BLOCK, FLAT_LIMIT, IvfIndex, num_fitted, num_indexed, search_exactly, search_rows
 from treegraft.traces.keeper import IndexKeeper
 from treegraft.traces.rows import Added, Rows, RowTable
-from treegraft.types import Trace
 
 DIM, NUM, NUM_CLUSTERS = 16, 43_000, 300
 Vectors = npt.NDArray[np.float32]

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from tests.families import build_model
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from treegraft.attention import AttentionOptions
-from treegraft.engine import kernels as module
-from treegraft.engine.blocks import BlockPool, PathCache
-from treegraft.engine.forward import FusedForward, HookedForward, build_forward, shape_problem
-from treegraft.engine.kernels import BLOCK, Kernels, Pass, kernels_for, padded_width
-from treegraft.engine.ragged import RaggedPlan, Segment
-from treegraft.kernels.library import load_library, shares_runtime
-from treegraft.models import max_context
+from treegraft.policy.engine import kernels as module
+from treegraft.policy.engine.blocks import BlockPool, PathCache
+from treegraft.policy.engine.forward import FusedForward, HookedForward, build_forward, shape_problem
+from treegraft.policy.engine.ragged import RaggedPlan, Segment
+from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass, kernels_for, padded_width
+from treegraft.policy.kernels.library import load_library, shares_runtime
+from treegraft.policy.load import max_context
 
 
 def compiled(width: int, dtype: torch.dtype = torch.float32) -> Kernels:
@@ -166,7 +166,7 @@ def test_a_layer_of_another_shape_is_refused() -> None:
 
 def test_a_model_that_no_pass_fits_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("llama")
-    monkeypatch.setattr("treegraft.engine.forward._distance_problem", lambda *_: "they are wrong")
+    monkeypatch.setattr("treegraft.policy.engine.forward._distance_problem", lambda *_: "they are wrong")
     assert build_forward(model, pack=True, compile_kernels=True) == (None, "they are wrong")
     assert not any("forward" in vars(module) for module in model.modules())
 

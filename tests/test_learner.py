@@ -17,16 +17,16 @@ from tests.trees import Part, build_tree, random_trees
 from torch.nn.attention.flex_attention import flex_attention
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
-from treegraft.errors import ModelError
-from treegraft.learn import learner as learner_module
-from treegraft.learn import scores as scores_module
-from treegraft.learn.attention import PackedPlan
-from treegraft.learn.learner import Learner, plain_weights, split_evenly, token_scores
-from treegraft.learn.optimiser import MasterAdamW
-from treegraft.learn.pack import TreeBatch, pack_trees, split_tree
-from treegraft.models import with_adapters
-from treegraft.types import LEARNING_RULES, Origin, Status, Trajectory, Tree
+from treegraft.core.errors import ModelError
+from treegraft.core.types import LEARNING_RULES, Origin, Status, Trajectory, Tree
+from treegraft.policy.learn import learner as learner_module
+from treegraft.policy.learn import scores as scores_module
+from treegraft.policy.learn.learner import Learner, plain_weights, split_evenly, token_scores
+from treegraft.policy.learn.optimiser import MasterAdamW
+from treegraft.policy.learn.pack import TreeBatch, pack_trees, split_tree
+from treegraft.policy.learn.tree_attention import PackedPlan
+from treegraft.policy.load import with_adapters
+from treegraft.settings.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -598,7 +598,7 @@ def test_scores_of_a_model_in_training_hands() -> None:
 
 def test_an_unknown_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("granite")
-    monkeypatch.setattr("treegraft.models.Head.__call__", lambda self, hidden: self._project(hidden))
+    monkeypatch.setattr("treegraft.policy.load.Head.__call__", lambda self, hidden: self._project(hidden))
     with pytest.raises(ModelError, match="logits differ"):
         token_scores(model, pack_trees(example_trees(1)))
 

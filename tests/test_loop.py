@@ -12,17 +12,16 @@ import pytest
 from tests.families import word_tokenizer
 from tests.trees import Part, build_tree
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.errors import EngineError, ToolUnavailable
+from treegraft.core.errors import EngineError, ToolUnavailable
+from treegraft.core.types import BranchCause, Origin, Start, Status, StopReason, Task, Tree
 from treegraft.explore.budget import Budget
 from treegraft.explore.independent import Independent
-from treegraft.explore.proposals import Start
+from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.rollout.measure import eval_metrics, paired_gain, pass_at_k, rollout_metrics
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import BranchCause, Origin, Status, StopReason, Task, Tree
 
 TASKS = [Task(id=f"t/{n}", question=f"w{n}", reference=("w9",)) for n in range(3)]
 ANSWER = "<answer>\\boxed{ w9 }</answer>"

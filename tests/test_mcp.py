@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from treegraft.config import Config, McpSettings, ToolsSettings
-from treegraft.errors import SettingError, ToolUnavailable
-from treegraft.interfaces import Capability, Tool
-from treegraft.recipe import load_config
+from treegraft.core.errors import SettingError, ToolUnavailable
+from treegraft.core.interfaces import Capability, Tool
+from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.rollout.formats.markup import system_prompt_for
+from treegraft.settings.config import Config, McpSettings, ToolsSettings
+from treegraft.settings.load import load_config
 from treegraft.tools.build import build_tools
 from treegraft.tools.mcp import McpServer, McpTool, signature_from, tag_of
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Observation, Task, ToolCall
 
 pytest.importorskip("mcp", reason="the extra 'mcp' is not installed")
 

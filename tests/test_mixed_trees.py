@@ -17,12 +17,12 @@ from tests.test_learner import WAYS, attend_by, distance, gradient_of, make_lear
 from tests.trees import Part, build_tree, mixed_trees
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.config import LossSettings
-from treegraft.learn import learner as learner_module
-from treegraft.learn.learner import token_scores
-from treegraft.learn.pack import pack_trees, pack_with_lessons
-from treegraft.metrics import check_known
-from treegraft.types import EntropyKind, Origin, Status, Trajectory, Tree
+from treegraft.core.types import EntropyKind, Origin, Status, Trajectory, Tree
+from treegraft.policy.learn import learner as learner_module
+from treegraft.policy.learn.learner import token_scores
+from treegraft.policy.learn.pack import pack_trees, pack_with_lessons
+from treegraft.runs.metrics import check_known
+from treegraft.settings.config import LossSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: FlexAttention is not compiled here
 

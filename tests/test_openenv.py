@@ -24,11 +24,11 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 from tests.test_environments import make_toolbox
 
-from treegraft.errors import SettingError, ToolUnavailable
-from treegraft.settings_environment import EnvironmentSettings
+from treegraft.core.errors import SettingError, ToolUnavailable
+from treegraft.core.types import Task, ToolCall
+from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.build import open_environments
-from treegraft.tools.environment_sessions import Environments
-from treegraft.types import Task, ToolCall
+from treegraft.tools.environments.sessions import Environments
 
 REAL = os.environ.get("TREEGRAFT_OPENENV_PYTHON", "")
 TASK = Task(id="t/0", question="Reach ten.", reference=(), columns={"start": 2})

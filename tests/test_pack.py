@@ -11,9 +11,17 @@ from hypothesis import strategies as st
 from tests.trees import Part, build_tree, mixed_trees, random_trees
 
 from treegraft.algo.advantages import assign_credit
-from treegraft.learn.attention import tree_mask
-from treegraft.learn.pack import Node, num_lesson_tokens, num_tree_tokens, pack_trees, pack_with_lessons, plan_packs, split_tree
-from treegraft.types import Status, Tree
+from treegraft.core.types import Status, Tree
+from treegraft.policy.learn.pack import (
+    Node,
+    num_lesson_tokens,
+    num_tree_tokens,
+    pack_trees,
+    pack_with_lessons,
+    plan_packs,
+    split_tree,
+)
+from treegraft.policy.learn.tree_attention import tree_mask
 
 QUICK = settings(max_examples=60, deadline=None)
 

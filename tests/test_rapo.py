@@ -19,7 +19,7 @@ from treegraft.algo.rapo import (
     retrieval_reward,
     shaping_factor,
 )
-from treegraft.types import Status, Trajectory
+from treegraft.core.types import Status, Trajectory
 
 
 @pytest.mark.parametrize(

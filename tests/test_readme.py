@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from tests.pages import PAGES, README, ROOT, commands, file_name, runnable
 
-from treegraft.config import Config
-from treegraft.errors import SettingError
-from treegraft.metrics import find_meaning
-from treegraft.recipe import load_config
-from treegraft.record import read_trees
+from treegraft.core.errors import SettingError
+from treegraft.runs.metrics import find_meaning
+from treegraft.runs.record import read_trees
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import build_rewards
 from treegraft.tools.build import build_tools
@@ -71,7 +71,7 @@ def test_section_runs(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def skip_without_sandbox(config: Config) -> None:
     """A machine without bubblewrap cannot show that tool."""
-    from treegraft.tools.bwrap import find_problem
+    from treegraft.tools.python.bwrap import find_problem
 
     if config.tools.python.backend == "bwrap" and (problem := find_problem()):
         pytest.skip(problem)
@@ -109,7 +109,7 @@ def train_small(recipe: str, folder: Path) -> None:
 def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
-    from treegraft.types import Task
+    from treegraft.core.types import Task
 
     for language, block in runnable()["own-tool.md: Your own tool"]:
         (tmp_path / str(file_name(block))).write_text(block, encoding="utf-8")
@@ -123,7 +123,7 @@ def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_settings_named_on_the_pages_exist() -> None:
-    from treegraft.recipe import known_settings
+    from treegraft.settings.load import known_settings
 
     names = set(known_settings())
     names |= {name.rpartition(".")[0] for name in names}
@@ -147,7 +147,7 @@ def test_commands_parse(page: str, line: str) -> None:
     """The command exists and takes these options; overrides of recipes that are here are settings, and do something."""
     import typer
 
-    from treegraft.cli import app
+    from treegraft.cli.main import app
 
     words = shlex.split(line, comments=True)[1:]
     command: Any = typer.main.get_command(app)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from tests.trees import Part, build_tree, recorded_trees
 
-from treegraft.errors import CheckpointError, DataError
-from treegraft.record import RunFolder, read_metrics, read_trees, tree_from_json, tree_to_json, write_atomically, write_trees
-from treegraft.types import BranchCause, BranchDecision, Task, Tree
+from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.types import BranchCause, BranchDecision, Task, Tree
+from treegraft.runs.record import RunFolder, read_metrics, read_trees, tree_from_json, tree_to_json, write_atomically, write_trees
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 
@@ -124,7 +124,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pyt
     def fail(_: int) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("treegraft.record.os.fsync", fail)
+    monkeypatch.setattr("treegraft.runs.record.os.fsync", fail)
     with pytest.raises(OSError, match="disk full"):
         write_atomically(path, "new")
     assert path.read_text() == "old"

@@ -21,14 +21,14 @@ from urllib.parse import parse_qs, urlsplit
 import httpx
 import pytest
 
-from treegraft.config import ToolsSettings
-from treegraft.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.types import Task
+from treegraft.settings.config import ToolsSettings
 from treegraft.tools.build import build_tools
-from treegraft.tools.remote import RemoteSearch, retrieve_url
-from treegraft.tools.search import SearchTool, open_corpus
-from treegraft.tools.serve import accepted_hosts, listen, search_app, url_of
-from treegraft.tools.web import PROVIDERS, WebSearch
-from treegraft.types import Task
+from treegraft.tools.search.remote import RemoteSearch, retrieve_url
+from treegraft.tools.search.serve import accepted_hosts, listen, search_app, url_of
+from treegraft.tools.search.tool import SearchTool, open_corpus
+from treegraft.tools.search.web import PROVIDERS, WebSearch
 
 TASK = Task(id="t", question="?", reference=())
 ROWS = [

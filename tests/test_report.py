@@ -18,18 +18,18 @@ from tests.viewed import grown_tree, write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'")
 
-from treegraft.errors import CheckpointError, DataError, SettingError
-from treegraft.record import RunFolder, write_trees
-from treegraft.report.bands import accuracy_band, band, paired, spent, student, wilson
-from treegraft.report.bars import per_update, source_name
-from treegraft.report.command import FIGURES, write_report
-from treegraft.report.curves import cost_curve
-from treegraft.report.groups import Group, group, pooled_differences, short, show, vary
-from treegraft.report.page import group_notes, inline
-from treegraft.report.records import Record, clean_lines, flatten, read_records, read_run, split_label
-from treegraft.report.shape import Table, brief, number
-from treegraft.report.trees import MOST_FILES, read_trajectories, spread
-from treegraft.types import Tree
+from treegraft.core.errors import CheckpointError, DataError, SettingError
+from treegraft.core.types import Tree
+from treegraft.runs.record import RunFolder, write_trees
+from treegraft.view.report.bands import accuracy_band, band, paired, spent, student, wilson
+from treegraft.view.report.bars import per_update, source_name
+from treegraft.view.report.command import FIGURES, write_report
+from treegraft.view.report.curves import cost_curve
+from treegraft.view.report.groups import Group, group, pooled_differences, short, show, vary
+from treegraft.view.report.page import group_notes, inline
+from treegraft.view.report.records import Record, clean_lines, flatten, read_records, read_run, split_label
+from treegraft.view.report.shape import Table, brief, number
+from treegraft.view.report.trees import MOST_FILES, read_trajectories, spread
 from treegraft.view.runs import Run
 
 ACCURACY = "eval/accuracy_sampled"
@@ -551,7 +551,7 @@ def test_a_figures_ids_are_its_own_in_the_page() -> None:
 
 
 def test_the_list_of_figures_is_the_one_that_is_drawn() -> None:
-    from treegraft.report import bars, curves, hybrid
+    from treegraft.view.report import bars, curves, hybrid
 
     drawn = (curves.DYNAMICS, bars.EFFICIENCY, curves.COST, bars.FINAL, hybrid.HYBRID, hybrid.DIVERSITY, hybrid.MAP)
     assert (*drawn, bars.NOISE, bars.OFF_POLICY) == FIGURES

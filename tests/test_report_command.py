@@ -13,8 +13,8 @@ from tests.viewed import write_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'")
 
-from treegraft import cli
-from treegraft.report.command import write_report
+from treegraft.cli import main as cli
+from treegraft.view.report.command import write_report
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 

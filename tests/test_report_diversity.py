@@ -13,8 +13,8 @@ from tests.test_view_large import write_large_run
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'")
 
-from treegraft.report.diversity import Reservoir, choose_encoder, count, distances, embed, phase_of, project, radius_of
-from treegraft.report.trees import Seen
+from treegraft.view.report.diversity import Reservoir, choose_encoder, count, distances, embed, phase_of, project, radius_of
+from treegraft.view.report.trees import Seen
 
 MOST_MB = 400
 """What a report on a large run may take: matplotlib, scikit-learn and a line of trees, not the run."""
@@ -91,7 +91,7 @@ def test_the_hashing_encoder_sees_whole_trajectories() -> None:
 def test_a_large_run_is_streamed(tmp_path: Path) -> None:
     path = write_large_run(tmp_path / "large")
     code = (
-        "import sys\nfrom treegraft.cli import main\nsys.argv = ['treegraft', 'report', sys.argv[1]]\n"
+        "import sys\nfrom treegraft.cli.main import main\nsys.argv = ['treegraft', 'report', sys.argv[1]]\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
         "assert 'torch' not in sys.modules\n"
         "print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')))"

@@ -18,12 +18,12 @@ import pytest
 from tests.tiny import contents, differing, tiny, write_recipe
 from tests.tiny_parts import SlowSearch
 
-from treegraft.checkpoint import latest_checkpoint, read_state
-from treegraft.errors import CheckpointError, SettingError
-from treegraft.interrupt import run_to_end
-from treegraft.learn.learner import Learner
-from treegraft.record import RunFolder, read_metrics
-from treegraft.terminal import PlainDisplay
+from treegraft.cli.display import PlainDisplay
+from treegraft.core.errors import CheckpointError, SettingError
+from treegraft.core.interrupt import run_to_end
+from treegraft.policy.checkpoint import latest_checkpoint, read_state
+from treegraft.policy.learn.learner import Learner
+from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.train import RunResult, sft, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,22 +33,22 @@ SETTINGS = tiny(run={"num_updates": 3}, eval={"num_samples": 1})
 
 MOMENTS: dict[str, tuple[str, int, str]] = {
     # The warm-up has 32 steps, each one optimiser step, and saves after 8, 16, 24 and 32.
-    "before any checkpoint": ("treegraft.learn.optimiser:MasterAdamW.step", 2, "before"),
-    "in the warm-up": ("treegraft.learn.optimiser:MasterAdamW.step", 21, "after"),
-    "half of a warm-up checkpoint written": ("treegraft.checkpoint:save_file", 3, "before"),
+    "before any checkpoint": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 2, "before"),
+    "in the warm-up": ("treegraft.policy.learn.optimiser:MasterAdamW.step", 21, "after"),
+    "half of a warm-up checkpoint written": ("treegraft.policy.checkpoint:save_file", 3, "before"),
     "after the warm-up": ("treegraft.train:step_skill", 1, "after"),
-    "in the evaluation at the start": ("treegraft.evaluate:eval_limits", 2, "before"),
-    "half of a line of metrics written": ("treegraft.record:RunFolder.append_metrics", 2, "half"),
-    "sampling": ("treegraft.engine.native:NativeEngine._sample", 45, "before"),
+    "in the evaluation at the start": ("treegraft.evals.evaluate:eval_limits", 2, "before"),
+    "half of a line of metrics written": ("treegraft.runs.record:RunFolder.append_metrics", 2, "half"),
+    "sampling": ("treegraft.policy.engine.native:NativeEngine._sample", 45, "before"),
     "scoring": ("treegraft.train:rollout_metrics", 2, "before"),
-    "learning, between two optimiser steps": ("treegraft.learn.learner:Learner._optimiser_step", 4, "before"),
-    "learned, not published": ("treegraft.learn.drift:DriftGuard.publish", 3, "before"),
+    "learning, between two optimiser steps": ("treegraft.policy.learn.learner:Learner._optimiser_step", 4, "before"),
+    "learned, not published": ("treegraft.policy.learn.drift:DriftGuard.publish", 3, "before"),
     # The settings, two evaluations, the first update, two evaluations, the second update.
-    "half of the trees written": ("treegraft.record:write_atomically", 7, "half"),
+    "half of the trees written": ("treegraft.runs.record:write_atomically", 7, "half"),
     "in an evaluation between": ("treegraft.train:write_trees", 5, "before"),
-    "a checkpoint written, not renamed": ("treegraft.checkpoint:_checksums", 8, "after"),
+    "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:_checksums", 8, "after"),
     "a checkpoint renamed, old ones not removed": ("treegraft.train:prune_checkpoints", 7, "before"),
-    "an old checkpoint half removed": ("treegraft.checkpoint:shutil.rmtree", 30, "before"),
+    "an old checkpoint half removed": ("treegraft.policy.checkpoint:shutil.rmtree", 30, "before"),
     "all done but the end": ("treegraft.train:RunResult", 1, "before"),
 }
 
@@ -219,7 +219,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("where", "nth", "kept"),
     [
-        ("treegraft.learn.optimiser:MasterAdamW.step", 5, "warmup-000005"),
+        ("treegraft.policy.learn.optimiser:MasterAdamW.step", 5, "warmup-000005"),
         ("treegraft.train:_Run._evaluate", 1, "warmup-000032"),
         ("treegraft.rollout.loop:Grower.grow", 10, "update-000000"),
         ("treegraft.train:credit_trees", 2, "update-000002"),

@@ -9,18 +9,8 @@ from typing import Any
 
 import pytest
 
-from treegraft.config import RewardSettings
-from treegraft.errors import SettingError
-from treegraft.tasks.rewards import (
-    RewardScorer,
-    build_rewards,
-    exact_match_reward,
-    f1_reward,
-    hierarchical_reward,
-    math_reward,
-    written_text,
-)
-from treegraft.types import (
+from treegraft.core.errors import SettingError
+from treegraft.core.types import (
     Leaf,
     Observation,
     Origin,
@@ -30,6 +20,16 @@ from treegraft.types import (
     Task,
     ToolCall,
     Tree,
+)
+from treegraft.settings.config import RewardSettings
+from treegraft.tasks.rewards import (
+    RewardScorer,
+    build_rewards,
+    exact_match_reward,
+    f1_reward,
+    hierarchical_reward,
+    math_reward,
+    written_text,
 )
 
 
@@ -248,8 +248,8 @@ def test_names_and_import_paths() -> None:
         ({"funcs": ["f1", "math"], "weights": [1.0]}, "1 entries for the 2"),
         ({"funcs": []}, "empty"),
         ({"funcs": ["f1", "f1"]}, "twice"),
-        ({"funcs": ["treegraft.types:ROOT_ID"]}, "expected a function"),
-        ({"funcs": ["treegraft.types:nothing_of_the_kind"]}, "nothing_of_the_kind"),
+        ({"funcs": ["treegraft.core.types:ROOT_ID"]}, "expected a function"),
+        ({"funcs": ["treegraft.core.types:nothing_of_the_kind"]}, "nothing_of_the_kind"),
     ],
 )
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:

@@ -19,18 +19,18 @@ from typing import Any, TypeVar
 import pytest
 
 from attacks import ATTACKS, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
-from treegraft import doctor
-from treegraft.config import Config, PythonToolSettings, ToolsSettings
-from treegraft.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.interfaces import Tool
-from treegraft.tools import bwrap
+from treegraft.cli import doctor
+from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.core.interfaces import Tool
+from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.settings.config import Config, PythonToolSettings, ToolsSettings
 from treegraft.tools.build import build_tools
-from treegraft.tools.bwrap import Sandbox, SandboxLimits, find_problem
-from treegraft.tools.python import PythonTool
-from treegraft.tools.sandbox import SandboxedPythonTool
-from treegraft.tools.shown import NO_OUTPUT
+from treegraft.tools.python import bwrap
+from treegraft.tools.python.bwrap import Sandbox, SandboxLimits, find_problem
+from treegraft.tools.python.monty import PythonTool
+from treegraft.tools.python.sandbox import SandboxedPythonTool
+from treegraft.tools.python.shown import NO_OUTPUT
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Observation, Task, ToolCall
 
 T = TypeVar("T")
 TASK = Task(id="t/1", question="?", reference=())
@@ -214,7 +214,7 @@ def test_an_ordinary_user_can_have_one() -> None:
     if not python.exists():
         pytest.skip(f"there is no {python} that another user could run")
     site = Path(bwrap._package_folders("numpy")[0]).parent
-    code = "from treegraft.tools import bwrap; print(bwrap.find_problem())"
+    code = "from treegraft.tools.python import bwrap; print(bwrap.find_problem())"
     path = os.pathsep.join([str(Path(bwrap.__file__).parents[2]), str(site)])
     done = subprocess.run(
         [python, "-B", "-c", code],

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from tests.families import byte_tokenizer, word_tokenizer
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.errors import EngineError
-from treegraft.interfaces import Engine
-from treegraft.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.core.errors import EngineError
+from treegraft.core.interfaces import Engine
+from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
+from treegraft.policy.engine.scripted import ScriptedEngine
 
 SAMPLING = Sampling(max_new_tokens=50, stop=("</search>",), final=("</answer>",))
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from treegraft.errors import DataError, SettingError, ToolError
-from treegraft.tools.search import NO_MATCH, SearchTool
-from treegraft.types import Task
+from treegraft.core.errors import DataError, SettingError, ToolError
+from treegraft.core.types import Task
+from treegraft.tools.search.tool import NO_MATCH, SearchTool
 
 TASK = Task(id="t", question="?", reference=())
 ROWS = [

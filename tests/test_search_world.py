@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treegraft.config import SearchWorldSettings, TasksSettings
-from treegraft.errors import SettingError, ToolError
+from treegraft.core.errors import SettingError, ToolError
+from treegraft.core.types import StepContent, Task
+from treegraft.settings.config import SearchWorldSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import exact_match, is_mathematical
 from treegraft.tasks.search_words import NAMES, RELATIONS, English, Symbols
 from treegraft.tasks.search_world import SearchWorld, World
-from treegraft.types import StepContent, Task
 
 
 def make_source(seed: int = 0, num_train: int = 60, num_eval: int = 20, **options: object) -> SearchWorld:

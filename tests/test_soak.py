@@ -15,9 +15,9 @@ import pytest
 from tests.families import build_model, word_tokenizer
 from tests.trees import VOCABULARY
 
-from treegraft.config import EngineSettings
-from treegraft.engine.native import NativeEngine
-from treegraft.types import Sampling
+from treegraft.core.types import Sampling
+from treegraft.policy.engine.native import NativeEngine
+from treegraft.settings.config import EngineSettings
 
 SECONDS = float(os.environ.get("TREEGRAFT_SOAK_S", "1800"))
 """How long; shorter to see that it runs."""

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from treegraft.config import Config
-from treegraft.terminal import (
+from treegraft.cli.display import (
     Display,
     PlainDisplay,
     RichDisplay,
@@ -19,7 +18,7 @@ from treegraft.terminal import (
     plain,
     transcript,
 )
-from treegraft.types import (
+from treegraft.core.types import (
     ContinuationCause,
     Leaf,
     Observation,
@@ -32,6 +31,7 @@ from treegraft.types import (
     ToolCall,
     Tree,
 )
+from treegraft.settings.config import Config
 
 METRICS = {
     "reward/mean": 0.5,

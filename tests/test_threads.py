@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from treegraft.threads import _pause, release_threads
+from treegraft.core.threads import _pause, release_threads
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists() or _pause() is None, reason="torch has no OpenMP runtime of GNU's here")

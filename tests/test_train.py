@@ -14,21 +14,21 @@ import torch
 from tests.tiny import differing, tiny, write_recipe
 from tests.tiny_parts import ANSWERS, ASKED, SlowSearch
 
-from treegraft import interrupt
-from treegraft.checkpoint import read_state
-from treegraft.config import Config, WarmupSettings
-from treegraft.engine.native import NativeEngine
-from treegraft.errors import DataError, DriftError, EngineError
-from treegraft.evaluate import answer_question, evaluate_checkpoint
-from treegraft.learn.sft import Demonstrations, demonstration_tree, step_skill
-from treegraft.metrics import check_known
-from treegraft.models import build_word_tokenizer
-from treegraft.recipe import load_config
-from treegraft.record import read_metrics, read_trees
+from treegraft.core import interrupt
+from treegraft.core.errors import DataError, DriftError, EngineError
+from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
+from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+from treegraft.policy.checkpoint import read_state
+from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
+from treegraft.policy.load import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.runs.metrics import check_known
+from treegraft.runs.record import read_metrics, read_trees
+from treegraft.settings.config import Config, WarmupSettings
+from treegraft.settings.load import load_config
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 from treegraft.train import RunResult, _Run, sample_tasks, train
-from treegraft.types import BranchCause, Status, StepContent, Task, Tree
 
 # peft, and gradient checkpointing on older releases, use names that transformers is giving up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -493,7 +493,7 @@ def test_an_expert_that_the_format_cannot_say_is_no_accident(world: SearchWorld,
 
 
 def test_every_recipe_has_a_memory_estimate_that_fits_here() -> None:
-    from treegraft import doctor
+    from treegraft.cli import doctor
 
     for path in sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml")):
         parts, total = doctor.recipe_memory(load_config(path))

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from tests.families import build_model
 from tests.test_learner import example_trees
 
-from treegraft.attention import AttentionOptions
-from treegraft.config import LearnSettings, LossSettings
-from treegraft.learn import attention
-from treegraft.learn import kernels as module
-from treegraft.learn.attention import PackedPlan
-from treegraft.learn.dense import subtree_ends
-from treegraft.learn.kernels import TreeKernels, TreeRuns, tree_kernels
-from treegraft.learn.learner import Learner
-from treegraft.learn.pack import Node, PackedTree, pack_trees
+from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.kernels.trees import TreeKernels, TreeRuns, tree_kernels
+from treegraft.policy.learn import attention
+from treegraft.policy.learn import kernels as module
+from treegraft.policy.learn.dense import subtree_ends
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.pack import Node, PackedTree, pack_trees
+from treegraft.policy.learn.tree_attention import PackedPlan
+from treegraft.settings.config import LearnSettings, LossSettings
 
 
 def compiled(width: int, dtype: torch.dtype) -> TreeKernels:
@@ -187,7 +187,7 @@ def test_without_a_compiler_torchs_operators_do_it(
 
 def test_they_are_not_asked_for_where_the_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with_them = learn_once()
-    monkeypatch.setattr("treegraft.learn.attention.tree_kernels", lambda *_: pytest.fail("they were asked for"))
+    monkeypatch.setattr("treegraft.policy.learn.tree_attention.tree_kernels", lambda *_: pytest.fail("they were asked for"))
     assert learn_once(compile_kernels=False) == pytest.approx(with_them, abs=1e-4)
 
 
@@ -227,7 +227,7 @@ def test_one_thread_of_ours_is_no_match_for_many(fresh: Path, monkeypatch: pytes
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     compiled(8, torch.float32)
     module._tree_kernels.cache_clear()
-    monkeypatch.setattr("treegraft.kernels.library.shares_runtime", lambda _: False)
+    monkeypatch.setattr("treegraft.policy.kernels.library.shares_runtime", lambda _: False)
     assert tree_kernels(8, torch.float32, "cpu") is None
 
 

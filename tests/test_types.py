@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from tests.trees import Part, build_tree, random_trees
 
-from treegraft.types import LEARNING_RULES, Leaf, Origin, Status, Step, StepContent, Tree
+from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Step, StepContent, Tree
 
 P, S, T = Origin.PROMPT, Origin.POLICY, Origin.TOOL
 
@@ -124,7 +124,7 @@ def test_a_step_knows_its_author_and_its_place() -> None:
 
 
 def test_tool_calls_count_those_that_ran() -> None:
-    from treegraft.types import Observation, ToolCall
+    from treegraft.core.types import Observation, ToolCall
 
     tree = example()
     call, seen = ToolCall("search", "x"), Observation(text="y")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from tests.test_environments import make_toolbox
 
-from treegraft.errors import DataError, SettingError, ToolUnavailable
-from treegraft.settings_environment import EnvironmentSettings
+from treegraft.core.errors import DataError, SettingError, ToolUnavailable
+from treegraft.core.types import Task, ToolCall
+from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tasks.verifiers import VerifiersTasks
 from treegraft.tools.build import open_environments
-from treegraft.tools.environment_sessions import Environments
-from treegraft.types import Task, ToolCall
+from treegraft.tools.environments.sessions import Environments
 
 WORDLE = {"taskset": "textarena", "settings": {"game": "Wordle-v0"}}
 WORDS = ("apple", "house", "table", "river", "stone", "light", "night", "water", "green", "chair", "plant", "music")

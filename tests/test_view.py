@@ -21,15 +21,15 @@ from tests.trees import recorded_trees
 from tests.viewed import copy_without_checkpoints, expert_hash, grown_tree, metrics_of, plain_tree, write_run, write_update
 from typer.testing import CliRunner
 
-from treegraft.cli import app as command_line
-from treegraft.errors import CheckpointError, DataError
-from treegraft.record import RunFolder, tree_to_json, write_trees
-from treegraft.types import Tree
-from treegraft.view.health import shown, standing
+from treegraft.cli.main import app as command_line
+from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.types import Tree
+from treegraft.runs.record import RunFolder, tree_to_json, write_trees
 from treegraft.view.runs import Run, open_runs
 from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app, is_own_name
 from treegraft.view.shapes import draw, path_tokens, summarise
 from treegraft.view.stepindex import parse_indexed, read_steps
+from treegraft.view.warnings import shown, standing
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from tests.viewed import (
     write_update,
 )
 
-from treegraft.record import RunFolder, write_trees
-from treegraft.types import Leaf, StartCause, Status, StepContent, Task, Tree
+from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
+from treegraft.runs.record import RunFolder, write_trees
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -20,8 +20,8 @@ import httpx
 import pytest
 from tests.viewed import metrics_of, plain_tree, step
 
-from treegraft.record import RunFolder, write_trees
-from treegraft.types import ContinuationCause, Leaf, Observation, StartCause, Status, StepContent, ToolCall, Tree
+from treegraft.core.types import ContinuationCause, Leaf, Observation, StartCause, Status, StepContent, ToolCall, Tree
+from treegraft.runs.record import RunFolder, write_trees
 
 MOST_MB = 300
 """What the server may take."""

@@ -7,13 +7,12 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from treegraft.config import SearchWorldSettings
-from treegraft.engine.scripted import ScriptedEngine
+from treegraft.core.interfaces import NoiseKey, Tool
+from treegraft.core.types import Completion, Sampling, Start, Task, Tree
 from treegraft.explore.independent import Independent
-from treegraft.explore.proposals import Start
-from treegraft.interfaces import NoiseKey, Tool
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.settings.config import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
-from treegraft.types import Completion, Sampling, Task, Tree
 
 WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from treegraft.engine.scripted import ScriptedEngine
-from treegraft.interfaces import NoiseKey
-from treegraft.types import Completion, Sampling
+from treegraft.core.interfaces import NoiseKey
+from treegraft.core.types import Completion, Sampling
+from treegraft.policy.engine.scripted import ScriptedEngine
 
 REFERENCES: dict[str, str] = {}
 """Answers by question as the prompt shows it; the test fills it in."""

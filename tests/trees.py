@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from treegraft.types import (
+from treegraft.core.types import (
     BranchCause,
     BudgetState,
     ContinuationCause,

@@ -15,10 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from treegraft.record import RunFolder, write_trees
-from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.keys import split_steps
-from treegraft.types import (
+from treegraft.core.types import (
     BranchCause,
     BranchDecision,
     Cause,
@@ -37,6 +34,9 @@ from treegraft.types import (
     Trace,
     Tree,
 )
+from treegraft.runs.record import RunFolder, write_trees
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import split_steps
 from treegraft.view.runs import open_runs
 from treegraft.view.server import address_of, build_app, listen
 

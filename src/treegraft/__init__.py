@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from treegraft.config import Config
-    from treegraft.evaluate import answer_question, evaluate_checkpoint
-    from treegraft.recipe import load_config
-    from treegraft.record import read_trees
+    from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+    from treegraft.runs.record import read_trees
+    from treegraft.settings.config import Config
+    from treegraft.settings.load import load_config
     from treegraft.train import RunResult
 
 __version__ = "0.6.0"
@@ -25,12 +25,12 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Config": "treegraft.config",
+    "Config": "treegraft.settings.config",
     "RunResult": "treegraft.train",
-    "answer_question": "treegraft.evaluate",
-    "evaluate_checkpoint": "treegraft.evaluate",
-    "load_config": "treegraft.recipe",
-    "read_trees": "treegraft.record",
+    "answer_question": "treegraft.evals.evaluate",
+    "evaluate_checkpoint": "treegraft.evals.evaluate",
+    "load_config": "treegraft.settings.load",
+    "read_trees": "treegraft.runs.record",
 }
 """Where each public name lives; loaded on first use, so that importing treegraft does not import torch. `train` is
 missing because it would hide the module of its name: `from treegraft.train import train`."""

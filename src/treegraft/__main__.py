@@ -6,7 +6,7 @@ import sys
 def main() -> None:
     """Runs the command line; Ctrl-C while it is loaded ends it as quietly as later."""
     try:
-        from treegraft.cli import main as run
+        from treegraft.cli.main import main as run
     except KeyboardInterrupt:
         sys.exit(130)
     run()

@@ -9,14 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.config import Config, EvalSettings, ExploreSettings, RolloutSettings
-from treegraft.errors import DataError, SettingError, nearest
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
-from treegraft.explore.compose import Composed
-from treegraft.explore.entropy import EntropyBranching
-from treegraft.explore.graft import HybridRollout
-from treegraft.explore.independent import Independent
-from treegraft.interfaces import (
+from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.interfaces import (
     Capability,
     Engine,
     EnvironmentKind,
@@ -28,16 +22,22 @@ from treegraft.interfaces import (
     Tracker,
     TreeScorer,
 )
-from treegraft.plugins import load_object
+from treegraft.core.plugins import load_object
+from treegraft.core.types import Task
+from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.compose import Composed
+from treegraft.explore.entropy import EntropyBranching
+from treegraft.explore.graft import HybridRollout
+from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.loop import Grower, Limits
+from treegraft.settings.config import Config, EvalSettings, ExploreSettings, RolloutSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
 from treegraft.tools.build import build_tools, open_environments
-from treegraft.tools.environment import EnvironmentTool
-from treegraft.tools.environment_sessions import Environments
+from treegraft.tools.environments.own import EnvironmentTool
+from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +77,8 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
     Raises:
         TreegraftError: what cannot be had, before any work starts.
     """
-    from treegraft.checkpoint import with_saved_adapter
-    from treegraft.models import end_token_ids, limit_threads, load_model, with_adapters
+    from treegraft.policy.checkpoint import with_saved_adapter
+    from treegraft.policy.load import end_token_ids, limit_threads, load_model, with_adapters
 
     limit_threads(config.run.num_threads)
     tasks = source or build_tasks(config.tasks, config.run.seed)
@@ -127,7 +127,7 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
 
 def _room_for_prompts(config: Config, model: Any) -> int | None:
     """The longest prompt that leaves room for a completion, in tokens; None where the model names no limit."""
-    from treegraft.models import max_context
+    from treegraft.policy.load import max_context
 
     limit = max_context(model)
     if limit is None:
@@ -167,7 +167,7 @@ def check_prompts(parts: Parts, tasks: Sequence[Task]) -> None:
 
 def _build_engine(config: Config, model: Any, tokenizer: Any) -> Engine:
     if config.engine.kind == "native":
-        from treegraft.engine.native import NativeEngine
+        from treegraft.policy.engine.native import NativeEngine
 
         return NativeEngine(model, tokenizer, config.engine)
     if ":" not in config.engine.kind:
@@ -290,7 +290,7 @@ def find_trackers(names: list[str]) -> list[Callable[[Path], Tracker]]:
     makers: list[Callable[[Path], Tracker]] = []
     for name in names:
         if name == "tensorboard":
-            from treegraft.track.tensorboard import find_tensorboard
+            from treegraft.runs.tensorboard import find_tensorboard
 
             makers.append(find_tensorboard())
         elif ":" in name:

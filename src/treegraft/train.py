@@ -16,30 +16,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from treegraft.assemble import assemble, build_explorer, check_prompts, find_trackers, max_live_trees, training_limits
-from treegraft.checkpoint import checkpoint_name, load_checkpoint, prune_checkpoints, save_checkpoint
-from treegraft.credit import credit_trees, find_credit_rule
-from treegraft.errors import DataError, TreegraftError
-from treegraft.evaluate import Evaluation, evaluate
-from treegraft.health import Monitor, explained
-from treegraft.interrupt import Interrupted, Stop, run_to_end
-from treegraft.keyed import keyed_int
-from treegraft.learn.drift import DriftGuard
-from treegraft.learn.learner import Learner
-from treegraft.learn.sft import Demonstrations, step_skill, warm_up
-from treegraft.recipe import config_json
-from treegraft.record import read_trees, write_trees
+from treegraft.core.errors import DataError, TreegraftError
+from treegraft.core.interrupt import Interrupted, Stop, run_to_end
+from treegraft.core.keyed import keyed_int
+from treegraft.core.types import Status, Task, Tree
+from treegraft.evals.evaluate import Evaluation, evaluate
+from treegraft.policy.checkpoint import checkpoint_name, load_checkpoint, prune_checkpoints, save_checkpoint
+from treegraft.policy.learn.credit import credit_trees, find_credit_rule
+from treegraft.policy.learn.drift import DriftGuard
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics
 from treegraft.rollout.unused import unused_metrics
-from treegraft.start import Source, Start, new_start, resumed_start, update_latest
+from treegraft.runs.health import Monitor, explained
+from treegraft.runs.record import read_trees, write_trees
+from treegraft.runs.start import Source, Start, new_start, resumed_start, update_latest
+from treegraft.settings.load import config_json
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever
 from treegraft.traces.supply import buffer_metrics, check_buffer, grow_buffer, needs_buffer, open_buffer
-from treegraft.types import Status, Task, Tree
 
 if TYPE_CHECKING:
-    from treegraft.terminal import Display
+    from treegraft.cli.display import Display
 
 Result = TypeVar("Result")
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from treegraft.algo.arpo import shared_advantages
 from treegraft.algo.rapo import RetrievalVariant, combined_advantages, path_retrieval_reward, path_retrieved_frac
-from treegraft.types import LEARNING_RULES, Leaf, Origin, Status, Step, Trajectory, Tree
+from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Step, Trajectory, Tree
 
 Floats = npt.NDArray[np.float64]
 

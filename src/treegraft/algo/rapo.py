@@ -10,7 +10,7 @@ from typing import Literal, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.types import Origin, Step, Trajectory
+from treegraft.core.types import Origin, Step, Trajectory
 
 Floats = npt.NDArray[np.float64]
 

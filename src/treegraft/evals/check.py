@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treegraft.errors import DataError, nearest
+from treegraft.core.errors import DataError, nearest
 from treegraft.evals.fields import (
     CONTROL,
     QUESTION_COLUMNS,

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from treegraft.errors import CheckpointError, DataError
+from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
-from treegraft.record import RunFolder, tree_from_json, tree_to_json, write_atomically
-from treegraft.types import Status, Tree
+from treegraft.runs.record import RunFolder, tree_from_json, tree_to_json, write_atomically
 
 FORMAT_VERSION = 1
 _UNCOUNTED = ("rollout.deadline_s", "engine.deadline_s")

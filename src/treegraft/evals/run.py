@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treegraft.assemble import Parts, assemble, check_prompts, eval_limits
-from treegraft.config import Config
-from treegraft.errors import SettingError
+from treegraft.core.errors import SettingError
+from treegraft.core.interrupt import Interrupted, Stop, run_to_end
+from treegraft.core.types import Task, Tree
+from treegraft.evals.evaluate import open_checkpoint
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
-from treegraft.evals.report import SuiteReport, Verdicts, report_suite
+from treegraft.evals.numbers import SuiteReport, Verdicts, report_suite
 from treegraft.evals.scores import answer_of, suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
-from treegraft.evaluate import open_checkpoint
 from treegraft.explore.independent import Independent
-from treegraft.idle import EVALUATION_IGNORES
-from treegraft.interrupt import Interrupted, Stop, run_to_end
 from treegraft.rollout.loop import Watch
-from treegraft.types import Task, Tree
+from treegraft.settings.config import Config
+from treegraft.settings.idle import EVALUATION_IGNORES
 
 if TYPE_CHECKING:
-    from treegraft.terminal import Display
+    from treegraft.cli.display import Display
 
 _NO_MATTER = (
     *(*EVALUATION_IGNORES, "run.dir", "eval.greedy", "eval.num_samples", "track.", "reward.", "model.path"),
@@ -161,7 +161,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 def _weights_id(place: Path | str) -> str:
     """Returns a checksum of a folder's weights, or the name of a model that is no folder."""
-    from treegraft.checkpoint import file_checksum
+    from treegraft.policy.checkpoint import file_checksum
 
     if not isinstance(place, Path):
         return str(place)

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from treegraft.interfaces import RewardFunc
+from treegraft.core.interfaces import RewardFunc
+from treegraft.core.types import Status, Trajectory
 from treegraft.tasks import scoring
 from treegraft.tasks.rewards import RewardScorer
-from treegraft.types import Status, Trajectory
 
 NUM_RESAMPLES = 10_000
 """Draws of a bootstrap."""

@@ -9,10 +9,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.evals.report import SetReport, SuiteReport
+from treegraft.cli.display import plain
+from treegraft.evals.numbers import SetReport, SuiteReport
 from treegraft.evals.scores import Interval
 from treegraft.evals.versus import Comparison, Flip
-from treegraft.terminal import plain
 
 MAX_FLIPS = 10
 """Items of each kind that a table names; the JSON names all."""

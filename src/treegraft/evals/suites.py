@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from treegraft.errors import DataError, SettingError, nearest
+from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.keyed import keyed_int
+from treegraft.core.types import Task
 from treegraft.evals.fields import accepted_answers, find_value, last_boxed, question_text
-from treegraft.keyed import keyed_int
 from treegraft.tasks.readers import BadRow, read_rows
-from treegraft.types import Task
 
 Measure = Literal["math", "f1", "judge"]
 

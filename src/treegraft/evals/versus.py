@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.errors import CheckpointError, DataError
+from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.types import Trajectory, Tree
 from treegraft.evals.folder import EvalFolder
-from treegraft.evals.report import Verdicts, correctness, item_means, main_score
+from treegraft.evals.numbers import Verdicts, correctness, item_means, main_score
 from treegraft.evals.scores import Interval, answer_of, bootstrap, stratified_bootstrap
 from treegraft.evals.suites import SETS
-from treegraft.types import Trajectory, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

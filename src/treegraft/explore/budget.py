@@ -6,8 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from treegraft.explore.proposals import Branch, Start
-from treegraft.types import BranchCause, BudgetState
+from treegraft.core.types import Branch, BranchCause, BudgetState, Start
 
 
 class Budget:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
-from treegraft.interfaces import Explorer
-from treegraft.types import Tree
+from treegraft.core.interfaces import Explorer
+from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
 
 
 class Composed:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Literal
 
 from treegraft.algo.arpo import branch_probability, entropy_change
-from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
-from treegraft.keyed import keyed_unit
-from treegraft.types import BranchCause, Origin, Step, Tree
+from treegraft.core.keyed import keyed_unit
+from treegraft.core.types import Branch, BranchCause, Generate, Graft, Origin, PathView, Start, Step, Tree
 
 
 class EntropyBranching:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
-from treegraft.keyed import keyed_unit
-from treegraft.types import Tree
+from treegraft.core.keyed import keyed_unit
+from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
 
 
 class HybridRollout:

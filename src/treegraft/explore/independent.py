@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft.explore.proposals import Branch, Generate, Graft, PathView, Start
-from treegraft.types import Tree
+from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
 
 
 class Independent:

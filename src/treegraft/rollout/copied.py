@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from treegraft.types import Origin, Step, Trajectory
+from treegraft.core.types import Origin, Step, Trajectory
 
 
 def _words(steps: Iterable[Step]) -> list[str]:

@@ -13,19 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
-from treegraft.errors import DataError, EngineError
-from treegraft.explore.budget import Allocation, Budget, Rounds
-from treegraft.explore.proposals import Graft, PathView
-from treegraft.interfaces import Engine, Explorer, Format, NoiseKey, Retrieved, Retriever, TreeScorer
-from treegraft.rollout.tree import OpenPath, OpenTree, result_of
-from treegraft.tools.sessions import Sessions
-from treegraft.tools.toolbox import Toolbox
-from treegraft.types import (
+from treegraft.core.errors import DataError, EngineError
+from treegraft.core.interfaces import Engine, Explorer, Format, NoiseKey, Retrieved, Retriever, TreeScorer
+from treegraft.core.sessions import Sessions
+from treegraft.core.types import (
     BranchDecision,
     Cause,
     Completion,
+    Graft,
     GraftCause,
     Origin,
+    PathView,
     Sampling,
     Status,
     StepContent,
@@ -33,6 +31,9 @@ from treegraft.types import (
     Task,
     Tree,
 )
+from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.rollout.tree import OpenPath, OpenTree, result_of
+from treegraft.tools.toolbox import Toolbox
 
 MIN_CUT_GRAFT = 16
 """Tokens under which what is left of a graft that has to be cut says nothing, so it is not attached; and the least that the agent

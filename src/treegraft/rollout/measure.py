@@ -8,8 +8,8 @@ from math import comb
 
 import numpy as np
 
+from treegraft.core.types import BranchCause, GraftCause, Origin, Status, Trajectory, Tree
 from treegraft.rollout.copied import copied_metrics
-from treegraft.types import BranchCause, GraftCause, Origin, Status, Trajectory, Tree
 
 
 def _share(flags: Iterable[bool]) -> float:

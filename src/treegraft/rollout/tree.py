@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from treegraft.explore.budget import Budget
-from treegraft.tools.sessions import Point, Session
-from treegraft.types import (
+from treegraft.core.sessions import Point, Session
+from treegraft.core.types import (
     ROOT_ID,
     BranchCause,
     BranchDecision,
@@ -26,6 +25,7 @@ from treegraft.types import (
     Task,
     Tree,
 )
+from treegraft.explore.budget import Budget
 
 
 @dataclass(eq=False)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft.interfaces import Explorer
-from treegraft.types import Origin, Step, Tree
+from treegraft.core.interfaces import Explorer
+from treegraft.core.types import Origin, Step, Tree
 
 
 def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from treegraft.config import ReasoningGymSettings
-from treegraft.errors import SettingError, nearest
-from treegraft.interfaces import Tool
-from treegraft.keyed import keyed_choice, keyed_int
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.interfaces import Tool
+from treegraft.core.keyed import keyed_choice, keyed_int
+from treegraft.core.types import Observation, StepContent, Task, ToolCall
+from treegraft.settings.config import ReasoningGymSettings
 from treegraft.tasks.scoring import math_equal
-from treegraft.types import Observation, StepContent, Task, ToolCall
 
 _RANGE_SIZE = 1 << 29
 """Item seeds of one purpose; all three ranges stay below 2^31, which every generator accepts."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from treegraft.config import TasksSettings
-from treegraft.errors import SettingError, nearest
-from treegraft.interfaces import TaskSource
-from treegraft.plugins import load_object
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.interfaces import TaskSource
+from treegraft.core.plugins import load_object
+from treegraft.settings.config import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
 from treegraft.tasks.search_world import SearchWorld
@@ -48,7 +48,7 @@ def _build_custom(settings: TasksSettings, seed: int) -> TaskSource:
     if missing:
         raise SettingError(
             f"tasks.kind '{settings.kind}' gave a {type(source).__name__} without {', '.join(missing)}; "
-            "see treegraft.interfaces.TaskSource for what a task source has"
+            "see treegraft.core.interfaces.TaskSource for what a task source has"
         )
     return source
 

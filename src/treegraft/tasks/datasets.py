@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from treegraft.config import DatasetSettings
-from treegraft.errors import DataError, SettingError, nearest
+from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.types import Task
+from treegraft.settings.config import DatasetSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.readers import HUB, BadRow, Row, read_rows, source_names
-from treegraft.types import Task
 
 # Tabs and line breaks belong to text; the others are mostly what a lost backslash leaves: a form feed and "rac".
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")

@@ -18,7 +18,7 @@ import threading
 import time
 from pathlib import Path
 
-from treegraft.errors import DeadlineExceeded, TreegraftError
+from treegraft.core.errors import DeadlineExceeded, TreegraftError
 
 NUM_WORKERS = 2
 """Processes at most; they start when first needed."""

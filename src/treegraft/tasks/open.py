@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treegraft.interfaces import Tool
-from treegraft.types import StepContent, Task
+from treegraft.core.interfaces import Tool
+from treegraft.core.types import StepContent, Task
 
 
 class OpenTasks:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.errors import DataError, SettingError, nearest
+from treegraft.core.errors import DataError, SettingError, nearest
 
 HUB = "hub:"
 _BATCH_ROWS = 1024

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from treegraft.config import RewardSettings
-from treegraft.errors import SettingError, nearest
-from treegraft.interfaces import RewardFunc
-from treegraft.plugins import load_object
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.interfaces import RewardFunc
+from treegraft.core.plugins import load_object
+from treegraft.core.types import Leaf, Origin, Status, Trajectory, Tree
+from treegraft.settings.config import RewardSettings
 from treegraft.tasks import scoring
-from treegraft.types import Leaf, Origin, Status, Trajectory, Tree
 
 Accuracy = Literal["auto", "f1", "exact_match", "math"]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, Protocol
 
-from treegraft.errors import ToolError
+from treegraft.core.errors import ToolError
 
 UNKNOWN: Final = "unknown"
 """The whole text of an error in symbols: a word-level tokenizer knows no other words."""

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
-from treegraft.config import SearchWorldSettings
-from treegraft.errors import SettingError
-from treegraft.interfaces import Capability, Tool
-from treegraft.keyed import keyed_choice, keyed_int, keyed_unit
+from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Capability, Tool
+from treegraft.core.keyed import keyed_choice, keyed_int, keyed_unit
+from treegraft.core.types import Observation, StepContent, Task, ToolCall
+from treegraft.settings.config import SearchWorldSettings
 from treegraft.tasks.search_words import NAMES, RELATIONS, Wording, wording
-from treegraft.types import Observation, StepContent, Task, ToolCall
 
 MAX_HOPS = 5
 

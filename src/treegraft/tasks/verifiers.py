@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from treegraft.errors import DataError
+from treegraft.core.errors import DataError
+from treegraft.core.types import Task
 from treegraft.tasks.open import OpenTasks
-from treegraft.tools.verifiers import VerifiersOptions, read_tasks
-from treegraft.types import Task
+from treegraft.tools.environments.verifiers import VerifiersOptions, read_tasks
 
 
 class VerifiersTasks(OpenTasks):

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from treegraft.config import BUILT_IN, PythonToolSettings, ToolsSettings
-from treegraft.errors import SettingError, nearest
-from treegraft.interfaces import EnvironmentKind, Tool
-from treegraft.plugins import load_object
-from treegraft.settings_environment import EnvironmentSettings
-from treegraft.settings_search import SearchToolSettings
-from treegraft.tools.environment import ClassEnvironments
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.interfaces import EnvironmentKind, Tool
+from treegraft.core.plugins import load_object
+from treegraft.settings.config import BUILT_IN, PythonToolSettings, ToolsSettings
+from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings
+from treegraft.tools.environments.own import ClassEnvironments
 from treegraft.tools.function import FunctionTool
 
 if TYPE_CHECKING:
-    from treegraft.tools.search import SearchBackend
+    from treegraft.tools.search.tool import SearchBackend
 
 
 def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
@@ -59,11 +58,11 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
         return None
     # Imported here: each needs a package of its own.
     if settings.kind == "openenv":
-        from treegraft.tools.openenv import OpenEnvEnvironments
+        from treegraft.tools.environments.openenv import OpenEnvEnvironments
 
         return OpenEnvEnvironments(settings)
     if settings.kind == "verifiers":
-        from treegraft.tools.verifiers import VerifiersEnvironments
+        from treegraft.tools.environments.verifiers import VerifiersEnvironments
 
         return VerifiersEnvironments(settings)
     found = load_object(settings.kind)
@@ -77,11 +76,11 @@ def _build(entry: str, settings: ToolsSettings) -> Tool:
     if entry == "python":
         return _build_python(settings.python)
     if entry == "search":
-        from treegraft.tools.search import SearchTool
+        from treegraft.tools.search.tool import SearchTool
 
         return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
     if entry == "browse":
-        from treegraft.tools.browse import BrowseTool
+        from treegraft.tools.browse.tool import BrowseTool
 
         return BrowseTool(settings.browse)
     if ":" in entry:
@@ -95,14 +94,14 @@ def _build(entry: str, settings: ToolsSettings) -> Tool:
 
 def _build_python(settings: PythonToolSettings) -> Tool:
     if settings.backend == "monty":
-        from treegraft.tools.python import PythonTool
+        from treegraft.tools.python.monty import PythonTool
 
         return PythonTool(
             max_duration_s=settings.max_duration_s,
             max_memory_mb=settings.max_memory_mb or 64,
             num_workers=settings.num_workers,
         )
-    from treegraft.tools.sandbox import SandboxedPythonTool
+    from treegraft.tools.python.sandbox import SandboxedPythonTool
 
     return SandboxedPythonTool(
         max_duration_s=settings.max_duration_s,
@@ -119,16 +118,16 @@ def open_search(settings: SearchToolSettings) -> SearchBackend:
     Raises `SettingError`, `DataError` and `ModelError` for what cannot be had.
     """
     if settings.kind == "http":
-        from treegraft.tools.remote import RemoteSearch
+        from treegraft.tools.search.remote import RemoteSearch
 
         remote = RemoteSearch(settings.url, timeout_s=settings.timeout_s)
         remote.check()
         return remote
     if settings.kind == "web":
-        from treegraft.tools.web import WebSearch
+        from treegraft.tools.search.web import WebSearch
 
         return WebSearch(settings.provider, base_url=settings.base_url, timeout_s=settings.timeout_s)
-    from treegraft.tools.search import open_corpus
+    from treegraft.tools.search.tool import open_corpus
 
     return open_corpus(settings.corpus, settings.kind, encoder=settings.encoder, index_dir=settings.index_dir)
 

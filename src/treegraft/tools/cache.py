@@ -12,8 +12,8 @@ import sqlite3
 import threading
 from pathlib import Path
 
-from treegraft.errors import DataError
-from treegraft.interfaces import Tool
+from treegraft.core.errors import DataError
+from treegraft.core.interfaces import Tool
 
 _WAIT_S = 10.0
 """Longest wait for another process that writes."""

@@ -13,10 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from pydantic.json_schema import JsonSchemaMode
 
-from treegraft.errors import SettingError, ToolError
-from treegraft.interfaces import Capability, Signature
+from treegraft.core.errors import SettingError, ToolError
+from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.types import Task
 from treegraft.tools.own_thread import run_in_thread
-from treegraft.types import Task
 
 
 class FunctionTool:
@@ -25,7 +25,7 @@ class FunctionTool:
     Its name is the tool's, the first paragraph of its docstring the description. A single `str` parameter receives the
     body as it is, a single parameter of another type the body read as JSON, several parameters the fields of a JSON
     object. A parameter annotated `Task` receives the task. `func.capability` and `func.cacheable` override "stateless"
-    and False; `func.is_remote` and `func.fingerprint` are taken over (see `treegraft.interfaces.Tool`).
+    and False; `func.is_remote` and `func.fingerprint` are taken over (see `treegraft.core.interfaces.Tool`).
 
         def double(number: int) -> str:
             "Doubles a number."

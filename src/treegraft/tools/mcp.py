@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-from treegraft.config import McpSettings
-from treegraft.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.interfaces import Capability, Signature
-from treegraft.types import Task
+from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.types import Task
+from treegraft.settings.config import McpSettings
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a few."""

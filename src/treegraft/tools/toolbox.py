@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from treegraft.config import ToolsSettings
-from treegraft.errors import SettingError, ToolError, ToolUnavailable, nearest
-from treegraft.interfaces import Tool
+from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
+from treegraft.core.interfaces import Tool
+from treegraft.core.sessions import Sessions
+from treegraft.core.text import as_text, describe
+from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.settings.config import ToolsSettings
 from treegraft.tools.cache import ResultCache
-from treegraft.tools.environment_sessions import Environments
-from treegraft.tools.results import as_text, describe
-from treegraft.tools.sessions import Sessions
-from treegraft.types import Observation, Task, ToolCall
+from treegraft.tools.environments.sessions import Environments
 
 CACHE_ENTRIES = 20_000
 """Results kept; beyond, the oldest go. They change costs only, never an observation."""

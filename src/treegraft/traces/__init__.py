@@ -1,0 +1,1 @@
+"""The Step-Trace Buffer: kept, searched, filled."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import urlsplit
 
-from treegraft.errors import ModelError, SettingError, ToolUnavailable
-from treegraft.interfaces import TaskSource
-from treegraft.keyed import keyed_int, keyed_unit
+from treegraft.core.errors import ModelError, SettingError, ToolUnavailable
+from treegraft.core.interfaces import TaskSource
+from treegraft.core.keyed import keyed_int, keyed_unit
+from treegraft.core.sessions import Session
+from treegraft.core.types import Observation, Status, StepContent, Task, Trajectory, Tree
 from treegraft.rollout.formats.tags import RESULT, TagsFormat
 from treegraft.rollout.loop import Grower
-from treegraft.tools.sessions import Session
 from treegraft.tools.toolbox import Toolbox
-from treegraft.types import Observation, Status, StepContent, Task, Trajectory, Tree
 
 if TYPE_CHECKING:
     import httpx

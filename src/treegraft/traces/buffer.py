@@ -23,15 +23,15 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.errors import DataError, SettingError
-from treegraft.keyed import keyed_int
-from treegraft.traces.embed import Encoder, build_encoder, encoder_name
-from treegraft.traces.index import QUERIES, Found, search_rows
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.keyed import keyed_int
+from treegraft.core.types import Trace
+from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
+from treegraft.tools.search.nearest import QUERIES, Found, search_rows
 from treegraft.traces.keeper import IndexKeeper
 from treegraft.traces.keys import check_trace
 from treegraft.traces.rows import Added, Mask, Rows, RowTable
 from treegraft.traces.store import COLUMNS, TraceFile, trace_row
-from treegraft.types import Trace
 
 CHUNK = 256
 """Traces that are embedded and committed together."""

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from treegraft.errors import DataError, nearest
-from treegraft.keyed import keyed_int
-from treegraft.record import tree_from_json
+from treegraft.core.errors import DataError, nearest
+from treegraft.core.keyed import keyed_int
+from treegraft.core.steps import read_steps, text_of
+from treegraft.core.types import Observation, Origin, Status, StepContent, ToolCall, Trace, Trajectory
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
+from treegraft.runs.record import tree_from_json
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
-from treegraft.traces.shape import read_steps, text_of
-from treegraft.types import Observation, Origin, Status, StepContent, ToolCall, Trace, Trajectory
 
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 """What reading a row of another shape raises."""

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from treegraft.errors import DataError
-from treegraft.traces.index import FLAT_LIMIT, IvfIndex, num_fitted, num_indexed
+from treegraft.core.errors import DataError
+from treegraft.tools.search.nearest import FLAT_LIMIT, IvfIndex, num_fitted, num_indexed
 from treegraft.traces.rows import Rows
 
 FORMAT = 1

@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from itertools import zip_longest
 
-from treegraft.errors import DataError
-from treegraft.types import StepContent, Trace
+from treegraft.core.errors import DataError
+from treegraft.core.types import StepContent, Trace
 
 
 def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:

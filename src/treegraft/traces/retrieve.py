@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from treegraft.config import BufferSettings
-from treegraft.interfaces import NoiseKey, Retrieved
-from treegraft.keyed import keyed_int, keyed_unit
-from treegraft.threads import release_threads
+from treegraft.core.interfaces import NoiseKey, Retrieved
+from treegraft.core.keyed import keyed_int, keyed_unit
+from treegraft.core.threads import release_threads
+from treegraft.core.types import StepContent, Task, Trace
+from treegraft.settings.config import BufferSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
-from treegraft.types import StepContent, Task, Trace
 
 
 @dataclass(frozen=True, slots=True)

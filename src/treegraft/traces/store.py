@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.errors import DataError
-from treegraft.types import Observation, StepContent, ToolCall, Trace
+from treegraft.core.errors import DataError
+from treegraft.core.types import Observation, StepContent, ToolCall, Trace
 
 FORMAT = 1
 """Of the file; raised when older code could not read it."""

@@ -11,16 +11,16 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from treegraft.config import Config
-from treegraft.errors import CheckpointError, DataError
-from treegraft.interfaces import Format, TaskSource, TreeScorer
-from treegraft.record import write_atomically
+from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.interfaces import Format, TaskSource, TreeScorer
+from treegraft.core.types import Origin, Status, Trace, Trajectory, Tree
+from treegraft.runs.record import write_atomically
+from treegraft.settings.config import Config
+from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.build import build_traces
-from treegraft.traces.embed import Encoder, build_encoder
+from treegraft.traces.collect import build_traces
 from treegraft.traces.keys import split_steps
-from treegraft.types import Origin, Status, Trace, Trajectory, Tree
 
 EXPERT = "expert"
 OWN = "self"

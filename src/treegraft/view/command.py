@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.errors import SettingError
+from treegraft.core.errors import SettingError
 from treegraft.view.runs import open_runs
 from treegraft.view.text import pick_file, show
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.errors import DataError
-from treegraft.record import RunFolder
+from treegraft.core.errors import DataError
+from treegraft.runs.record import RunFolder
 from treegraft.view.shapes import ids_above, summarise
 from treegraft.view.stepindex import StepIndex, parse_indexed, read_steps
 

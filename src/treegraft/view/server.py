@@ -24,14 +24,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treegraft.errors import DataError, ModelError, SettingError, TreegraftError
-from treegraft.metrics import METRICS, find_meaning
-from treegraft.view.health import explanations, shown, standing
+from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
+from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.view.pieces import Pieces
 from treegraft.view.query import Filter, find, grafts_of, task_history
 from treegraft.view.runs import Run
 from treegraft.view.shapes import draw, path_tokens
 from treegraft.view.shelf import Shelf
+from treegraft.view.warnings import explanations, shown, standing
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from statistics import fmean
 from typing import Any
 
-from treegraft.types import Origin
+from treegraft.core.types import Origin
 
 _POLICY = int(Origin.POLICY)
 _RETRIEVED = int(Origin.RETRIEVED)

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import numpy as np
 
-from treegraft.errors import DataError
-from treegraft.traces.embed import Encoder, build_encoder
+from treegraft.core.errors import DataError
+from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.store import APPLICATION_ID, COLUMNS, content_from_json
 
 PAGE = 50

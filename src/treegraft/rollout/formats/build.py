@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from treegraft.config import FormatSettings
-from treegraft.errors import SettingError
-from treegraft.interfaces import Format, Tool
+from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Format, Tool
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.settings.config import FormatSettings
 
 
 def build_format(

@@ -16,11 +16,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from treegraft.errors import DataError, SettingError
-from treegraft.interfaces import Span, Tokenizer, Tool, signature_of
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
+from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import ParsedStep, Specials, Violation, boxed, clean, normal_answer
 from treegraft.rollout.formats.template import MARK, THINK_CLOSING, THINK_OPENING, Call, ChatTemplate, arguments_of
-from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
 
 RETRIEVE = ("<retrieve>", "</retrieve>")
 SHOWN_RESULT = ("<result>", "</result>")

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from treegraft.interfaces import Tokenizer, Tool, signature_of
-from treegraft.types import StepContent
+from treegraft.core.interfaces import Tokenizer, Tool, signature_of
+from treegraft.core.types import StepContent
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)

@@ -16,8 +16,9 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from treegraft.errors import DataError, SettingError
-from treegraft.interfaces import Span, Tokenizer, Tool
+from treegraft.core.errors import DataError, SettingError
+from treegraft.core.interfaces import Span, Tokenizer, Tool
+from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
     ParsedStep,
     Specials,
@@ -28,7 +29,6 @@ from treegraft.rollout.formats.markup import (
     shortest_prefix,
     system_prompt_for,
 )
-from treegraft.types import Observation, Origin, StepContent, Task, ToolCall
 
 THINK, RESULT, RETRIEVE, ANSWER = "think", "result", "retrieve", "answer"
 NOT_THE_AGENTS = (RESULT, RETRIEVE)

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from treegraft.errors import SettingError
-from treegraft.interfaces import Tokenizer
+from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Tokenizer
 
 THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
 MARK = re.compile(r"</?[A-Za-z_][\w.-]*>|<[|\uff5c][^<>\s]+[|\uff5c]>|\[/?[A-Z][A-Z_]+\]")

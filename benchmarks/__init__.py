@@ -1,0 +1,1 @@
+"""Measurements: ours and a peer, taking turns in one run."""

@@ -1,0 +1,108 @@
+"""Whether two versions of the code give the same runs: trees byte for byte, metrics number for number.
+
+    python -m benchmarks.same_runs --before 61c8e94 [--work-dir FOLDER]
+
+Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO and both together, once with the code of this
+working tree and once with that of a commit, which is checked out into a worktree of its own. Both sides run in
+the same environment and each reads its own recipe. `time/*` is left out of the comparison; everything else has
+to be equal. Ends with exit code 1 where something differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+METHODS = {
+    "grpo": '["independent"]',
+    "rapo": '["graft"]',
+    "arpo": '["entropy"]',
+    "both": '["entropy", "graft"]',
+}
+
+
+def run_method(code: Path, explorers: str, folder: Path, options: list[str]) -> None:
+    """Trains with the code in `code` unless the folder holds a finished run."""
+    if (folder / "finished").exists():
+        return
+    command = [sys.executable, "-m", "treegraft", "train", str(code / "recipes" / "demo.toml")]
+    settings = [f"explorers={explorers}", f"run.dir={folder.parent}", f"run.name={folder.name}"]
+    environment = {**os.environ, "PYTHONPATH": str(code / "src")}
+    subprocess.run([*command, *settings, *options], env=environment, cwd=code, check=True)
+    (folder / "finished").touch()
+
+
+def worktree(commit: str, folder: Path) -> Path:
+    """Returns a checkout of the commit."""
+    if not folder.exists():
+        command = ["git", "worktree", "add", "--detach", str(folder), commit]
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return folder
+
+
+def metrics_of(run: Path) -> list[dict[str, float]]:
+    """Returns the lines of metrics.jsonl without what depends on the clock."""
+    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if "time/" not in key} for line in lines]
+
+
+def is_same(one: float, other: float) -> bool:
+    """Whether two numbers are equal; NaN is equal to itself."""
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def differences(before: Path, after: Path) -> Iterator[str]:
+    """Yields a sentence for each difference between two runs."""
+    names = [sorted(path.name for path in (run / "trees").iterdir()) for run in (before, after)]
+    if names[0] != names[1]:
+        yield f"files of trees: {names[0]} before, {names[1]} after"
+    for name in sorted(set(names[0]) & set(names[1])):
+        if (before / "trees" / name).read_bytes() != (after / "trees" / name).read_bytes():
+            yield f"trees/{name} differs"
+    lines = metrics_of(before), metrics_of(after)
+    if len(lines[0]) != len(lines[1]):
+        yield f"metrics.jsonl: {len(lines[0])} lines before, {len(lines[1])} after"
+    for old, new in zip(*lines, strict=False):
+        for key in sorted(old.keys() | new.keys()):
+            if key not in old or key not in new:
+                yield f"update {old['update']:g}: {key} is only {'after' if key in new else 'before'}"
+            elif not is_same(old[key], new[key]):
+                yield f"update {old['update']:g}: {key} was {old[key]}, now {new[key]}"
+
+
+def main() -> int:
+    """Runs both sides and prints what differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--before", required=True, metavar="COMMIT", help="the other version")
+    parser.add_argument("--work-dir", type=Path, help="keeps worktree and runs of the commit for later calls")
+    parser.add_argument("--only", choices=METHODS, action="append", help="this method alone; may be repeated")
+    parser.add_argument("options", nargs="*", help="further settings of both sides, such as warmup.num_steps=50")
+    asked = parser.parse_args()
+    options = ["run.num_updates=3", *asked.options]
+    work = asked.work_dir or Path(tempfile.mkdtemp(prefix="same-runs-"))
+    work.mkdir(parents=True, exist_ok=True)
+    code = worktree(asked.before, work.resolve() / "before")
+    after = Path(tempfile.mkdtemp(prefix="after-", dir=work)).resolve()
+    num_different = 0
+    for method in asked.only or METHODS:
+        old, new = work.resolve() / f"runs-{asked.before}" / method, after / method
+        run_method(code, METHODS[method], old, options)
+        run_method(ROOT, METHODS[method], new, options)
+        found = list(differences(old, new))
+        num_files = len(list((new / "trees").iterdir()))
+        print(f"{method}: {num_files} files of trees, {len(metrics_of(new))} lines of metrics", end="")
+        print(": equal" if not found else "".join(f"\n  {line}" for line in found), flush=True)
+        num_different += bool(found)
+    return min(num_different, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Benchmarks: ours and what users would pick instead, alternating in one run."""

@@ -1,0 +1,45 @@
+"""The machine that something was measured on, and numbers with the digits that matter."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from treegraft import __version__
+
+
+def machine(num_threads: int) -> dict[str, Any]:
+    """Returns what the rows were measured on; the load average is that of the last minute, at the beginning."""
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": _cpu_name(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_threads": num_threads,
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "transformers": metadata.version("transformers"),
+        "treegraft": __version__,
+        "load_average": load_average(),
+    }
+
+
+def load_average() -> float | None:
+    """Returns the mean number of busy processes in the last minute; None where the system does not say."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def number(value: float) -> str:
+    """Returns a number with three or four digits that matter."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

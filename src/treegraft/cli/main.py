@@ -1,0 +1,340 @@
+"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve | profile | config |
+doctor`.
+
+Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
+or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from treegraft import __version__
+from treegraft.cli.buffer import buffer_app
+from treegraft.cli.data import data_app
+from treegraft.cli.eval import evaluate
+from treegraft.cli.serve import serve_app
+from treegraft.core.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
+
+if TYPE_CHECKING:
+    from treegraft.cli.display import Display
+    from treegraft.cli.doctor import Finding
+    from treegraft.settings.config import Config
+
+app = typer.Typer(
+    name="treegraft",
+    help="Train language-model agents that use tools, with reinforcement learning on trees of steps.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    # Brackets in help texts are tables of a recipe, not markup.
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(buffer_app)
+app.add_typer(data_app)
+app.add_typer(serve_app)
+
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as learn.lr=1e-5 run.name=first.")
+]
+Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"treegraft {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Options before the command."""
+
+
+@contextmanager
+def _display(to_stderr: bool = False) -> Iterator[Display]:
+    """Gives the terminal back whatever happens, so that an error is readable."""
+    from treegraft.cli.display import make_display
+
+    display = make_display(sys.stderr if to_stderr else None)
+    try:
+        yield display
+    finally:
+        display.close()
+
+
+RecipeOrResume = Annotated[
+    str | None, typer.Argument(metavar="[RECIPE]", help="A recipe (.toml) or a run's config.json; not needed with --resume.")
+]
+Resume = Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Continue this run from its latest checkpoint.")]
+
+
+def _settings(recipe: str | None, overrides: list[str] | None, resume: Path | None, command: str) -> Config:
+    """Returns the settings of a recipe, or those of the run to resume, with overrides."""
+    from treegraft.settings.load import load_config
+
+    typed = overrides or []
+    if resume is not None and (recipe is None or "=" in recipe):
+        from treegraft.runs.start import own_config
+
+        # What stands in the recipe's place is the first override.
+        return own_config(resume, [*([recipe] if recipe else []), *typed])
+    if recipe is None:
+        raise SettingError(
+            f"command line: `treegraft {command}` got neither a recipe nor a run to resume; expected one of them, such as "
+            f"`treegraft {command} recipes/demo.toml` or `treegraft {command} --resume runs/NAME`."
+        )
+    return load_config(recipe, typed)
+
+
+@app.command()
+def train(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
+    """Train an agent by a recipe.
+
+    The result is a run folder with metrics, trees and a checkpoint.
+    """
+    config = _settings(recipe, overrides, resume, "train")
+    with _display() as display:
+        from treegraft.train import train as run_training
+
+        run_training(config, recipe=recipe, resume=resume, display=display)
+
+
+@app.command()
+def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
+    """Fine-tune on traces as [warmup] says."""
+    config = _settings(recipe, overrides, resume, "sft")
+    if config.warmup.num_steps == 0:
+        raise SettingError(f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add warmup.num_steps=300.")
+    with _display() as display:
+        from treegraft.train import sft as run_fine_tuning
+
+        run_fine_tuning(config, recipe=recipe, resume=resume, display=display)
+
+
+app.command("eval")(evaluate)
+
+
+@app.command()
+def run(
+    checkpoint: Checkpoint,
+    question: Annotated[str, typer.Argument(help="What to ask the agent.")],
+    overrides: Overrides = None,
+) -> None:
+    """Ask an agent; print each of its steps."""
+    from treegraft.cli.display import transcript
+    from treegraft.evals.evaluate import answer_question
+    from treegraft.settings.load import refuse_ignored
+
+    refuse_ignored(overrides or [], "run")
+    trajectory, tokenizer = answer_question(checkpoint, question, overrides or [])
+    Console().print(transcript(trajectory, tokenizer))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, e.g. runs/first runs/second.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show runs side by side: accuracy as they went on, and what it cost."""
+    from treegraft.runs.metrics import meaning
+    from treegraft.view.compare import compare_runs
+
+    key, rows = compare_runs(runs)
+    if as_json:
+        print(json.dumps({"accuracy": key, "rows": dict(rows)}))
+        return
+    table = Table(title=Text(f"{key}: {meaning(key)}"), title_justify="left", box=None, padding=(0, 2))
+    table.add_column("")
+    for folder in runs:
+        table.add_column(Text(folder.name), justify="right")
+    for name, values in rows:
+        shown = [("" if value is None else f"{value:.1%}" if name.startswith("update") else f"{value:,.0f}") for value in values]
+        table.add_row(Text(name), *shown)
+    Console().print(table)
+
+
+@app.command()
+def view(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; running ones are followed.")],
+    host: Annotated[str, typer.Option(help="Where to listen; beyond loopback others can read the runs.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    browser: Annotated[bool, typer.Option(help="Open the pages in the default browser.")] = True,
+    buffer: Annotated[Path | None, typer.Option(metavar="FILE", help="A Step-Trace Buffer outside the run folder.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print to the terminal instead.")] = False,
+    update: Annotated[int | None, typer.Option(min=1, help="With --text: this update; else the newest.")] = None,
+    evaluation: Annotated[int | None, typer.Option("--eval", min=0, help="With --text: the evaluation after this update.")] = None,
+    group: Annotated[int | None, typer.Option(min=0, help="With --text: this tree, from 0.")] = None,
+    leaf: Annotated[int | None, typer.Option(min=0, help="With --text: this trajectory of it, from 0.")] = None,
+) -> None:
+    """Look at runs: charts, trees, tokens, the buffer.
+
+    In a browser, or with --text in the terminal.
+    """
+    from treegraft.view.command import view_pages, view_text
+
+    chosen = {"--update": update, "--eval": evaluation, "--group": group, "--leaf": leaf}
+    if text:
+        view_text(runs, update, evaluation, group, leaf)
+        return
+    typed = [name for name, value in chosen.items() if value is not None]
+    if typed:
+        raise SettingError(f"command line: {typed[0]} would have no effect without --text.")
+    view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders or studies (.jsonl), each PATH or LABEL=PATH.")],
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write; else the first run's folder.")] = None,
+    baseline: Annotated[str | None, typer.Option(metavar="LABEL", help="The group that others are compared with.")] = None,
+    encoder: Annotated[str, typer.Option(help="What embeds trajectories: hashing, minilm, or as buffer.encoder.")] = "hashing",
+    only: Annotated[list[str] | None, typer.Option(metavar="FIGURE", help="Draw this figure only; may be repeated.")] = None,
+) -> None:
+    """Write a page with figures and tables of runs.
+
+    Runs that differ in name and seed alone are one group; seeds become bands. Writes report.html and figures/.
+    """
+    from treegraft.cli.display import plain
+    from treegraft.view.report.command import write_report
+
+    written = write_report(runs, out=out, baseline=baseline, encoder=encoder, only=only or ())
+    for line in (*written.notes, *written.left_out):
+        print(plain(line))
+    print(f"{written.page}: {len(written.figures)} figures" + (f" ({', '.join(written.figures)})" if written.figures else ""))
+
+
+@app.command("config")
+def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Print resolved settings with their meaning.
+
+    A * marks what differs from the default.
+    """
+    from treegraft.settings.load import config_json, describe, load_config
+
+    config = load_config(recipe, overrides or [])
+    if as_json:
+        print(config_json(config), end="")
+        return
+    table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim")
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value", overflow="fold", max_width=30)
+    table.add_column("meaning", style="dim")
+    section = ""
+    for row in describe(config):
+        top = row.name.partition(".")[0]
+        if section and top != section:
+            table.add_section()
+        section = top
+        value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
+        style = "" if row.is_default else "bold cyan"
+        table.add_row(Text(row.name + ("" if row.is_default else " *"), style), Text(value, style), Text(row.meaning))
+    Console().print(table)
+
+
+@app.command()
+def doctor(
+    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Check what this recipe would need too.")] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check this machine, and what a recipe needs.
+
+    Exit code 2 where something is missing.
+    """
+    from treegraft.cli import doctor as checks
+
+    sections = {"installed": list(checks.installed()), "machine": list(checks.machine())}
+    if recipe is not None:
+        from treegraft.settings.load import load_config
+
+        config = load_config(recipe, overrides or [])
+        try:
+            parts, total = checks.recipe_memory(config)
+        except ModelError as error:
+            parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
+        sections["memory estimate"] = [*parts, total]
+        sections["data and own parts"] = [*checks.data_files(config), *checks.services(config), *checks.import_paths(config)]
+        sections["what runs where"] = list(checks.placement(config))
+    if as_json:
+        print(json.dumps({title: checks.as_dict(findings) for title, findings in sections.items()}, indent=2))
+    else:
+        for title, findings in sections.items():
+            _print_findings(title, findings)
+    if not all(finding.is_good for findings in sections.values() for finding in findings):
+        raise typer.Exit(2)
+
+
+def _print_findings(title: str, findings: list[Finding]) -> None:
+    if not findings:
+        return
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False)
+    for finding in findings:
+        mark = Text("ok", "green") if finding.is_good else Text("!!", "bold red")
+        table.add_row(mark, Text(finding.name), Text(finding.value), Text(finding.note, "dim" if finding.is_good else "red"))
+    Console().print(table)
+
+
+@app.command()
+def profile(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    updates: Annotated[int, typer.Option(min=1, help="How many updates to run; the warm-up before them is not counted.")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write machine and rows there.")] = None,
+) -> None:
+    """Run some updates of a recipe and say where every second went.
+
+    Evaluations are left out; nothing of the run is kept.
+    """
+    from treegraft.cli.profile import print_profile
+    from treegraft.settings.load import load_config
+
+    print_profile(load_config(recipe, overrides or []), updates, json_file)
+
+
+def exit_code(error: TreegraftError) -> int:
+    """Returns the exit code that an error stands for."""
+    if isinstance(error, SettingError | DataError | ModelError):
+        return 2
+    return 3 if isinstance(error, CheckpointError) else 1
+
+
+def _silence_others() -> None:
+    """Keeps progress bars and warnings of the packages below us out of the display; what the user has set stays."""
+    for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+
+
+def main() -> None:
+    """Runs the command line; an error of ours is one paragraph, never a traceback."""
+    _silence_others()
+    try:
+        app()
+    except TreegraftError as error:
+        from treegraft.cli.display import plain
+
+        Console(stderr=True).print(Text(f"error: {plain(str(error))}", style="red"), soft_wrap=True)
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        sys.exit(130)

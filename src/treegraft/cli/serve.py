@@ -1,0 +1,63 @@
+"""`treegraft serve search`: servers that others use."""
+
+from __future__ import annotations
+
+import logging
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
+from treegraft.core.errors import SettingError
+
+serve_app = typer.Typer(
+    name="serve",
+    help="Serve a corpus to agents.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+class Kind(StrEnum):
+    """Of a search over a corpus."""
+
+    BM25 = "bm25"
+    DENSE = "dense"
+
+
+@serve_app.callback()
+def serve() -> None:
+    """Serve a corpus to agents."""
+
+
+@serve_app.command()
+def search(
+    corpus: Annotated[str, typer.Argument(metavar="CORPUS", help='JSONL file of {"id", "contents"} rows.')],
+    kind: Annotated[Kind, typer.Option(help="By words, or by meaning.")] = Kind.BM25,
+    host: Annotated[str, typer.Option(help="Address to listen on; this machine alone can reach the default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    top_k: Annotated[int, typer.Option(min=1, max=1000, help="Passages for requests that do not say.")] = 3,
+    encoder: Annotated[str, typer.Option(help="For dense; as tools.search.encoder.")] = "minilm",
+    index_dir: Annotated[str, typer.Option(help="Where the index is kept; beside the corpus by default.")] = "",
+) -> None:
+    """Serve a corpus in Search-R1's retrieve protocol, until Ctrl-C.
+
+    A recipe uses it with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
+    """
+    try:
+        from treegraft.tools.search.serve import accepted_hosts, listen, search_app, url_of
+        from treegraft.tools.search.serve import serve as answer
+    except ImportError as error:
+        raise SettingError(f"`treegraft serve` needs the package '{error.name}'; run: pip install 'treegraft[web]'") from error
+    from treegraft.tools.search.tool import open_corpus
+
+    # Making an index takes long, and says how far it is.
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    listener = listen(host, port)
+    try:
+        backend = open_corpus(corpus, "dense" if kind is Kind.DENSE else "bm25", encoder=encoder, index_dir=index_dir)
+    except BaseException:
+        listener.close()
+        raise
+    print(f"{len(backend):,} passages of {corpus} at {url_of(listener)} (Ctrl-C ends)", flush=True)
+    answer(search_app(backend, default_top_k=top_k, hosts=accepted_hosts(host)), listener)

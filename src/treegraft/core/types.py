@@ -1,0 +1,572 @@
+"""The data that travels between modules: frozen, one file, each field with its shape and unit.
+
+A tree with two trajectories, `p` prompt, `s` sampled and `t` tool tokens:
+
+    0        p p p p                       the root: the prompt
+    ├─ 0.0   s s s | t t                   a search and its result
+    │  └─ 0.0.0   s s                      an answer: leaf 0, path p p p p s s s t t s s
+    └─ 0.1   s s s s                       an answer at once: leaf 1
+
+A step's id is the path of child ordinals from the root, so it depends on where the step is and never on when it arrived.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from itertools import pairwise
+from typing import Any
+
+ROOT_ID = "0"
+
+
+class Origin(IntEnum):
+    """Who wrote a token. Recorded where the token is appended, never inferred."""
+
+    PROMPT = 0
+    """The task's prompt."""
+    POLICY = 1
+    """Sampled by the policy being trained; the only origin that may carry loss."""
+    TOOL = 2
+    """A tool's result with the markup around it."""
+    RETRIEVED = 3
+    """A step of another agent, grafted from the Step-Trace Buffer."""
+    FORCED = 4
+    """Anything else that we append: scaffold, injected ends."""
+
+
+class Status(StrEnum):
+    """How a trajectory ended; `LEARNING_RULES` says what it means for learning."""
+
+    COMPLETED = "completed"
+    """An answer in the expected format."""
+    TRUNCATED = "truncated"
+    """Out of tokens, agent steps or tool calls before an answer."""
+    FORMAT_VIOLATION = "format_violation"
+    """The agent wrote what the format does not allow."""
+    FAILED = "failed"
+    """Our fault: engine, tool service or deadline. No reward, out of the group."""
+
+
+class StopReason(StrEnum):
+    """Why the sampling of a step ended."""
+
+    STOP = "stop"
+    """A stop string: the end of a tool call, or text after a final answer."""
+    END = "end"
+    """An end-of-sequence token."""
+    LENGTH = "length"
+    """The trajectory's token limit."""
+    AGENT_STEPS = "agent_steps"
+    """The trajectory's step limit, reached with this step."""
+    TOOL_CALLS = "tool_calls"
+    """A call beyond the trajectory's tool-call limit; it was not run."""
+    ERROR = "error"
+    """A failure of ours."""
+
+
+class EntropyKind(StrEnum):
+    """What `entropies` hold."""
+
+    EXACT = "exact"
+    """Over the full vocabulary, of softmax(logits / T)."""
+    TOP_K = "top_k"
+    """Over the k most likely tokens only: a lower bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearningRule:
+    """What a leaf's status means for learning (one row of the status table)."""
+
+    in_group: bool
+    """Counts in the group's mean and standard deviation."""
+    in_denominator: bool
+    """Its tokens count in the loss's denominators."""
+    has_loss: bool
+    """Its sampled tokens carry loss."""
+
+
+LEARNING_RULES: Mapping[Status, LearningRule] = {
+    Status.COMPLETED: LearningRule(True, True, True),
+    Status.TRUNCATED: LearningRule(True, True, True),
+    Status.FORMAT_VIOLATION: LearningRule(True, True, True),
+    Status.FAILED: LearningRule(False, False, False),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One question with its reference.
+
+    Task(id="search_world/train/17", question="r2 of r5 of e9 ?", reference=("e41",), category="2 hops")
+    """
+
+    id: str
+    """Unique within its data set."""
+    question: str
+    """What the agent is asked."""
+    reference: tuple[str, ...]
+    """Accepted answers; the best match counts. Empty: nothing to compare with."""
+    category: str = ""
+    """What evaluation breaks its results down by, e.g. "3 hops"; empty for none."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Further columns of the data set, handed to reward functions and tools by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """ToolCall(name="python", body="print(6 * 7)")"""
+
+    name: str
+    """The tool's name."""
+    body: str
+    """What the tool is given: a text, or a JSON object where it takes several arguments."""
+    problem: str | None = field(default=None, repr=False)
+    """What is wrong with its arguments, in words for the agent; such a call is not run. None where the tool is to judge."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Observation(text="42"), or Observation(text="ZeroDivisionError: division by zero", is_error=True)"""
+
+    text: str
+    """What the agent is shown, after the output cap."""
+    is_error: bool = False
+    """The call failed because of what the agent asked; an observation like any other."""
+    is_truncated: bool = False
+    """The output cap cut it."""
+    is_cached: bool = False
+    """It was answered from the cache."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContent:
+    """What a step says, free of any markup, so that every format can render it.
+
+    StepContent(thought="12 * 7 needs a tool", calls=(ToolCall("python", "print(12*7)"),),
+                observations=(Observation(text="84"),))
+    """
+
+    thought: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    observations: tuple[Observation, ...] = ()
+    """One for each call; empty before the calls have run."""
+    answer: str | None = None
+    """The final answer; None while the agent goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One step of an off-policy agent, stored under what stood before it.
+
+    Trace(key="r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41", value=StepContent(calls=(ToolCall("search", "e41 r5"),), ...),
+          reward=1.0, source="expert", task_id="search_world/train/17", position=1, terminal=False)
+    """
+
+    key: str
+    """The question and the steps before, as text; the latest step stands last."""
+    value: str | StepContent
+    """The step with its results; a text where nothing is known of its parts."""
+    reward: float
+    """What its trajectory earned."""
+    source: str
+    """Which agent wrote it."""
+    task_id: str
+    """The task it was written on; empty where unknown."""
+    position: int
+    """Steps before it."""
+    terminal: bool
+    """It holds the final answer."""
+    trajectory: str = ""
+    """Which trajectory of that source and task it is from; traces that share it follow each other by `position`."""
+    policy_version: int | None = None
+    """Of the policy being trained, where that wrote it; None for other agents."""
+
+    @property
+    def content_hash(self) -> str:
+        """Checksum of key, value, source and task: two traces with the same are one."""
+        value = self.value if isinstance(self.value, str) else repr(self.value)
+        parts = (self.key, type(self.value).__name__, value, self.source, self.task_id)
+        return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a completion is sampled. Sampling(max_new_tokens=64, stop=("</search>",), final=("</answer>",))"""
+
+    max_new_tokens: int
+    """Limit of this request, in tokens; at least 1."""
+    temperature: float = 1.0
+    """0 is greedy, with log-probabilities and entropies of temperature 1."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the completion; the token that closes one is kept whole."""
+    final: tuple[str, ...] = ()
+    """Texts after which exactly one more token is sampled, meant for the end-of-sequence token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What an engine returns. All tuples have one entry per sampled token."""
+
+    token_ids: tuple[int, ...]
+    sampling_logprobs: tuple[float, ...]
+    """Natural logarithms, of softmax(logits / T)."""
+    entropies: tuple[float, ...]
+    """Nats, of softmax(logits / T)."""
+    entropy_kind: EntropyKind = EntropyKind.EXACT
+    finish: StopReason
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartCause:
+    """The first step of a first-level rollout."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContinuationCause:
+    """The ordinary next step of its parent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchCause:
+    """A further sampled child of its parent."""
+
+    entropy_change: float
+    """What the rule saw, in the rule's own normalisation."""
+    probability: float
+    """The probability with which the rule branched, 0..1."""
+    rule: str
+    """The rule's name."""
+    bar: float | None = None
+    """What the probability had to exceed: the threshold, or the coin that was tossed; None where not recorded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchDecision:
+    """What a rule saw in a step's first tokens, and how many branches were opened beside that step.
+
+    BranchDecision(seen=BranchCause(entropy_change=-0.2, probability=0.46, rule="threshold", bar=0.5), num_wanted=0, num_opened=0)
+    """
+
+    seen: BranchCause
+    num_wanted: int
+    """Branches that the explorer asked for; 0 where the rule said no."""
+    num_opened: int = 0
+    """How many of them there was budget for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraftCause:
+    """A step retrieved from another agent."""
+
+    source: str
+    """The other agent."""
+    task_id: str
+    """The task on which it wrote the step."""
+    reward: float
+    """What its trajectory earned there."""
+    similarity: float
+    """Cosine between the retrieval key and the trace's key, -1..1; 0 where the trace was drawn at random."""
+    content_hash: str = ""
+    """Which trace of the buffer."""
+    num_cut: int = 0
+    """Tokens cut from its left for want of room."""
+
+
+Cause = StartCause | ContinuationCause | BranchCause | GraftCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One thought, action and observation; the root holds the prompt.
+
+    Step(id="0.0", parent="0", depth=1, token_ids=(7, 8, 3, 9), origins=(POLICY, POLICY, POLICY, TOOL),
+         loss_mask=(True, True, True, False), sampling_logprobs=(-0.1, -1.2, -0.3, 0.0), entropies=(0.4, 1.9, 0.8, 0.0), ...)
+    """
+
+    id: str
+    """Path of child ordinals from the root, "0.2.0"; the root is "0"."""
+    parent: str | None
+    """None for the root alone."""
+    depth: int
+    """Steps above it on its path; 0 for the root."""
+    token_ids: tuple[int, ...]
+    """[tokens] of this step only; a path's tokens are the concatenation."""
+    origins: tuple[Origin, ...]
+    """[tokens]"""
+    loss_mask: tuple[bool, ...]
+    """[tokens] a decision: True needs origin POLICY."""
+    sampling_logprobs: tuple[float, ...]
+    """[tokens] of the engine when it sampled; 0.0 where the token was not sampled."""
+    entropies: tuple[float, ...]
+    """[tokens] nats, of the distribution the token was drawn from; 0.0 where it was not sampled."""
+    entropy_kind: EntropyKind = EntropyKind.EXACT
+    temperature: float = 1.0
+    """Of its sampled tokens; scores are of softmax(logits / temperature), at 0 of temperature 1."""
+    content: StepContent = StepContent()
+    """What the step says; for the root its thought is the question."""
+    stop_reason: StopReason | None = None
+    """None for the root and for steps that were not sampled."""
+    violation: str | None = None
+    """Which rule of the format the step broke; None where it broke none."""
+    policy_version: int = 0
+    """Version of the policy that sampled it."""
+    cause: Cause | None = None
+    """Why it is here; None for the root."""
+    decision: BranchDecision | None = None
+    """Why branches were opened beside it or were not; None where nobody asked: a first step, a branch's own first step, a step
+    after a graft, an explorer that does not branch."""
+    lesson_ids: tuple[int, ...] = ()
+    """For a graft: what its agent wrote, as the policy would have written it here; read by learning from grafts alone."""
+    advantage: float | None = None
+    """What its tokens carry on every trajectory (hard attribution); None: on each trajectory that one's own."""
+    old_logprobs: tuple[float, ...] | None = None
+    """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when not learned from."""
+    ratios: tuple[float, ...] | None = None
+    """[tokens] new / old probability in the last optimiser step that saw it, 1.0 where not sampled; None as above."""
+
+    def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        for name in ("origins", "loss_mask", "sampling_logprobs", "entropies", "old_logprobs", "ratios"):
+            column = getattr(self, name)
+            if column is not None and len(column) != num_tokens:
+                raise ValueError(
+                    f"step '{self.id}': {name} has {len(column)} entries, token_ids has {num_tokens}; "
+                    "each holds one entry per token of the step"
+                )
+        for position, (carries_loss, origin) in enumerate(zip(self.loss_mask, self.origins, strict=True)):
+            if carries_loss and origin is not Origin.POLICY:
+                raise ValueError(
+                    f"step '{self.id}', token {position}: loss on a token of origin {origin.name.lower()}; "
+                    "only tokens that the policy sampled may carry loss"
+                )
+
+    @property
+    def sampled_mask(self) -> tuple[bool, ...]:
+        """[tokens] True where the policy sampled the token."""
+        return tuple(origin is Origin.POLICY for origin in self.origins)
+
+    @property
+    def origin(self) -> Origin:
+        """Who wrote the step: that of its first token (a policy step also holds its tools' results)."""
+        return self.origins[0] if self.origins else Origin.FORCED
+
+    @property
+    def ordinals(self) -> tuple[int, ...]:
+        """The id as numbers; sorting by it is depth-first order."""
+        return tuple(int(part) for part in self.id.split("."))
+
+
+@dataclass(frozen=True, slots=True)
+class PathView:
+    """A path under way, from the root to the last step that is done."""
+
+    steps: tuple[Step, ...]
+    """The root first."""
+    noise_key: tuple[int | str, ...]
+    """Of the step that comes next; keyed randomness is a function of it."""
+
+    @property
+    def start(self) -> int:
+        """Ordinal of the first-level rollout that the path belongs to; branches inherit it."""
+        return self.steps[1].ordinals[1]
+
+    @property
+    def num_sampled(self) -> int:
+        """Steps that the policy sampled."""
+        return sum(step.origin is Origin.POLICY for step in self.steps)
+
+    @property
+    def num_grafts(self) -> int:
+        """Steps that were retrieved."""
+        return sum(step.origin is Origin.RETRIEVED for step in self.steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Opens first-level rollouts."""
+
+    num: int
+
+
+@dataclass(frozen=True, slots=True)
+class Generate:
+    """The policy samples the next step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graft:
+    """A step of another agent is retrieved and attached; the policy samples the one after it."""
+
+    whole: bool = False
+    """The rest of the other agent's trajectory instead of one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Opens further sampled children below a step."""
+
+    num: int
+    """0: the rule looked and said no, which is worth recording."""
+    cause: BranchCause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """The end of a trajectory: what it earned and how it counts."""
+
+    step_id: str
+    """Its last step."""
+    status: Status
+    reward: float | None = None
+    """None when failed or not yet scored."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Unweighted reward by function."""
+    answer: str | None = None
+    """The answer the agent gave; None without one."""
+    is_correct: bool | None = None
+    """Exact match or equal mathematics, never F1 or a bonus; None when failed or without a reference."""
+    weight: float = 0.0
+    """Share of its group, 0..1; the leaves of a group sum to 1, failed ones have 0."""
+    advantage: float | None = None
+    """None before credit and for failed leaves."""
+    outcome_advantage: float | None = None
+    """The same of the reward alone, before the retrieval reward's share; None as above."""
+    retrieval_reward: float = 0.0
+    """Mean over its grafts of how much they helped; 0 without one."""
+    retrieved_frac: float = 0.0
+    """Share of the tokens after the prompt that were grafted, 0..1."""
+    shaping_factor: float | None = None
+    """What its ratios were multiplied by before clipping (RAPO, eq. 8); None before learning or where it was not learned from."""
+    has_loss: bool = True
+    """False where its own path gives no gradient (failed; truncated, where the recipe says so)."""
+    error: str | None = None
+    """What failed, for `Status.FAILED`."""
+    environment_reward: float | None = None
+    """What its environment gave for the state in which it ended; None without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetState:
+    """What a tree has used of its budget."""
+
+    num_leaves: int = 0
+    num_tool_calls: int = 0
+    num_sampled_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tree:
+    """All rollouts of one task."""
+
+    task: Task
+    group_id: str
+    """Unique per update and task, e.g. "12/search_world/train/17"."""
+    steps: tuple[Step, ...]
+    """In depth-first order; the first is the root."""
+    leaves: tuple[Leaf, ...]
+    """In depth-first order of their steps."""
+    budget: BudgetState = BudgetState()
+
+    def __post_init__(self) -> None:
+        ids = [step.ordinals for step in self.steps]
+        if not ids or self.steps[0].id != ROOT_ID or any(a >= b for a, b in pairwise(ids)):
+            raise ValueError(f"tree '{self.group_id}': steps must start with the root '0' and stand in depth-first order")
+        known = {step.id for step in self.steps}
+        parents = {step.parent for step in self.steps}
+        for step in self.steps[1:]:
+            if step.parent not in known or step.parent != step.id.rpartition(".")[0]:
+                raise ValueError(f"tree '{self.group_id}': step '{step.id}' has no parent '{step.parent}' above it")
+        for leaf in self.leaves:
+            if leaf.step_id not in known or leaf.step_id in parents:
+                raise ValueError(f"tree '{self.group_id}': leaf '{leaf.step_id}' must be a step without children")
+
+    @property
+    def root(self) -> Step:
+        return self.steps[0]
+
+    def path(self, step_id: str) -> tuple[Step, ...]:
+        """Returns the steps from the root to `step_id`."""
+        by_id = {step.id: step for step in self.steps}
+        parts = step_id.split(".")
+        return tuple(by_id[".".join(parts[: n + 1])] for n in range(len(parts)))
+
+    def trajectories(self) -> list[Trajectory]:
+        """Returns one trajectory per leaf, in the order of the leaves."""
+        return [Trajectory(task=self.task, leaf=leaf, steps=self.path(leaf.step_id)) for leaf in self.leaves]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One root-to-leaf path, with the flat lists that users of TRL or verl expect.
+
+    All lists have one entry per token of the whole path, prompt included; `sampled_mask` without the prompt's entries is what
+    others call completion_mask or response_mask.
+    """
+
+    task: Task
+    leaf: Leaf
+    steps: tuple[Step, ...]
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for step in self.steps for token in step.token_ids]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return list(self.steps[0].token_ids)
+
+    @property
+    def completion_ids(self) -> list[int]:
+        return [token for step in self.steps[1:] for token in step.token_ids]
+
+    @property
+    def origins(self) -> list[Origin]:
+        return [origin for step in self.steps for origin in step.origins]
+
+    @property
+    def sampled_mask(self) -> list[bool]:
+        return [origin is Origin.POLICY for origin in self.origins]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        return [self.leaf.has_loss and carries for step in self.steps for carries in step.loss_mask]
+
+    @property
+    def sampling_logprobs(self) -> list[float]:
+        """0.0 where the token was not sampled."""
+        return [value for step in self.steps for value in step.sampling_logprobs]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Alias of `sampling_logprobs`."""
+        return self.sampling_logprobs
+
+    @property
+    def entropies(self) -> list[float]:
+        return [value for step in self.steps for value in step.entropies]
+
+    @property
+    def reward(self) -> float | None:
+        return self.leaf.reward
+
+    @property
+    def advantage(self) -> float | None:
+        return self.leaf.advantage
+
+    @property
+    def status(self) -> Status:
+        return self.leaf.status
+
+    @property
+    def contents(self) -> Iterator[StepContent]:
+        """What each step after the prompt says."""
+        return (step.content for step in self.steps[1:])
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Calls the policy made and that were run."""
+        return sum(len(step.content.observations) for step in self.steps if step.origin is Origin.POLICY)

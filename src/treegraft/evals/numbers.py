@@ -1,0 +1,236 @@
+"""From recorded trees and verdicts to the numbers of an evaluation."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from treegraft.core.types import Status, Trajectory, Tree
+from treegraft.evals.judge import Verdict, verdict_key
+from treegraft.evals.scores import Interval, answer_of, bootstrap, calls_by_tool, num_sampled_tokens, pass_ks, stratified_bootstrap
+from treegraft.evals.suites import EvalSet
+from treegraft.rollout.measure import pass_at_k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdicts:
+    """What the judge said: Verdicts(model="Qwen2.5-72B-Instruct", by_key={"1f0c...": "correct"})"""
+
+    model: str
+    by_key: Mapping[str, str]
+
+    def of(self, path: Trajectory) -> str | None:
+        """Returns the verdict on a trajectory; None without an answer or a verdict."""
+        answer = answer_of(path)
+        return None if answer is None else self.by_key.get(verdict_key(self.model, path.task, answer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LevelReport:
+    """The main score of one level: LevelReport(num_items=39, score=Interval(0.2, 0.1, 0.3))"""
+
+    num_items: int
+    score: Interval
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetReport:
+    """The numbers of one set. Shares are of all trajectories: one without an answer, failed or not, scores 0."""
+
+    name: str
+    source: str
+    measure: str
+    """What `score` is: "match", "f1" or "judge"."""
+    num_items: int
+    num_samples: int
+    """Trajectories per item."""
+    num_completed: int
+    num_truncated: int
+    """Out of tokens, steps or tool calls."""
+    num_violations: int
+    """Ended outside the format."""
+    num_failed: int
+    """Lost to failures of ours."""
+    score: Interval
+    """Mean of the measure with its 95 % bootstrap interval over items."""
+    score_completed: float | None
+    """The same over completed trajectories alone; None without one."""
+    em: float
+    """SQuAD's exact match."""
+    f1: float
+    """SQuAD's F1, each Chinese character a word."""
+    match: float
+    """Exact match or equal mathematics, by rule."""
+    judge: float | None = None
+    """Share that the judge calls correct; None without a judge."""
+    num_judged: int = 0
+    """Answers with a verdict, those that could not be read included."""
+    num_unparsed: int = 0
+    """Replies of the judge that were no verdict; they count as not correct."""
+    judge_yes_rule_no: int = 0
+    """Trajectories that the judge calls correct and the rule does not."""
+    judge_no_rule_yes: int = 0
+    disagreements: list[str] = field(default_factory=list)
+    """Ids of the items with one."""
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """k -> unbiased pass@k, by the judge where `measure` is the judge's and by rule elsewhere."""
+    tool_calls_mean: float
+    tool_calls: dict[str, float] = field(default_factory=dict)
+    """Mean calls of a trajectory, by tool."""
+    sampled_tokens_mean: float
+    correct_per_call: float | None
+    """Correct trajectories per tool call; None without a call."""
+    levels: dict[str, LevelReport] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuiteReport:
+    """All numbers of an evaluation."""
+
+    checkpoint: str
+    temperature: float
+    num_samples: int
+    seed: int
+    judge_model: str | None
+    sets: list[SetReport]
+    mean: Interval
+    """Unweighted mean of the sets' scores."""
+    is_complete: bool
+    """Every item of every set has been run."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain JSON values."""
+        return asdict(self)
+
+
+def correctness(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory], bool]:
+    """Returns what says whether a trajectory is correct: the judge where the measure is its, else the rule."""
+    if measure == "judge" and verdicts is not None:
+        return lambda path: verdicts.of(path) == Verdict.CORRECT
+    return lambda path: bool(path.leaf.is_correct)
+
+
+def main_measure(one: EvalSet, verdicts: Verdicts | None) -> str:
+    """Returns "f1", "judge", or "match" where the set is mathematics or nobody judges."""
+    if one.rule.measure == "judge":
+        return "judge" if verdicts is not None else "match"
+    return "f1" if one.rule.measure == "f1" else "match"
+
+
+def main_score(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory], float]:
+    """Returns the main score of a trajectory, 0..1."""
+    if measure == "f1":
+        return lambda path: path.leaf.reward_parts.get("f1", 0.0)
+    is_correct = correctness(measure, verdicts)
+    return lambda path: float(is_correct(path))
+
+
+def item_means(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> list[float]:
+    """Returns one number per tree: the mean over its trajectories."""
+    return [statistics.fmean(score(path) for path in tree.trajectories()) for tree in trees]
+
+
+def report_set(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -> SetReport:
+    """Returns the numbers of a set.
+
+    Raises:
+        ValueError: no trees.
+    """
+    measure = main_measure(one, verdicts)
+    score, is_correct = main_score(measure, verdicts), correctness(measure, verdicts)
+    paths = [path for tree in trees for path in tree.trajectories()]
+    status = Counter(path.status for path in paths)
+    completed = [score(path) for path in paths if path.status is Status.COMPLETED]
+    counts = [(len(tree.leaves), sum(map(is_correct, tree.trajectories()))) for tree in trees]
+    num_samples = min(num for num, _ in counts)
+    calls: Counter[str] = Counter()
+    for path in paths:
+        calls.update(calls_by_tool(path))
+    num_calls = sum(path.num_tool_calls for path in paths)
+
+    def part(name: str) -> float:
+        return statistics.fmean(path.leaf.reward_parts.get(name, 0.0) for path in paths)
+
+    return SetReport(
+        name=one.name,
+        source=one.source,
+        measure=measure,
+        num_items=len(trees),
+        num_samples=num_samples,
+        num_completed=status[Status.COMPLETED],
+        num_truncated=status[Status.TRUNCATED],
+        num_violations=status[Status.FORMAT_VIOLATION],
+        num_failed=status[Status.FAILED],
+        score=bootstrap(item_means(trees, score)),
+        score_completed=statistics.fmean(completed) if completed else None,
+        em=part("em"),
+        f1=part("f1"),
+        match=part("match"),
+        pass_at={k: statistics.fmean(pass_at_k(num, right, k) for num, right in counts) for k in pass_ks(num_samples)},
+        tool_calls_mean=num_calls / len(paths),
+        tool_calls={name: count / len(paths) for name, count in sorted(calls.items())},
+        sampled_tokens_mean=statistics.fmean(num_sampled_tokens(path) for path in paths),
+        correct_per_call=sum(right for _, right in counts) / num_calls if num_calls else None,
+        levels=_levels(trees, score),
+        notes=list(one.notes),
+        **({} if verdicts is None else _judged(paths, verdicts)),
+    )
+
+
+def _levels(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> dict[str, LevelReport]:
+    by_level: dict[str, list[Tree]] = {}
+    for tree in trees:
+        if tree.task.category:
+            by_level.setdefault(tree.task.category, []).append(tree)
+    return {
+        level: LevelReport(num_items=len(members), score=bootstrap(item_means(members, score)))
+        for level, members in sorted(by_level.items())
+    }
+
+
+def _judged(paths: Sequence[Trajectory], verdicts: Verdicts) -> dict[str, Any]:
+    said = [(path, verdicts.of(path)) for path in paths]
+    judged = [(path, verdict) for path, verdict in said if verdict is not None]
+    read = [(path, verdict == Verdict.CORRECT) for path, verdict in judged if verdict != Verdict.UNPARSED]
+    differ = [(path, yes) for path, yes in read if yes != bool(path.leaf.is_correct)]
+    return {
+        "judge": sum(verdict == Verdict.CORRECT for _, verdict in judged) / len(paths),
+        "num_judged": len(judged),
+        "num_unparsed": len(judged) - len(read),
+        "judge_yes_rule_no": sum(yes for _, yes in differ),
+        "judge_no_rule_yes": sum(not yes for _, yes in differ),
+        "disagreements": sorted({path.task.id for path, _ in differ}),
+    }
+
+
+def report_suite(
+    sets: Sequence[EvalSet],
+    trees: Mapping[str, Sequence[Tree]],
+    verdicts: Verdicts | None,
+    *,
+    checkpoint: str,
+    temperature: float,
+    num_samples: int,
+    seed: int,
+) -> SuiteReport:
+    """Returns the numbers of all sets that have any tree.
+
+    Raises:
+        ValueError: none has.
+    """
+    begun = [one for one in sets if trees[one.name]]
+    groups = [item_means(trees[one.name], main_score(main_measure(one, verdicts), verdicts)) for one in begun]
+    return SuiteReport(
+        checkpoint=checkpoint,
+        temperature=temperature,
+        num_samples=num_samples,
+        seed=seed,
+        judge_model=None if verdicts is None else verdicts.model,
+        sets=[report_set(one, trees[one.name], verdicts) for one in begun],
+        mean=stratified_bootstrap(groups),
+        is_complete=all(len(trees[one.name]) == len(one.tasks) for one in sets),
+    )

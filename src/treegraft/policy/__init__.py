@@ -1,0 +1,1 @@
+"""One policy: loaded, sampled by an engine, changed by the learner, saved."""

@@ -1,0 +1,309 @@
+"""Keys and values in blocks of 64 positions, and the prefix tree that says which path each block belongs to.
+
+    root ─ [p p p p] ─ [p p s s] ─ [s t s]         a path: full blocks, and a tail that is still growing
+                     └ [p p s x] ─ [y y]           a branch inside a block: the block's beginning is copied, never computed again
+
+A block begins at a multiple of 64 tokens of its path, so what it holds is a function of the path alone. A full block is read by
+every path below it; a tail belongs to the one row that lengthens it. What no row uses is kept until room is needed, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from treegraft.policy.kernels.engine import BLOCK, padded_width
+from treegraft.policy.load import head_width
+
+FIRST_BLOCKS = 64
+"""Blocks that the pool begins with; it doubles until it reaches its limit."""
+
+
+class BlockPool:
+    """Keys [blocks, kv heads, width, 64] and values [blocks, kv heads, 64, padded width] of every layer."""
+
+    def __init__(self, model: Any, max_bytes: float) -> None:
+        """`max_bytes` limits what is kept; a path that is under way alone may take more."""
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = head_width(config)
+        assert width is not None
+        self._shapes = ((heads, width, BLOCK), (heads, BLOCK, padded_width(width)))
+        self._like = torch.empty(0, dtype=model.dtype, device=model.device)
+        layers = config.num_hidden_layers
+        size = layers * heads * (width + padded_width(width)) * BLOCK * self._like.element_size()
+        self.num_blocks = 0
+        self.max_blocks = max(1, int(max_bytes // size))
+        self.keys: list[torch.Tensor] = [self._empty(0, 0)] * layers
+        self.values: list[torch.Tensor] = [self._empty(1, 0)] * layers
+
+    def grow(self, needed: int) -> None:
+        """Makes room for `needed` blocks; what is stored stays."""
+        size = max(needed, min(max(2 * self.num_blocks, FIRST_BLOCKS), self.max_blocks))
+        for kind, column in enumerate((self.keys, self.values)):
+            for layer, old in enumerate(column):
+                column[layer] = self._empty(kind, size)
+                column[layer][: self.num_blocks] = old
+        self.num_blocks = size
+
+    def copy(self, source: int, target: int, positions: int) -> None:
+        """Copies the first positions of one block to another."""
+        for keys, values in zip(self.keys, self.values, strict=True):
+            keys[target, :, :, :positions] = keys[source, :, :, :positions]
+            values[target, :, :positions] = values[source, :, :positions]
+
+    def _empty(self, kind: int, size: int) -> torch.Tensor:
+        return self._like.new_zeros(size, *self._shapes[kind])
+
+
+@dataclass(eq=False)
+class Node:
+    """One block of one path."""
+
+    block: int
+    parent: Node | None
+    token_ids: list[int] = field(default_factory=list)
+    """Whose keys and values are stored; at most 64."""
+    children: list[Node] = field(default_factory=list)
+    num_users: int = 0
+    """Rows whose path goes through it."""
+    is_forgotten: bool = False
+    """Nobody will ask below it again."""
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.token_ids) == BLOCK
+
+
+@dataclass(eq=False)
+class Row:
+    """A path under way."""
+
+    slot: int
+    """Its row in the table of blocks."""
+    token_ids: list[int]
+    """All that is known of the path, from its first token on."""
+    fed: int
+    """Leading tokens whose keys and values are stored."""
+    nodes: list[Node]
+    """Its blocks from the root on; the last may still grow and is then this row's own."""
+    max_nodes: int
+    """As many as it may come to have."""
+
+
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns how many leading entries agree."""
+    limit = min(len(a), len(b))
+    if a[:limit] == b[:limit]:
+        return limit
+    low, high = 0, limit  # a[:low] agrees, a[:high] does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+class PathCache:
+    """Finds the longest stored beginning of a path, shares its blocks, and makes room by age."""
+
+    def __init__(self, pool: BlockPool, max_rows: int) -> None:
+        self.pool = pool
+        self.root = Node(block=-1, parent=None, token_ids=[0] * BLOCK)
+        self.table = torch.zeros(max_rows, 16, dtype=torch.int32)
+        """[rows, blocks] the block numbers of each row's path."""
+        self.rows: list[Row] = []
+        self._free_slots = list(range(max_rows))[::-1]
+        self._free_blocks: list[int] = []
+        self._idle: OrderedDict[Node, None] = OrderedDict()
+        """Nodes without users and children, those to go first in front."""
+        self._num_unused = 0
+        """Nodes without users."""
+        self.num_evictions = 0
+        """Blocks dropped while somebody might still have asked for them; they cost a prefill if somebody does."""
+
+    def matched(self, path_ids: Sequence[int]) -> int:
+        """Returns how many leading tokens of the path are stored, at most all but the last."""
+        chain, tail, common = self._match(path_ids)
+        return len(chain) * BLOCK + (common if tail is not None else 0)
+
+    def open(self, path_ids: list[int], max_tokens: int) -> Row | None:
+        """Returns a row for the path, which may grow to `max_tokens`, with what is stored of it in place; None: no room yet."""
+        chain, tail, common = self._match(path_ids)
+        if not self._free_slots or not self._has_room(chain, -(-max_tokens // BLOCK)):
+            return None
+        for node in chain:
+            self._use(node)
+        row = Row(self._free_slots.pop(), path_ids, len(chain) * BLOCK, chain, -(-max_tokens // BLOCK))
+        self.table[row.slot, : len(chain)] = torch.tensor([node.block for node in chain], dtype=torch.int32)
+        self.rows.append(row)
+        if tail is not None and common:
+            self._continue(row, tail, common)
+            row.fed += common
+        return row
+
+    def extend(self, row: Row, count: int) -> None:
+        """Sees to it that there are blocks for the next `count` tokens."""
+        while len(row.nodes) * BLOCK < row.fed + count:
+            self._append(row, Node(self._take_block(), row.nodes[-1] if row.nodes else self.root))
+
+    def fed(self, row: Row, count: int) -> None:
+        """Notes that the next `count` tokens are stored."""
+        start = row.fed
+        row.fed += count
+        for index in range(start // BLOCK, -(-row.fed // BLOCK)):
+            first = max(start, index * BLOCK)
+            row.nodes[index].token_ids.extend(row.token_ids[first : min(row.fed, (index + 1) * BLOCK)])
+
+    def close(self, row: Row) -> None:
+        """Ends a row; its keys and values stay until they are needed elsewhere."""
+        self.rows.remove(row)
+        self._free_slots.append(row.slot)
+        for node in reversed(row.nodes):
+            node.num_users -= 1
+            if node.num_users:
+                continue
+            self._num_unused += 1
+            if not node.children:
+                self._idle[node] = None
+                if node.is_forgotten or not node.token_ids:
+                    self._drop(node)
+
+    def forget(self, path_ids: Sequence[int]) -> None:
+        """Drops what is stored below a path once nothing is under way there; its full blocks stay until room is needed."""
+        node, rest = self.root, tuple(path_ids)
+        while True:
+            following = next((c for c in node.children if len(rest) >= BLOCK and tuple(c.token_ids) == rest[:BLOCK]), None)
+            if following is None:
+                break
+            node, rest = following, rest[BLOCK:]
+        for child in list(node.children):
+            known = min(len(rest), len(child.token_ids))
+            if not rest or (known and tuple(child.token_ids[:known]) == rest[:known]):
+                self._forget_below(child)
+
+    def clear(self) -> None:
+        """Drops everything; no row may be under way."""
+        for node in list(_below(self.root)):
+            self._free_blocks.append(node.block)
+        self.root.children.clear()
+        self._idle.clear()
+        self._num_unused = 0
+
+    # ------------------------------------------------------------------ inside
+
+    def _match(self, path_ids: Sequence[int]) -> tuple[list[Node], Node | None, int]:
+        """The full blocks that hold the path's beginning, the node that goes on with it best, and how many tokens that has."""
+        chain: list[Node] = []
+        node, limit = self.root, len(path_ids) - 1  # the last token is always fed: its output is what the next is sampled from
+        while True:
+            at = len(chain) * BLOCK
+            wanted = list(path_ids[at : min(at + BLOCK, limit)])
+            best, common = None, 0
+            for child in node.children:
+                length = common_length(child.token_ids, wanted)
+                if length > common or (length and length == common and best is not None and _is_taken(best) > _is_taken(child)):
+                    best, common = child, length
+            if common < BLOCK or best is None:
+                return chain, best, common
+            chain.append(best)
+            node = best
+
+    def _has_room(self, chain: list[Node], num_nodes: int) -> bool:
+        """Whether this row and all under way can come to their full lengths within the limit; one that is alone always may."""
+        if not self.rows:
+            return True
+        promised = sum(row.max_nodes - len(row.nodes) for row in self.rows)
+        newly_used = sum(not node.num_users for node in chain)
+        in_use = self.pool.num_blocks - len(self._free_blocks) - self._num_unused
+        return in_use + promised + newly_used + num_nodes - len(chain) <= self.pool.max_blocks
+
+    def _continue(self, row: Row, tail: Node, common: int) -> None:
+        """Takes over a tail that ends where the path goes on; copies the beginning of a block that is another path's."""
+        parent = row.nodes[-1] if row.nodes else self.root
+        if tail in self._idle and common == len(tail.token_ids):
+            self._use(tail)
+            row.nodes.append(tail)
+            self._note(row)
+            return
+        tail.num_users += 1  # not to be dropped for the copy's sake
+        was_idle = self._idle.pop(tail, 0) is None
+        own = Node(self._take_block(), parent, tail.token_ids[:common])
+        tail.num_users -= 1
+        if was_idle or not _is_taken(tail):  # the block that was taken may have been its last child's
+            self._idle[tail] = None
+        self.pool.copy(tail.block, own.block, common)
+        self._append(row, own)
+
+    def _append(self, row: Row, node: Node) -> None:
+        assert node.parent is not None
+        node.parent.children.append(node)
+        self._idle.pop(node.parent, None)
+        node.num_users, node.is_forgotten = 1, node.parent.is_forgotten
+        row.nodes.append(node)
+        self._note(row)
+
+    def _note(self, row: Row) -> None:
+        count = len(row.nodes)
+        if count > self.table.shape[1]:
+            self.table = torch.nn.functional.pad(self.table, (0, self.table.shape[1]))
+        self.table[row.slot, count - 1] = row.nodes[-1].block
+
+    def _use(self, node: Node) -> None:
+        if not node.num_users:
+            self._num_unused -= 1
+            self._idle.pop(node, None)
+        node.num_users += 1
+        node.is_forgotten = False
+
+    def _take_block(self) -> int:
+        if not self._free_blocks and (self.pool.num_blocks < self.pool.max_blocks or not self._idle):
+            before = self.pool.num_blocks
+            self.pool.grow(before + 1)
+            self._free_blocks.extend(range(before, self.pool.num_blocks))
+        if not self._free_blocks:
+            self._drop(next(iter(self._idle)))
+            self.num_evictions += 1
+        return self._free_blocks.pop()
+
+    def _drop(self, node: Node) -> None:
+        """Gives back an idle node's block; its parent may be idle then, and goes next, or at once where it is forgotten."""
+        while True:
+            assert node.parent is not None
+            del self._idle[node]
+            self._num_unused -= 1
+            self._free_blocks.append(node.block)
+            parent = node.parent
+            parent.children.remove(node)
+            if parent is self.root or parent.num_users or parent.children:
+                return
+            self._idle[parent] = None
+            self._idle.move_to_end(parent, last=False)
+            if not parent.is_forgotten:
+                return
+            node = parent
+
+    def _forget_below(self, node: Node) -> None:
+        for below in [node, *_below(node)]:
+            below.is_forgotten = True
+        for below in [node, *_below(node)]:
+            if below in self._idle:
+                self._drop(below)
+
+
+def _below(node: Node) -> Iterator[Node]:
+    waiting = list(node.children)
+    while waiting:
+        child = waiting.pop()
+        waiting.extend(child.children)
+        yield child
+
+
+def _is_taken(node: Node) -> bool:
+    return node.num_users > 0 or bool(node.children)

@@ -1,0 +1,182 @@
+"""Decoding steps on a GPU as CUDA graphs, by batch bucket. Not run on a GPU: each recording proves itself before it is used.
+
+A step in which every row takes in one token is the same operators each time, and launching them one by one takes longer than
+they do. It is recorded once for so many rows over so many blocks, with all that changes in tensors that stay where they are, and
+played back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from treegraft.policy.engine.blocks import BlockPool
+from treegraft.policy.engine.forward import HookedForward, distance, limit_of
+from treegraft.policy.engine.ragged import BUCKETS, Gathered, RaggedPlan
+from treegraft.policy.hook import AttentionOptions
+
+_log = logging.getLogger(__name__)
+
+ROWS = (1, 2, 4, 8, *BUCKETS)
+"""Numbers of rows that steps are recorded for."""
+FIRST_BLOCKS = 4
+"""Blocks of the longest path that steps are recorded for; then twice as many, and so on."""
+MAX_BLOCKS = 4096
+"""Rows times blocks from which steps are not recorded: there the operators take longer than their launching, and much memory."""
+
+Run = Callable[[], torch.Tensor]
+Recorder = Callable[[Run], Run]
+"""Returns what does the same again, on what then stands in the same tensors."""
+
+
+class DecodingPlan:
+    """The attention of one token of each of R rows over paths of at most B blocks, in tensors that stay where they are."""
+
+    def __init__(self, pool: BlockPool, rows: int, blocks: int, device: torch.device) -> None:
+        self._pool = pool
+        self.ids, self.positions = torch.zeros(2, rows, dtype=torch.long, device=device)
+        self.used = torch.zeros(rows, blocks, dtype=torch.long, device=device)
+        self._gathered: Gathered | None = None
+
+    def fill(self, ids: torch.Tensor, positions: torch.Tensor, used: torch.Tensor) -> None:
+        """Takes over a step of `len(used)` rows; the rows that are left do what the first one does, to the same places."""
+        count, blocks = used.shape
+        self.ids[:count], self.ids[count:] = ids[:count], ids[0]
+        self.positions[:count], self.positions[count:] = positions[:count], positions[0]
+        self.used[:count, :blocks] = used.to(self.used.device)
+        self.used[count:] = self.used[0]
+
+    def begin(self) -> None:
+        """Forms what all layers have in common, from what the tensors hold."""
+        self._gathered = Gathered.of(self.positions, self.used)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns [rows, heads, width]; stores the keys and values of the tokens."""
+        assert self._gathered is not None
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        self._gathered.store(key, value, keys, values)
+        return self._gathered.attend(query, keys, values, options).to(query.dtype)
+
+
+@dataclass
+class _Recording:
+    plan: DecodingPlan
+    play: Run
+    is_proven: bool = False
+
+
+class RecordedForward:
+    """Plays decoding steps back and hands all others to `forward`.
+
+    A recording is played back for the first time beside the step itself, on other tokens than it was made with. Where that fails or
+    differs none is used any more, with a notice.
+    """
+
+    kernels = None
+    is_rowwise = False
+
+    def __init__(self, forward: HookedForward, make_recorder: Callable[[], Recorder]) -> None:
+        self._forward, self._make_recorder = forward, make_recorder
+        self._record = make_recorder()
+        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._num_blocks = 0
+        self._is_off = False
+
+    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
+        used = None if self._is_off else plan.blocks_of_decoding()
+        if used is None:
+            return self._forward(ids, positions, plan)
+        rows = next(bucket for bucket in ROWS if bucket >= len(used))
+        blocks = max(FIRST_BLOCKS, 1 << (used.shape[1] - 1).bit_length())
+        if rows * blocks > MAX_BLOCKS:
+            return self._forward(ids, positions, plan)
+        if plan.pool.num_blocks != self._num_blocks:  # it has moved
+            self._recordings.clear()
+            self._record, self._num_blocks = self._make_recorder(), plan.pool.num_blocks
+        recording = self._recordings.get((rows, blocks))
+        if recording is not None and recording.is_proven:
+            recording.plan.fill(ids, positions, used)
+            return functional.pad(recording.play()[: len(used)], (0, 0, 0, len(ids) - len(used)))
+        try:
+            if recording is None:
+                played = None
+                self._recordings[rows, blocks] = self._recorded(ids, positions, plan.pool, used, rows, blocks)
+            else:
+                recording.plan.fill(ids, positions, used)
+                played = recording.play()[: len(used)].clone()
+        except RuntimeError as error:
+            played = None
+            self._turn_off(f"a recording failed with {(str(error).splitlines() or [''])[0]}")
+        # The step itself comes last, so that what it stores stays.
+        states = self._forward(ids, positions, plan)
+        if recording is not None and played is not None:
+            self._judge(recording, distance(played, states[: len(used)]), states.dtype)
+        return states
+
+    def refresh(self) -> None:
+        """Takes over weights that have changed in place, as recordings do."""
+        self._forward.refresh()
+
+    def _recorded(
+        self, ids: torch.Tensor, positions: torch.Tensor, pool: BlockPool, used: torch.Tensor, rows: int, blocks: int
+    ) -> _Recording:
+        own = DecodingPlan(pool, rows, blocks, ids.device)
+        own.fill(ids, positions, used)
+
+        def run() -> torch.Tensor:
+            own.begin()
+            return self._forward(own.ids, own.positions, own)
+
+        return _Recording(own, self._record(run))
+
+    def _judge(self, recording: _Recording, gap: float, dtype: torch.dtype) -> None:
+        recording.is_proven = gap <= limit_of(dtype)
+        if not recording.is_proven:  # NaN is no proof either
+            self._turn_off(f"states played back differ by {gap:.3g} of their length")
+
+    def _turn_off(self, reason: str) -> None:
+        self._is_off = True
+        self._recordings.clear()
+        _log.warning("engine: decoding steps run without CUDA graphs, which is slower: %s", reason)
+
+
+def recorder_maker(device: torch.device) -> Callable[[], Recorder] | None:
+    """Returns what makes recorders for `device`, each with memory of its own; None where nothing is recorded."""
+    return functools.partial(_cuda_recorder, device) if device.type == "cuda" else None
+
+
+def _cuda_recorder(device: torch.device) -> Recorder:
+    with torch.cuda.device(device):
+        memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def record(run: Run) -> Run:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(device):
+            before = torch.cuda.current_stream()
+            try:
+                # Libraries set themselves up in a first run, which must not be recorded.
+                stream.wait_stream(before)
+                with torch.cuda.stream(stream):
+                    run()
+                before.wait_stream(stream)
+                # Another thread may use the GPU meanwhile, to embed texts.
+                with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                    states = run()
+            finally:
+                torch.cuda.set_stream(before)  # a recording that failed leaves its own
+
+        def play() -> torch.Tensor:
+            with torch.cuda.device(device):
+                graph.replay()
+            return states
+
+        return play
+
+    return record

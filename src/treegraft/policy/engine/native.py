@@ -1,0 +1,457 @@
+"""The in-process engine: any transformers decoder, continuous batching, every beginning that paths share stored and computed once.
+
+One thread owns the model and the keys. Each turn of its loop takes in what was asked, gives every request a row (with all blocks
+that are stored of its path), runs one forward pass over all rows that have tokens to feed, and samples for those that are
+complete. A request joins and leaves at any token. Decoding never runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
+from treegraft.core.interfaces import NoiseKey, Tokenizer
+from treegraft.core.threads import release_threads
+from treegraft.core.types import Completion, Sampling, StopReason
+from treegraft.policy.engine.blocks import BlockPool, PathCache, Row, common_length
+from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
+from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
+from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
+from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
+from treegraft.policy.engine.stops import StopFinder
+from treegraft.policy.load import Head, end_token_ids, max_context, weights_fingerprint
+from treegraft.settings.config import EngineSettings
+
+MIN_SHARED = 32
+"""Tokens from which a request waits for another that is taking in the same ones."""
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of `complete` on its way through the engine thread."""
+
+    prefix_ids: list[int]
+    sampling: Sampling
+    noise_key: NoiseKey
+    finish: Callable[[Completion | BaseException], None]
+    probe_tokens: int | None = None
+    on_probe: Callable[[Sequence[float]], None] | None = None
+    row: Row | None = None
+    is_cancelled: bool = False
+    in_grace: bool = False
+    """A final text was written; one more token and it is over."""
+    sampled: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Order:
+    """Something for the engine thread to do when nothing is running (a publish) or at once (forget)."""
+
+    act: Callable[[], None]
+    done: Callable[[BaseException | None], None]
+    waits_for_idle: bool
+
+
+class NativeEngine:
+    """Samples from its own copy of the weights, refreshed by `publish`."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, settings: EngineSettings) -> None:
+        """Takes over `model` (nobody else may run it).
+
+        Raises:
+            ModelError: the model's attention or head cannot be run piece by piece.
+        """
+        self.model = model
+        self.settings = settings
+        self._end_ids = frozenset(end_token_ids(model, tokenizer))
+        self._stops = StopFinder(tokenizer)
+        self._limit = max_context(model)
+        self._version = 0
+        self._fingerprint = weights_fingerprint(model.state_dict())
+        forward, problem = build_forward(model, pack=settings.pack_weights, compile_kernels=settings.compile_kernels)
+        if forward is None:
+            raise ModelError(
+                f"engine: the native engine cannot run this model: {problem}; choose another model or another engine.kind"
+            )
+        make_recorder = recorder_maker(model.device)
+        if make_recorder is not None and isinstance(forward, HookedForward):
+            forward = RecordedForward(forward, make_recorder)
+        self._forward: Forward = forward
+        self._head = Head(model)
+        self._cache = PathCache(BlockPool(model, settings.cache_gb * 1e9), settings.max_rows)
+        self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
+        self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._orders: list[Order] = []
+        self._death: BaseException | None = None
+        self._is_over = threading.Event()
+        self.num_forwards = 0
+        self.num_rows_fed = 0
+        self._thread = threading.Thread(target=self._main, name="treegraft-engine", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------------ what callers see
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @property
+    def death(self) -> BaseException | None:
+        return self._death
+
+    async def complete(
+        self,
+        prefix_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        noise_key: NoiseKey,
+        probe_tokens: int | None = None,
+        on_probe: Callable[[Sequence[float]], None] | None = None,
+    ) -> Completion:
+        """Returns one completion; see `interfaces.Engine`.
+
+        Raises:
+            EngineError: an empty or over-long prefix, or the engine has died.
+            DeadlineExceeded: no completion within engine.deadline_s.
+        """
+        self._check(prefix_ids, sampling)
+        release_threads()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Completion] = loop.create_future()
+
+        def finish(result: Completion | BaseException) -> None:
+            _post(loop, lambda: _resolve(future, result))
+
+        probe = None
+        if on_probe is not None:
+            listener = on_probe
+
+            def probe(entropies: Sequence[float]) -> None:
+                _post(loop, lambda: listener(entropies))
+
+        request = Request(
+            prefix_ids=list(prefix_ids),
+            sampling=sampling,
+            noise_key=noise_key,
+            finish=finish,
+            probe_tokens=probe_tokens,
+            on_probe=probe,
+        )
+        self._submit(request)
+        try:
+            return await asyncio.wait_for(future, self.settings.deadline_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"engine: no completion for {noise_key} within engine.deadline_s = {self.settings.deadline_s} s; "
+                "the machine is too slow for this many rows, or rollout.max_completion_tokens is too high"
+            ) from error
+        finally:
+            request.is_cancelled = True
+
+    def forget(self, prefix_ids: Sequence[int]) -> None:
+        """Drops what is cached below a prompt once nothing is under way there."""
+        path_ids = tuple(prefix_ids[:-1])
+        self._submit(Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False))
+
+    async def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Copies `weights` (a state dict of the plain model) once running requests are done, and drops all cached paths.
+
+        Raises:
+            EngineError: names are missing or unknown (the engine keeps its weights), or it has died.
+            DeadlineExceeded: running requests took longer than engine.deadline_s.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+
+        def act() -> None:
+            load_weights(self.model, weights)
+            self._forward.refresh()
+            self._cache.clear()
+            self._version, self._fingerprint = version, weights_fingerprint(self.model.state_dict())
+
+        def done(error: BaseException | None) -> None:
+            _post(loop, lambda: _resolve(future, error))
+
+        self._submit(Order(act, done, waits_for_idle=True))
+        try:
+            await asyncio.wait_for(future, self.settings.deadline_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"engine: version {version} was not published within engine.deadline_s = {self.settings.deadline_s} s; "
+                "requests were still running"
+            ) from error
+
+    async def close(self) -> None:
+        """Ends the thread; requests under way get an `EngineError`."""
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join, 30.0)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns evictions and mean rows per forward pass since the last call."""
+        metrics = {
+            "time/engine_evictions": float(self._cache.num_evictions),
+            "time/engine_rows_mean": self.num_rows_fed / max(1, self.num_forwards),
+        }
+        self._cache.num_evictions = self.num_rows_fed = self.num_forwards = 0
+        return metrics
+
+    def _submit(self, item: Request | Order) -> None:
+        """Hands something to the thread; where that has ended in the meantime, its sender is told at once."""
+        self._inbox.put(item)
+        if self._is_over.is_set():
+            self._dismiss()
+
+    def _check(self, prefix_ids: Sequence[int], sampling: Sampling) -> None:
+        if self._death is not None:
+            raise EngineError(f"engine: its thread has died: {self._death!r}") from self._death
+        if not self._thread.is_alive():
+            raise EngineError("engine: it has been closed")
+        if not prefix_ids:
+            raise EngineError("engine: the prefix is empty; at least one token is needed to continue from")
+        if sampling.max_new_tokens < 1:
+            raise EngineError(f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed")
+        if self._limit is not None and len(prefix_ids) + 1 > self._limit:
+            raise EngineError(
+                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most {self._limit}; "
+                "shorten the prompt or lower rollout.max_completion_tokens"
+            )
+
+    # ------------------------------------------------------------------ the thread
+
+    def _main(self) -> None:
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+        except BaseException as error:  # everything that waits on this thread has to hear of its death
+            self._death = error
+        self._is_over.set()
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Tells everything that waits on this thread that it waits in vain."""
+        reason = EngineError(
+            f"engine: its thread has died: {self._death!r}" if self._death else "engine: closed while the request was under way"
+        )
+        for request in (*self._running, *self._waiting):
+            request.finish(reason)
+        for order in self._orders:
+            order.done(reason)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._inbox.get_nowait()
+                if isinstance(item, Request):
+                    item.finish(reason)
+                elif item is not None:
+                    item.done(reason)
+
+    def _turn(self) -> bool:
+        """One turn of the loop; False when told to close."""
+        is_idle = not (self._running or self._waiting or self._orders)
+        if is_idle and self._inbox.empty():
+            release_threads()
+        while is_idle or not self._inbox.empty():
+            item = self._inbox.get()
+            is_idle = False
+            if item is None:
+                return False
+            if isinstance(item, Request):
+                self._waiting.append(item)
+            elif item.waits_for_idle:
+                self._orders.append(item)
+            else:
+                item.act()
+        self._drop_cancelled()
+        if self._orders and not self._running:
+            for order in self._orders:
+                try:
+                    order.act()
+                except EngineError as error:  # refused before anything was touched
+                    order.done(error)
+                else:
+                    order.done(None)
+            self._orders.clear()
+        if not self._orders:
+            self._admit()
+        if self._running:
+            self._step()
+        return True
+
+    def _drop_cancelled(self) -> None:
+        self._waiting = [request for request in self._waiting if not request.is_cancelled]
+        for request in [request for request in self._running if request.is_cancelled]:
+            self._leave(request)
+
+    def _admit(self) -> None:
+        """Gives rows to waiting requests in order of arrival, while there is room.
+
+        One that begins like a path which is just being taken in waits for it, and shares its blocks.
+        """
+        left: list[Request] = []
+        for number, request in enumerate(self._waiting):
+            if self._is_being_fed(request.prefix_ids):
+                left.append(request)
+                continue
+            longest = len(request.prefix_ids) + request.sampling.max_new_tokens
+            request.row = self._cache.open(request.prefix_ids.copy(), min(longest, self._limit or longest))
+            if request.row is None:
+                left.extend(self._waiting[number:])
+                break
+            self._running.append(request)
+        self._waiting = left
+
+    def _is_being_fed(self, prefix_ids: list[int]) -> bool:
+        filling = [row for row in self._cache.rows if len(row.token_ids) - row.fed > MIN_SHARED]
+        if not filling:
+            return False
+        shared = max(common_length(row.token_ids, prefix_ids[:-1]) for row in filling)
+        return shared >= self._cache.matched(prefix_ids) + MIN_SHARED
+
+    def _leave(self, request: Request) -> None:
+        self._running.remove(request)
+        if request.row is not None:
+            self._cache.close(request.row)
+
+    def _step(self) -> None:
+        """One forward pass over every row that fits, then sampling where a row is complete."""
+        segments, requests = self._plan()
+        hidden = self._run(segments)
+        complete = []
+        for request, segment in zip(requests, segments, strict=True):
+            self._cache.fed(segment.row, segment.count)
+            if segment.row.fed == len(segment.row.token_ids):
+                complete.append((request, segment.offset + segment.count - 1))
+        if complete:
+            self._sample([request for request, _ in complete], hidden[torch.tensor([end for _, end in complete])])
+
+    def _plan(self) -> tuple[list[Segment], list[Request]]:
+        """Decoding rows first, those that share blocks side by side; then prompts and results, in chunks."""
+        segments: list[Segment] = []
+        requests: list[Request] = []
+        room, offset = self._buckets[-1], 0
+        # A fixed number, so that chunks do not depend on company, which leaves room for all rows that decode.
+        limit = min(self.settings.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
+        ready = [(request, request.row) for request in self._running if request.row is not None]
+        ready.sort(key=lambda pair: (len(pair[1].token_ids) - pair[1].fed, [node.block for node in pair[1].nodes]))
+        for request, row in ready:
+            count = min(len(row.token_ids) - row.fed, limit)
+            if offset + count > room:
+                continue
+            self._cache.extend(row, count)
+            segments.append(Segment(row, count, offset))
+            requests.append(request)
+            offset += count
+        return segments, requests
+
+    def _run(self, segments: list[Segment]) -> torch.Tensor:
+        """Returns the hidden states of the segments' tokens, one after another, and of what they are padded with."""
+        ids: list[int] = []
+        positions: list[int] = []
+        for segment in segments:
+            row = segment.row
+            ids.extend(row.token_ids[row.fed : row.fed + segment.count])
+            positions.extend(range(row.fed, row.fed + segment.count))
+        rows = next(bucket for bucket in self._buckets if bucket >= len(ids))
+        padding = [0] * (rows - len(ids))
+        plan = RaggedPlan(rows, self._cache.pool, self._cache.table, segments, self._forward.kernels)
+        batch = torch.tensor([ids + padding, positions + padding], device=self.model.device)
+        self.num_forwards += 1
+        self.num_rows_fed += len(ids)
+        return self._forward(batch[0], batch[1], plan)
+
+    def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
+        rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
+        logits = self._head(functional.pad(hidden, (0, 0, 0, rows - len(requests))))[: max(len(requests), MIN_ROWS)]
+        blank = logits.shape[0] - len(requests)
+        temperatures = [request.sampling.temperature for request in requests] + [0.0] * blank
+        seeds = [
+            keyed_seed(request.noise_key, len(request.sampled)) if request.sampling.temperature > 0 else None
+            for request in requests
+        ] + [None] * blank
+        columns = [column.tolist() for column in sample_tokens(logits, temperatures, seeds, self._forward.kernels)]
+        for request, token, logprob, entropy in zip(requests, *(column[: len(requests)] for column in columns), strict=True):
+            self._append(request, token, logprob, entropy)
+
+    def _append(self, request: Request, token: int, logprob: float, entropy: float) -> None:
+        request.sampled.append(token)
+        request.logprobs.append(logprob)
+        request.entropies.append(entropy)
+        if request.on_probe is not None and len(request.sampled) == request.probe_tokens:
+            request.on_probe(tuple(request.entropies))
+        reason = self._stop_reason(request, token)
+        if reason is None:
+            assert request.row is not None
+            request.row.token_ids.append(token)
+            return
+        self._leave(request)
+        request.finish(
+            Completion(
+                token_ids=tuple(request.sampled),
+                sampling_logprobs=tuple(request.logprobs),
+                entropies=tuple(request.entropies),
+                finish=reason,
+                policy_version=self._version,
+            )
+        )
+
+    def _stop_reason(self, request: Request, token: int) -> StopReason | None:
+        """Why the completion ends with this token; None while it goes on."""
+        if token in self._end_ids:
+            return StopReason.END
+        if request.in_grace:
+            return StopReason.STOP
+        sampling = request.sampling
+        if sampling.stop and self._stops.ends_with_any(request.sampled, sampling.stop):
+            return StopReason.STOP
+        if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
+            request.in_grace = True
+        limit = len(request.sampled) >= sampling.max_new_tokens
+        if limit or (self._limit is not None and len(request.prefix_ids) + len(request.sampled) >= self._limit):
+            return StopReason.LENGTH
+        return None
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copies a state dict into `model` in place, casting to its dtype.
+
+    Raises:
+        EngineError: names are missing or unknown.
+    """
+    own = model.state_dict()
+    if own.keys() != weights.keys():
+        odd = sorted(own.keys() ^ weights.keys())[:4]
+        raise EngineError(f"engine: published weights do not fit its model; names in only one of them: {odd}")
+    for name, tensor in own.items():
+        tensor.copy_(weights[name])
+
+
+def _post(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    """Runs `act` on the event loop; nobody listens any more where the loop is closed."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(act)
+
+
+def _resolve(future: asyncio.Future[Any], result: object) -> None:
+    if future.done():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

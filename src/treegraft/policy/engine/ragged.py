@@ -1,0 +1,235 @@
+"""Attention of one forward pass over ragged rows: some decode one token, some take in many.
+
+A token's numbers depend on its own path only: on which blocks of 64 positions it is spread, never on who shares them or what
+else is in the batch. On a CPU our kernels run it block by block; elsewhere torch's operators run it over gathered blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from treegraft.core.errors import ModelError
+from treegraft.policy.engine.blocks import BlockPool, Row
+from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass
+
+MIN_ROWS = 16
+"""Float32 matrix products round differently below about a dozen rows."""
+BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+"""Numbers of rows that a forward pass may have in float32."""
+
+
+@dataclass(eq=False)
+class Segment:
+    """Tokens of one row that this pass takes in: `count` tokens from `fed` on, at rows `offset`.. of the batch."""
+
+    row: Row
+    count: int
+    offset: int
+
+
+class RaggedPlan:
+    """The plan of one forward pass over `num_tokens` batch rows (padding included)."""
+
+    def __init__(
+        self, num_tokens: int, pool: BlockPool, table: torch.Tensor, segments: list[Segment], kernels: Kernels | None
+    ) -> None:
+        self.pool = pool
+        self.kernels = kernels
+        self._table = table
+        self._segments = segments
+        slots, positions = [-1] * num_tokens, [0] * num_tokens
+        for segment in segments:
+            rows = slice(segment.offset, segment.offset + segment.count)
+            slots[rows] = [segment.row.slot] * segment.count
+            positions[rows] = range(segment.row.fed, segment.row.fed + segment.count)
+        self._slots, self._positions = torch.tensor([slots, positions], dtype=torch.int32)
+        self._batch: Pass | None = None
+        self._gathered: list[tuple[torch.Tensor, Gathered]] | None = None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns [num_tokens, heads, width]; stores the keys and values of the tokens taken in."""
+        return self.attend_rotated(layer, query, key, value, options, None)
+
+    def attend_rotated(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Returns the same; with cosines and sines [num_tokens, width] the query (in place) and key are rotated first.
+
+        A rotation needs kernels.
+        """
+        if self.kernels is None:
+            assert rotation is None
+            return self._attend_gathered(layer, query, key, value, options)
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        if self._batch is None:
+            self._batch = self._describe(query.shape[0], keys.shape[1])
+        self._check(query, key, value, keys)
+        self.kernels.store(self._batch, query, key, value, keys, values, rotation)
+        return self.kernels.attend(
+            self._batch,
+            query,
+            keys,
+            values,
+            scaling=options.scaling,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+
+    def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor) -> None:
+        """Kernels are told one shape for all layers.
+
+        Raises:
+            ValueError: this layer has another.
+        """
+        assert self._batch is not None
+        _, kv_heads, width, _ = keys.shape
+        wanted = ((self._batch.heads, width), (kv_heads, width), (kv_heads, width))
+        shapes = tuple((x.shape[0], x.shape[2]) for x in (query, key, value))
+        if shapes != wanted or {query.dtype, key.dtype, value.dtype} != {keys.dtype}:
+            raise ValueError(f"a layer has (heads, width) {shapes} of {query.dtype}, others {wanted} of {keys.dtype}")
+
+    def _describe(self, heads: int, kv_heads: int) -> Pass:
+        assert self.kernels is not None
+        return Pass(
+            self._table.data_ptr(),
+            self._table.shape[1],
+            self._slots.data_ptr(),
+            self._positions.data_ptr(),
+            len(self._slots),
+            heads,
+            kv_heads,
+            self.kernels.num_threads(),
+        )
+
+    def _attend_gathered(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """The same with torch's operators, over copies of the paths' blocks laid side by side."""
+        heads, count, width = query.shape
+        if self._gathered is None:
+            self._gathered = self._gather_plan(query.device)
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        output = query.new_zeros(count, heads, width)
+        for tokens, part in self._gathered:
+            part.store(key[:, tokens], value[:, tokens], keys, values)
+            output[tokens] = part.attend(query[:, tokens], keys, values, options).to(output.dtype)
+        return output
+
+    def blocks_of_decoding(self) -> torch.Tensor | None:
+        """Returns [rows, blocks] the blocks of each row's path where every row takes in a single token, else None."""
+        if any(segment.count > 1 for segment in self._segments):
+            return None
+        slots = torch.tensor([segment.row.slot for segment in self._segments])
+        return self._table[slots, : int(self._positions.max()) // BLOCK + 1].long()
+
+    def _gather_plan(self, device: torch.device) -> list[tuple[torch.Tensor, Gathered]]:
+        single = [segment for segment in self._segments if segment.count == 1]
+        groups = [single, *([segment] for segment in self._segments if segment.count > 1)]
+        return [self._gather(group, device) for group in groups if group]
+
+    def _gather(self, group: list[Segment], device: torch.device) -> tuple[torch.Tensor, Gathered]:
+        """Rows of the batch, for segments of equal length; with more than one of them, of a single token."""
+        tokens = torch.cat([torch.arange(s.offset, s.offset + s.count) for s in group])
+        positions = self._positions[tokens].long()
+        slots = torch.tensor([s.row.slot for s in group])
+        used = self._table[slots, : int(positions.max()) // BLOCK + 1].long()
+        return tokens.to(device), Gathered.of(positions.to(device), used.to(device))
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """R paths of n tokens each, R or n being 1, over B blocks."""
+
+    positions: torch.Tensor
+    """[R * n]"""
+    blocks: torch.Tensor
+    """[R * n] the block that each token goes to."""
+    places: torch.Tensor
+    """[R * n] its place in there."""
+    used: torch.Tensor
+    """[R, B] the blocks of each path."""
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, used: torch.Tensor) -> Gathered:
+        """Returns the plan for tokens at `positions` [R * n] of paths with the blocks `used` [R, B]."""
+        blocks = used.gather(1, (positions // BLOCK).view(used.shape[0], -1)).flatten()
+        return cls(positions, blocks, positions % BLOCK, used)
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Puts key and value [kv heads, R * n, width] into their blocks."""
+        keys[self.blocks, :, :, self.places] = key.transpose(0, 1)
+        values[self.blocks, :, self.places, : value.shape[-1]] = value.transpose(0, 1)
+
+    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+        """Returns [R * n, heads, width] for query [heads, R * n, width]; the query heads of a kv head are stacked."""
+        heads, count, width = query.shape
+        num_paths, kv_heads = self.used.shape[0], keys.shape[1]
+        length, group = count // num_paths, heads // kv_heads
+        own_keys = keys[self.used].permute(0, 2, 1, 4, 3).reshape(num_paths, kv_heads, -1, width)
+        own_values = values[self.used].permute(0, 2, 1, 3, 4).reshape(num_paths, kv_heads, -1, values.shape[-1])[..., :width]
+        stacked = query.reshape(kv_heads, group, num_paths, length, width).permute(2, 0, 1, 3, 4)
+        rows = self.positions.view(num_paths, 1, 1, length, 1)
+        columns = torch.arange(own_keys.shape[2], device=query.device)
+        visible = columns <= rows
+        if options.window is not None:
+            visible &= rows - columns < options.window
+        visible = visible.expand(-1, -1, group, -1, -1).reshape(num_paths, 1, group * length, -1)
+        part = partial_attention(stacked.reshape(num_paths, kv_heads, -1, width), own_keys, own_values, visible, options)
+        sinks = None
+        if options.sinks is not None:
+            sinks = options.sinks.float().view(kv_heads, group, 1).repeat_interleave(length, dim=1)
+        merged = merge_partials([part], sinks).reshape(num_paths, kv_heads, group, length, width)
+        return merged.permute(0, 3, 1, 2, 4).reshape(count, heads, width)
+
+
+@torch.inference_mode()
+def usable_rows(model: Any) -> tuple[int, ...]:
+    """Returns the numbers of rows that a forward pass may have, ascending: in float32 those at which products round as at 16.
+
+    Where threads cut an activation into parts that are no multiple of a vector register, the odd elements take another path.
+
+    Raises:
+        ModelError: there are none.
+    """
+    if model.dtype != torch.float32 or model.device.type != "cpu":
+        return (*range(8, 256, 8), *range(256, BUCKETS[-1] + 1, 64))
+    shapes = {module.weight.shape: module for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    usable = set(BUCKETS)
+    generator = torch.Generator().manual_seed(0)
+    for (_, width), linear in shapes.items():
+        rows = torch.randn(BUCKETS[-1], width, generator=generator)
+        reference = torch.cat([linear(part) for part in rows.split(MIN_ROWS)])
+        for bucket in BUCKETS:
+            # Every row must come out alike, wherever it stands.
+            upright, upside_down = linear(rows[:bucket]), linear(rows[:bucket].flip(0)).flip(0)
+            if not (torch.equal(upright, reference[:bucket]) and torch.equal(upside_down, reference[:bucket])):
+                usable.discard(bucket)
+    if not usable:
+        raise ModelError("engine: no number of rows gives repeatable matrix products on this machine")
+    head = model.get_output_embeddings()
+    widths = {module.out_features for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head}
+    even = {bucket for bucket in usable if all(_activations_are_even(bucket, width) for width in widths)}
+    return tuple(sorted(even or usable))
+
+
+def _activations_are_even(bucket: int, width: int) -> bool:
+    rows = torch.randn(1, width, generator=torch.Generator().manual_seed(0))
+    many = rows.expand(bucket, width).contiguous()
+    alone = (functional.silu(rows), functional.gelu(rows, approximate="tanh"))
+    together = (functional.silu(many), functional.gelu(many, approximate="tanh"))
+    return all(bool((b == a).all()) for a, b in zip(alone, together, strict=True))

@@ -1,0 +1,113 @@
+"""From logits to a token, its log-probability and the exact entropy, with noise that is a function of a key."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from treegraft.core.interfaces import NoiseKey
+from treegraft.policy.kernels.engine import DRAWN, Kernels
+
+
+def keyed_seed(noise_key: NoiseKey, position: int) -> int:
+    """Returns a 63-bit seed that depends on the key and the position alone.
+
+    Python's own `hash` differs between processes, so the key's text is hashed.
+    """
+    digest = hashlib.blake2b(repr((tuple(noise_key), position)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+ROWS = 16
+"""Rows that are drawn for together without kernels, so that what is computed between fits in a processor's cache."""
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def sample_tokens(
+    logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int | None], kernels: Kernels | None = None
+) -> Columns:
+    """Returns one token per row with its log-probability and the entropy of its distribution.
+
+    token = argmax_v ( log p_v + g_v ),  g_v = -log(-log u_v),  p = softmax(logits / T)
+    H = -Σ_v p_v log p_v
+
+    The Gumbel-max trick draws from p exactly, and unlike an inverse cumulative sum it does not flip a token when a logit moves
+    by a rounding error. A large vocabulary is drawn from in two such steps, p(block) and then p(token | block), which is p as
+    well and needs noise for the blocks and for one of them alone. Noise is drawn on the CPU, so that a key means the same on every
+    device.
+
+    Args:
+        logits: [rows, vocabulary].
+        temperatures: [rows] T; 0 is greedy and scored at T = 1.
+        seeds: [rows] from `keyed_seed`; None for greedy rows.
+        kernels: those for the logits' type; None takes torch's operators.
+
+    Returns:
+        [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
+    """
+    scale = torch.tensor([t if t > 0 else 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)
+    if logits.shape[-1] <= DRAWN:
+        return _sample_at_once(logits / scale[:, None], seeds)
+    step = ROWS if logits.device.type == "cpu" and kernels is None else len(seeds)
+    parts = [
+        _sample_by_blocks(logits[first : first + step], scale[first : first + step], seeds[first : first + step], kernels)
+        for first in range(0, len(seeds), step)
+    ]
+    tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return tokens, logprobs, entropies
+
+
+def _sample_at_once(scaled: torch.Tensor, seeds: Sequence[int | None]) -> Columns:
+    logprobs = torch.log_softmax(scaled.float(), dim=-1)
+    entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
+    tokens = (logprobs + _gumbels(seeds, scaled.shape[-1]).to(scaled.device)).argmax(dim=-1)
+    return tokens, logprobs.gather(1, tokens[:, None])[:, 0], entropies
+
+
+def _sample_by_blocks(logits: torch.Tensor, scale: torch.Tensor, seeds: Sequence[int | None], kernels: Kernels | None) -> Columns:
+    """H = log Z - Σ_v e_v s_v / Z with s = logits / T - max, e = exp(s), Z = Σ_v e_v, so that no log-probability is written out."""
+    size = logits.shape[-1]
+    peaks, blocks, moments = _block_sums(logits, scale) if kernels is None else kernels.blocks(logits, scale)
+    totals = blocks.sum(dim=-1)
+    log_totals = totals.log()
+    noise = _gumbels(seeds, blocks.shape[1] + DRAWN).to(logits.device)
+    chosen = (blocks.log() + noise[:, : blocks.shape[1]]).argmax(dim=-1)
+    places = chosen[:, None] * DRAWN + torch.arange(DRAWN, device=logits.device)
+    inside = _shifted(logits.gather(1, places.clamp(max=size - 1)), peaks, scale).masked_fill(places >= size, float("-inf"))
+    tokens = chosen * DRAWN + (inside + noise[:, blocks.shape[1] :]).argmax(dim=-1)
+    if any(seed is None for seed in seeds):
+        # The most likely token need not lie in the most likely block.
+        is_greedy = torch.tensor([seed is None for seed in seeds], device=logits.device)
+        tokens = torch.where(is_greedy, logits.argmax(dim=-1), tokens)
+    logprobs = _shifted(logits.gather(1, tokens[:, None]), peaks, scale)[:, 0] - log_totals
+    return tokens, logprobs, log_totals - moments / totals
+
+
+def _shifted(logits: torch.Tensor, peaks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return (logits.float() - peaks[:, None]) / scale[:, None]
+
+
+def _block_sums(logits: torch.Tensor, scale: torch.Tensor) -> Columns:
+    """What `Kernels.blocks` returns, by torch's operators."""
+    peaks = logits.amax(dim=-1).float()
+    shifted = _shifted(logits, peaks, scale)
+    weights = shifted.exp()
+    missing = -logits.shape[-1] % DRAWN
+    filled = functional.pad(weights, (0, missing)) if missing else weights
+    blocks = filled.unflatten(-1, (-1, DRAWN)).sum(dim=-1)
+    return peaks, blocks, weights.mul_(shifted).sum(dim=-1)
+
+
+def _gumbels(seeds: Sequence[int | None], size: int) -> torch.Tensor:
+    """[rows, size] variates -log(-log u), and 0 for greedy rows."""
+    noise = torch.ones(len(seeds), size)
+    generator = torch.Generator()
+    for row, seed in zip(noise, seeds, strict=True):
+        if seed is not None:
+            generator.manual_seed(seed)
+            torch.rand(size, generator=generator, out=row)
+            row.log_().neg_()
+    return noise.log_().neg_()

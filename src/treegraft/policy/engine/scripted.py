@@ -1,0 +1,142 @@
+"""A fake engine that writes what a list or a function says: for tests, examples and docs, no weights needed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from treegraft.core.errors import EngineError
+from treegraft.core.interfaces import NoiseKey, Tokenizer
+from treegraft.core.types import Completion, Sampling, StopReason
+
+Reply = str | Sequence[int]
+ReplyFunc = Callable[[str], Reply | Awaitable[Reply]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One request the engine saw."""
+
+    prefix_ids: tuple[int, ...]
+    sampling: Sampling
+    noise_key: NoiseKey
+
+
+class ScriptedEngine:
+    """Answers requests from a script.
+
+    >>> engine = ScriptedEngine(["<search>e1 r2</search>", "<answer>\\\\boxed{e7}</answer>"], tokenizer)
+
+    A list is used up in the order of requests, which is the order of steps for a single trajectory. A function gets the decoded
+    path and returns the reply, so it serves any number of trajectories; it may be async. A reply is a text or token ids; an answer
+    gets its end-of-sequence token added where the reply has none.
+    """
+
+    def __init__(
+        self,
+        replies: Iterable[Reply] | ReplyFunc,
+        tokenizer: Tokenizer,
+        *,
+        logprob: float = -0.5,
+        entropy: float | Callable[[str], float] = 0.5,
+        latency_s: Callable[[], float] | None = None,
+    ) -> None:
+        """Takes what to reply; every sampled token gets the same `logprob` and `entropy` (nats).
+
+        Args:
+            entropy: for all tokens, or a function of the decoded path for those sampled after it.
+            latency_s: called per request for how long to wait, in seconds; None replies at once.
+        """
+        self._function = replies if callable(replies) else None
+        self._list = [] if callable(replies) else list(replies)
+        self._tokenizer = tokenizer
+        self._logprob, self._entropy = logprob, entropy
+        self._latency_s = latency_s
+        self._version = 0
+        self.calls: list[RecordedCall] = []
+        """Every request so far."""
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    @property
+    def fingerprint(self) -> str:
+        """Empty: there are no weights."""
+        return ""
+
+    @property
+    def death(self) -> None:
+        """It does not die."""
+
+    async def complete(
+        self,
+        prefix_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        noise_key: NoiseKey,
+        probe_tokens: int | None = None,
+        on_probe: Callable[[Sequence[float]], None] | None = None,
+    ) -> Completion:
+        """Returns the next reply, cut at the first stop text and at the token limit.
+
+        Raises:
+            EngineError: the list is used up.
+        """
+        self.calls.append(RecordedCall(tuple(prefix_ids), sampling, noise_key))
+        reply = await self._reply(prefix_ids)
+        entropy = self._entropy(self._tokenizer.decode(list(prefix_ids))) if callable(self._entropy) else self._entropy
+        if self._latency_s is not None:
+            await asyncio.sleep(self._latency_s())
+        end = self._tokenizer.eos_token_id
+        ids = self._encode(reply)
+        if isinstance(reply, str) and any(final in reply for final in sampling.final) and end is not None:
+            ids = [*ids, end] if ids[-1:] != [end] else ids
+        ids, finish = self._cut(ids, sampling)
+        if on_probe is not None and probe_tokens is not None and len(ids) >= probe_tokens:
+            on_probe((entropy,) * probe_tokens)
+        count = len(ids)
+        return Completion(
+            token_ids=tuple(ids),
+            sampling_logprobs=(self._logprob,) * count,
+            entropies=(entropy,) * count,
+            finish=finish,
+            policy_version=self._version,
+        )
+
+    async def _reply(self, prefix_ids: Sequence[int]) -> Reply:
+        if self._function is not None:
+            reply = self._function(self._tokenizer.decode(list(prefix_ids)))
+            return await reply if inspect.isawaitable(reply) else reply
+        if not self._list:
+            raise EngineError(
+                f"scripted engine: request {len(self.calls)} came, but the list held {len(self.calls) - 1} replies; add one"
+            )
+        return self._list.pop(0)
+
+    def _encode(self, reply: Reply) -> list[int]:
+        return self._tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else list(reply)
+
+    def _cut(self, ids: list[int], sampling: Sampling) -> tuple[list[int], StopReason]:
+        for count in range(1, len(ids) + 1):
+            if ids[count - 1] == self._tokenizer.eos_token_id:
+                return ids[:count], StopReason.END
+            text = self._tokenizer.decode(ids[:count])
+            if any(stop in text for stop in sampling.stop):
+                return ids[:count], StopReason.STOP
+            if count == sampling.max_new_tokens:
+                return ids[:count], StopReason.LENGTH
+        return ids, StopReason.STOP
+
+    def forget(self, prefix_ids: Sequence[int]) -> None:
+        """Has nothing to forget."""
+
+    async def publish(self, weights: Any, version: int) -> None:
+        """Takes the version; there are no weights."""
+        self._version = version
+
+    async def close(self) -> None:
+        """Has nothing to close."""

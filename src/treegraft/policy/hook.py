@@ -1,0 +1,211 @@
+"""The one hook through which engine and learner replace a model's attention.
+
+transformers hands every keyword argument of `model(...)` down to the attention function of each layer. We register one
+function, which passes the layer's queries, keys and values to whatever plan stands in the argument `attention_plan`: the
+engine's (ragged rows over a shared prompt) or the learner's (packed trees). No mask function is registered, so none is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from treegraft.core.errors import ModelError
+
+_log = logging.getLogger(__name__)
+
+ATTENTION = "treegraft"
+MASKED = -1e30
+"""Score of what is not visible: finite, so that a row that sees nothing of a part gives no NaN."""
+SPAN = 256
+"""Positions that one matrix product sums over: beyond some 384, float32 products split their sums by the total length."""
+Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Maximum, sum and weighted values of softmax attention over one part of the keys, [..., rows, 1 or width]."""
+
+
+class AttentionPlan(Protocol):
+    """What engine and learner put in the place of a layer's attention."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns [tokens, heads, width] for query [heads, tokens, width] and key, value [kv heads, tokens, width]."""
+        ...
+
+
+class AttentionOptions:
+    """What a layer asks of its attention beside queries, keys and values."""
+
+    __slots__ = ("scaling", "sinks", "softcap", "window")
+
+    def __init__(self, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> None:
+        self.scaling = scaling
+        self.window = window
+        """Sliding window in tokens: key j is visible to query i only if position_i - position_j < window. None: no window."""
+        self.softcap = softcap
+        """Scores become softcap * tanh(score / softcap). None: not."""
+        self.sinks = sinks
+        """[heads] an extra logit per head that takes probability and gives no value. None: none."""
+
+
+def _hook(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    attention_plan: AttentionPlan | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    if attention_plan is None:
+        raise ModelError(
+            "the model's attention is Treegraft's, but it was called without a plan; "
+            "call it through the engine or the learner, or restore its own attention first"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
+    output = attention_plan.attend(int(module.layer_idx), query[0], key[0], value[0], options)  # type: ignore[arg-type]
+    return output[None], None
+
+
+def install_attention(model: nn.Module) -> None:
+    """Puts our hook into every attention layer of `model`."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, _hook)
+    _inner(model).set_attn_implementation(ATTENTION)
+
+
+@contextmanager
+def tree_attention(model: nn.Module) -> Iterator[None]:
+    """Our hook inside the block, the model's own attention after it."""
+    inner = _inner(model)
+    before = inner.config._attn_implementation
+    if before == ATTENTION:
+        yield
+        return
+    install_attention(model)
+    try:
+        yield
+    finally:
+        inner.set_attn_implementation(before)
+
+
+@contextmanager
+def plain_attention(model: nn.Module) -> Iterator[None]:
+    """An attention of transformers inside the block, whatever the model has after it."""
+    inner = _inner(model)
+    before = inner.config._attn_implementation
+    if before == ATTENTION:
+        inner.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        if before == ATTENTION:
+            inner.set_attn_implementation(before)
+
+
+def _inner(model: nn.Module) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+UNITS = (1, 2, 4, 8, 16, 32)
+
+
+def steady_rows(width: int, dtype: torch.dtype, device: str) -> int:
+    """Returns the u for which products of u, 2u, 3u, ... rows with keys and values round a row alike, however many there are.
+
+    Found by trying, for the present number of threads: the CPU's matrix library cuts rows into tiles, threads cut them once more,
+    and the rows of an incomplete tile take another path. 1 where bits do not matter: on other devices, in other types.
+    """
+    return _steady_rows(width, torch.get_num_threads()) if dtype == torch.float32 and device == "cpu" else 1
+
+
+@functools.cache
+def _steady_rows(width: int, num_threads: int) -> int:
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(5, 2, 2 * UNITS[-1], width, generator=generator)
+    keys, values = (torch.randn(5, 2, SPAN, width, generator=generator) for _ in range(2))
+    weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator)
+    weights[..., 64:] = 0.0
+
+    def products(batch: int, heads: int, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = queries[:batch, :heads, :count] @ keys[:batch, :heads, :length].transpose(-1, -2)
+        weighted = weights[:batch, :heads, :count, :length] @ values[:batch, :heads, :length]
+        return scores[0, 0, :, :64], weighted[0, 0]
+
+    whole = products(5, 2, 2 * UNITS[-1], SPAN)
+
+    def is_steady(unit: int) -> bool:
+        return all(
+            torch.equal(part, full[:count])
+            for count in range(unit, 2 * UNITS[-1] + 1, unit)
+            for batch, heads in ((1, 1), (1, 2), (2, 1), (3, 1), (5, 2))
+            for length in (64, 192, SPAN)
+            for part, full in zip(products(batch, heads, count, length), whole, strict=True)
+        )
+
+    found = next((unit for unit in UNITS if is_steady(unit)), None)
+    if found is None:
+        _log.warning(
+            "attention: on this machine the rounding of a row depends on the rows beside it (width %d, %d threads): "
+            "completions may differ by rounding from run to run",
+            width,
+            num_threads,
+        )
+    return found or UNITS[-1]
+
+
+def partial_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
+) -> Partial:
+    """Returns maximum, sum and weighted values (float32) of softmax attention over one part of the keys.
+
+    query [..., rows, width], key and value [..., positions, width], visible bool broadcastable to [..., rows, positions].
+    A row that sees nothing gets a maximum of `MASKED`, which weighs nothing when merged. In float32 on a CPU a row's result depends
+    neither on the other rows nor on invisible positions after its own.
+    """
+    count = query.shape[-2]
+    missing = -count % steady_rows(query.shape[-1], query.dtype, query.device.type)
+    if missing > 0:
+        query = functional.pad(query, (0, 0, 0, missing))
+        visible = visible if visible.shape[-2] == 1 else functional.pad(visible, (0, 0, 0, missing))
+    scores = (query @ key.transpose(-1, -2)).float() * options.scaling
+    if options.softcap is not None:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
+    scores = scores.masked_fill(~visible, MASKED)
+    peak = scores.amax(dim=-1, keepdim=True)
+    weights = torch.exp(scores - peak).masked_fill(~visible, 0.0)
+    total = weights.sum(dim=-1, keepdim=True)
+    weights = weights.to(value.dtype)
+    weighted = (weights[..., :SPAN] @ value[..., :SPAN, :]).float()
+    for start in range(SPAN, value.shape[-2], SPAN):
+        weighted = weighted + (weights[..., start : start + SPAN] @ value[..., start : start + SPAN, :]).float()
+    return peak[..., :count, :], total[..., :count, :], weighted[..., :count, :]
+
+
+def merge_partials(parts: list[Partial], sinks: torch.Tensor | None) -> torch.Tensor:
+    """Returns the attention output of parts with equal shapes [..., rows, width]; `sinks` broadcast to [..., rows, 1]."""
+    peak = parts[0][0]
+    for part in parts[1:]:
+        peak = torch.maximum(peak, part[0])
+    if sinks is not None:
+        peak = torch.maximum(peak, sinks)
+    total = torch.zeros_like(peak) if sinks is None else torch.exp(sinks - peak)
+    output: torch.Tensor | float = 0.0
+    for part_peak, part_sum, part_values in parts:
+        factor = torch.exp(part_peak - peak)
+        total = total + factor * part_sum
+        output = output + factor * part_values
+    return output / total

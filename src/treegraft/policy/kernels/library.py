@@ -1,0 +1,53 @@
+"""Loading compiled kernels, with as many threads as torch has where they share its OpenMP."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Callable
+
+import torch
+
+from treegraft.core.errors import KernelError
+from treegraft.policy.kernels.compiler import compiled
+
+_log = logging.getLogger(__name__)
+
+ThreadCount = Callable[[], int]
+"""Returns how many threads a call may use."""
+
+
+def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL, ThreadCount]:
+    """Returns {name}.c compiled for heads of `width` and float32 or bfloat16.
+
+    Raises:
+        KernelError: it cannot be compiled or loaded.
+    """
+    definitions = (f"-DWIDTH={width}", *(("-DHALF",) if dtype == torch.bfloat16 else ()))
+    try:
+        library = ctypes.CDLL(str(compiled(name, definitions)))
+    except OSError as error:
+        raise KernelError(f"they cannot be loaded: {error}") from error
+    if shares_runtime(library):
+        return library, torch.get_num_threads
+    _log.warning("our kernels (%s) run on one thread: their OpenMP is not torch's, and two teams would fight for the cores", name)
+    return library, lambda: 1
+
+
+def shares_runtime(library: ctypes.CDLL) -> bool:
+    """Whether the library's OpenMP threads are torch's own; those of other packages, under names of their own, do not matter."""
+    try:
+        address = ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
+        with open("/proc/self/maps") as file:
+            mapped = [line.split() for line in file if any(name in line for name in ("libgomp", "libiomp", "libomp"))]
+    except (OSError, AttributeError):
+        return False
+    runtimes = {entry[-1] for entry in mapped}
+    of_torch = {path for path in runtimes if "/torch/" in path or "/torch.libs/" in path} or runtimes
+    ours = {entry[-1] for entry in mapped if _is_within(address, entry[0])}
+    return len(of_torch) == 1 and ours == of_torch
+
+
+def _is_within(address: int | None, span: str) -> bool:
+    start, end = (int(bound, 16) for bound in span.split("-"))
+    return address is not None and start <= address < end

@@ -1,0 +1,78 @@
+"""What the trees of an update earn: the built-in credit by its settings, then the user's own rule where a recipe names one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from treegraft.algo.advantages import assign_credit
+from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import CreditRule
+from treegraft.core.plugins import load_object
+from treegraft.core.types import LEARNING_RULES, Tree
+from treegraft.settings.config import Config
+
+
+def find_credit_rule(config: Config) -> CreditRule | None:
+    """Returns the function that credit.rule names, None where it names none.
+
+    Raises:
+        SettingError: there is no such function.
+    """
+    name = config.credit.rule
+    if name is None:
+        return None
+    rule: CreditRule = load_object(name)
+    if not callable(rule):
+        raise SettingError(
+            f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a tree and returns it."
+        )
+    return rule
+
+
+def credit_trees(trees: Sequence[Tree], config: Config, rule: CreditRule | None = None) -> list[Tree]:
+    """Returns the trees with advantages and weights filled in.
+
+    Args:
+        rule: see `find_credit_rule`; it sees each tree as the settings in [credit] have credited it.
+
+    Raises:
+        SettingError: the rule failed, or returned something other than its tree with other advantages.
+    """
+    own = config.credit.model_dump(exclude={"rule"}) | {"learn_from_truncated": config.loss.learn_from_truncated}
+    credited = [assign_credit(tree, **own) for tree in trees]
+    return credited if rule is None else [_ruled(tree, rule, config.credit.rule) for tree in credited]
+
+
+def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
+    where = f"credit.rule '{name}', tree '{tree.group_id}'"
+    try:
+        found = rule(tree)
+    except Exception as error:
+        raise SettingError(f"{where}: it failed with {type(error).__name__}: {error}") from error
+    if not isinstance(found, Tree):
+        raise SettingError(f"{where}: got a {type(found).__name__}, expected the tree, with other advantages.")
+    if _without_advantages(found) != _without_advantages(tree):
+        raise SettingError(
+            f"{where}: got a tree that differs in more than advantages; expected the tree it was given, where only "
+            "Leaf.advantage and Step.advantage are replaced."
+        )
+    for leaf in found.leaves:
+        counts = LEARNING_RULES[leaf.status].in_group
+        if counts and (leaf.advantage is None or not math.isfinite(leaf.advantage)):
+            raise SettingError(f"{where}: leaf '{leaf.step_id}' has advantage {leaf.advantage}; expected a finite number.")
+        if not counts and leaf.advantage is not None:
+            raise SettingError(f"{where}: leaf '{leaf.step_id}' has failed and left the group; expected advantage None.")
+    for step in found.steps:
+        if step.advantage is not None and not math.isfinite(step.advantage):
+            raise SettingError(f"{where}: step '{step.id}' has advantage {step.advantage}; expected a finite number or None.")
+    return found
+
+
+def _without_advantages(tree: Tree) -> Tree:
+    return replace(
+        tree,
+        steps=tuple(replace(step, advantage=None) for step in tree.steps),
+        leaves=tuple(replace(leaf, advantage=None) for leaf in tree.leaves),
+    )

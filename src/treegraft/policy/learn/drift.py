@@ -1,0 +1,73 @@
+"""Is the policy that samples the one that learns? Checked after every publish."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from treegraft.core.errors import DriftError
+from treegraft.core.interfaces import Engine
+from treegraft.policy.checkpoint import TrainState
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.load import weights_fingerprint
+
+FLOAT32_LIMIT = 1e-4
+"""Nats; float32 log-probabilities of engine and learner differ by rounding alone, about 1e-6."""
+BFLOAT16_FACTOR = 2.0
+"""Two correct bfloat16 implementations differ by about 4 % a token, so the first update's gap is the measure."""
+MAX_BREACHES = 3
+
+
+class DriftGuard:
+    """Compares versions, checksums and log-probabilities of engine and learner."""
+
+    def __init__(self, engine: Engine, learner: Learner, dtype: str, state: TrainState) -> None:
+        self._engine, self._learner, self._dtype = engine, learner, dtype
+        self._first_gap = state.first_gap
+        self._num_breaches = state.num_breaches
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps."""
+        return {"first_gap": self._first_gap, "num_breaches": self._num_breaches}
+
+    async def publish(self, version: int) -> None:
+        """Hands the learner's weights to the engine.
+
+        Raises:
+            DriftError: the engine holds another version or other weights afterwards.
+        """
+        weights = self._learner.export_weights()
+        await self._engine.publish(weights, version)
+        if self._engine.policy_version != version:
+            raise DriftError(
+                f"publish: the engine says it holds policy version {self._engine.policy_version}, expected {version}; "
+                "its samples would come from an old policy"
+            )
+        expected = weights_fingerprint(weights)
+        if self._engine.fingerprint not in ("", expected):
+            raise DriftError(
+                f"publish: the engine's weights have checksum {self._engine.fingerprint}, the learner's {expected}; "
+                "its samples would come from another policy"
+            )
+
+    def check(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Looks at the update's mean |log-probability of the engine - of the learner| and returns learn/engine_gap_limit.
+
+        A first breach is a warning of `treegraft.runs.health`.
+
+        Raises:
+            DriftError: it was too large three times in a row.
+        """
+        gap = metrics.get("learn/engine_gap")
+        if gap is None:
+            return {}
+        if self._first_gap is None:
+            self._first_gap = gap
+        limit = FLOAT32_LIMIT if self._dtype == "float32" else BFLOAT16_FACTOR * self._first_gap
+        self._num_breaches = self._num_breaches + 1 if gap > limit else 0
+        if self._num_breaches >= MAX_BREACHES:
+            raise DriftError(
+                f"update {update}: engine and learner differ by {gap:.3g} nats a token (limit {limit:.3g}); samples may come from "
+                "another policy than the one that learns. It is the third time in a row."
+            )
+        return {"learn/engine_gap_limit": limit}

@@ -1,0 +1,99 @@
+"""AdamW on float32 master weights, with gradients summed over micro-batches in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from treegraft.settings.config import LearnSettings
+
+
+class MasterAdamW:
+    """AdamW for a model of any dtype.
+
+    A float32 model is trained in place. For any other dtype each weight has a float32 master: gradients of the micro-batches are
+    added in float32, the step is taken on the master, and the model gets its rounding. A step of 1e-6 would vanish in bfloat16.
+    """
+
+    def __init__(self, model: Any, settings: LearnSettings) -> None:
+        self._settings = settings
+        self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
+        self._weights = [weight for weight in model.parameters() if weight.requires_grad]
+        is_float32 = all(weight.dtype == torch.float32 for weight in self._weights)
+        self._masters = (
+            self._weights if is_float32 else [torch.nn.Parameter(weight.detach().float().clone()) for weight in self._weights]
+        )
+        self._adam = torch.optim.AdamW(
+            self._masters,
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+        self.num_steps = 0
+        """Optimiser steps taken."""
+        self.last_lr = 0.0
+
+    def collect(self) -> None:
+        """Moves the gradients of one backward pass to the masters."""
+        if self._masters is self._weights:
+            return
+        for weight, master in zip(self._weights, self._masters, strict=True):
+            if weight.grad is None:
+                continue
+            master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+            weight.grad = None
+
+    def step(self, lr: float | None = None) -> float:
+        """Returns the gradient's norm before clipping, after one AdamW step; without any gradient nothing moves.
+
+        The learning rate rises linearly over lr_warmup_steps; `lr` overrides it.
+        """
+        if lr is None:
+            warm = self._settings.lr_warmup_steps
+            lr = self._settings.lr * min(1.0, (self.num_steps + 1) / warm if warm else 1.0)
+        self.num_steps += 1
+        self.last_lr = lr
+        if all(master.grad is None for master in self._masters):
+            return 0.0
+        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm))
+        for group in self._adam.param_groups:
+            group["lr"] = lr
+        self._adam.step()
+        self._adam.zero_grad(set_to_none=True)
+        self._copy_to_model()
+        return norm
+
+    def _copy_to_model(self) -> None:
+        if self._masters is self._weights:
+            return
+        with torch.no_grad():
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Returns master weights, moments and counters by name; tensors are the live ones."""
+        state = {"num_steps": torch.tensor(self.num_steps)}
+        for name, master in zip(self._names, self._masters, strict=True):
+            state[f"master.{name}"] = master.detach()
+            for key, value in self._adam.state.get(master, {}).items():
+                state[f"{key}.{name}"] = value
+        return state
+
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restores `state()`; a KeyError names what is missing."""
+        self.num_steps = int(state["num_steps"])
+        with torch.no_grad():
+            for name, master in zip(self._names, self._masters, strict=True):
+                master.copy_(state[f"master.{name}"])
+                if f"exp_avg.{name}" in state:
+                    moments = {key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+                    self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in moments.items()}
+        self._copy_to_model()
+
+    def reset(self) -> None:
+        """Forgets moments and counters, as between warm-up and training."""
+        self._adam.state.clear()
+        self.num_steps = 0

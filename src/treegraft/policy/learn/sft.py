@@ -1,0 +1,314 @@
+"""Warm-up: supervised fine-tuning on traces, with a dial for how willing the agent is to go on.
+
+A demonstration is a tree of one path, so it goes through the same packing and the same scores as reinforcement learning. Loss falls
+on what the agent wrote; the token that decides between going on and answering can be left out (skill without propensity) or shown
+with a chosen frequency (propensity without touching skill).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from treegraft.core.errors import DataError
+from treegraft.core.interfaces import Format, Span, TaskSource
+from treegraft.core.keyed import keyed_int, keyed_unit
+from treegraft.core.steps import read_steps, text_of
+from treegraft.core.types import (
+    ROOT_ID,
+    Leaf,
+    Origin,
+    StartCause,
+    Status,
+    Step,
+    StepContent,
+    Task,
+    Tree,
+)
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
+from treegraft.settings.config import WarmupSettings
+
+Demonstration = tuple[Task, tuple[StepContent, ...]]
+NUM_CHECKED = 1000
+"""Traces of a file that are rendered before work starts, to find a misfit early; the others are when their turn comes."""
+MIN_SHARED = 32
+"""Shared prompt tokens from which joining demonstrations pays."""
+
+
+class Demonstrations:
+    """Yields the batch of each warm-up step, a function of seed and step alone."""
+
+    def __init__(self, source: TaskSource, format: Format, settings: WarmupSettings, seed: int) -> None:
+        """Reads the traces.
+
+        Raises:
+            DataError: the tasks have no expert, or the file of traces cannot be used.
+        """
+        self._source, self._format, self._settings, self._seed = source, format, settings, seed
+        self._file = None if settings.traces == "expert" else read_traces(settings.traces)
+        if self._file is not None:
+            for number in range(0, len(self._file), max(1, len(self._file) // NUM_CHECKED)):
+                self._demonstrate(*self._file[number], (0, 0))
+        elif not self._made(0, 1):
+            raise DataError(
+                'warmup.traces is "expert", but these tasks have no scripted expert; '
+                'name a JSONL file of {"question": ..., "steps": [...]} instead'
+            )
+
+    def _made(self, step: int, num: int) -> list[Demonstration]:
+        made = []
+        for task in self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step)):
+            steps = self._source.expert(task, keyed_int(self._seed, "expert", task.id))
+            if steps:
+                made.append((task, steps))
+        return made
+
+    def batch(self, step: int) -> list[Tree]:
+        """Returns the demonstrations of warm-up step `step` as trees of one path."""
+        size = self._settings.batch_size
+        if self._file is None:
+            chosen = self._made(step, size)
+        else:
+            picks = [keyed_int(self._seed, "trace", step, n) % len(self._file) for n in range(size)]
+            chosen = [self._file[pick] for pick in picks]
+        return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
+
+    def _demonstrate(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
+        try:
+            return self._demonstration(task, steps, key)
+        except DataError:
+            raise
+        except ValueError as error:
+            place = f"expert, task '{task.id}'" if self._file is None else f"'{self._settings.traces}', {task.id}"
+            raise DataError(f"warmup.traces {place}: {error} Mend it or leave it out.") from error
+
+    def _demonstration(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
+        frac = self._settings.decision_frac
+        masks_decisions = False
+        if frac > 0.0:
+            masks_decisions = keyed_unit(self._seed, "kind", *key) >= frac
+            steps = steps if masks_decisions else self._shortened(task, steps, key)
+        grafts = self._grafts(len(steps), key)
+        return demonstration_tree(self._format, task, steps, masks_decisions=masks_decisions, grafts=grafts)
+
+    def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
+        """Which steps are shown as retrieved: coins, never the first or last step and never two in a row."""
+        chosen: set[int] = set()
+        for index in range(1, num_steps - 1):
+            if index - 1 not in chosen and keyed_unit(self._seed, "graft", *key, index) < self._settings.graft_prob:
+                chosen.add(index)
+        return frozenset(chosen)
+
+    def _shortened(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> tuple[StepContent, ...]:
+        """The demonstration cut where a keyed coin says to answer too early."""
+        probabilities = self._settings.continue_prob
+        for count in range(1, len(steps) - 1):
+            goes_on = probabilities[min(count, len(probabilities)) - 1]
+            early = self._source.early_answer(task, steps[:count])
+            if early is not None and keyed_unit(self._seed, "decision", *key, count) >= goes_on:
+                return (*steps[:count], StepContent(thought=steps[-1].thought, answer=early))
+        return steps
+
+
+def demonstration_tree(
+    format: Format,
+    task: Task,
+    steps: Sequence[StepContent],
+    *,
+    masks_decisions: bool = False,
+    grafts: Collection[int] = frozenset(),
+) -> Tree:
+    """Returns a tree of one path with loss on the agent's own tokens.
+
+    Args:
+        masks_decisions: leave out, in each step after a result, the token in which going on and answering differ.
+        grafts: indices of steps that are shown as retrieved, without loss.
+    """
+    prompt = format.prompt_ids(task)
+    made = [_plain_step(ROOT_ID, None, 0, [(prompt, Origin.PROMPT)], None)]
+    for index, content in enumerate(steps):
+        parent = made[-1].id
+        if index in grafts:
+            spans, masked = [(format.render_graft([content]), Origin.RETRIEVED)], None
+        else:
+            spans = list(format.render_step(content))
+            masked = _decision_token(format, steps, index) if masks_decisions and index else None
+        made.append(_plain_step(f"{parent}.0", parent, index + 1, spans, masked, content))
+    leaf = Leaf(step_id=made[-1].id, status=Status.COMPLETED, weight=1.0, answer=steps[-1].answer)
+    return Tree(task=task, group_id=f"warmup/{task.id}", steps=tuple(made), leaves=(leaf,))
+
+
+def _plain_step(
+    step_id: str,
+    parent: str | None,
+    depth: int,
+    spans: list[Span],
+    masked: int | None,
+    content: StepContent | None = None,
+) -> Step:
+    tokens = [token for ids, _ in spans for token in ids]
+    origins = [origin for ids, origin in spans for _ in ids]
+    return Step(
+        id=step_id,
+        parent=parent,
+        depth=depth,
+        token_ids=tuple(tokens),
+        origins=tuple(origins),
+        loss_mask=tuple(origin is Origin.POLICY and n != masked for n, origin in enumerate(origins)),
+        sampling_logprobs=(0.0,) * len(tokens),
+        entropies=(0.0,) * len(tokens),
+        content=content or StepContent(),
+        cause=None if parent is None else StartCause(),
+    )
+
+
+def _decision_token(format: Format, steps: Sequence[StepContent], index: int) -> int | None:
+    """Index in the step's tokens of the first one that differs between going on and answering."""
+    content = steps[index]
+    if content.answer is None:
+        other = StepContent(thought=steps[-1].thought, answer="1")
+    else:
+        before = next((step for step in steps[:index] if step.calls), content)
+        other = StepContent(thought=before.thought, calls=before.calls)
+    ours, theirs = (format.render_step(step)[0][0] for step in (content, other))
+    return next((n for n, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+
+
+def read_traces(path: str) -> list[Demonstration]:
+    """Returns the traces of a JSONL file: {"question", "steps": [{"thought", "calls": [{"name", "body"}], "observations": [text],
+    "answer"}]} a line.
+
+    Raises:
+        DataError: no such file, no rows, or a row of another shape, by line.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise DataError(f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, or \"expert\"")
+    found: list[Demonstration] = []
+    for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            question = text_of(row["question"], "question")
+            steps = read_steps(row["steps"])
+            found.append((Task(id=f"line {number}", question=question, reference=()), steps))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a list of steps, each with "
+                "thought, calls, observations or answer. Mend the line or leave it out."
+            ) from error
+    if not found:
+        raise DataError(f"warmup.traces '{path}': the file has no rows")
+    return found
+
+
+def learning_rate(settings: WarmupSettings, step: int) -> float:
+    """Returns the rate of step 0, 1, ...: a linear rise, then a linear fall to final_lr_frac of the peak."""
+    rise = settings.lr_warmup_steps
+    if step < rise:
+        return settings.lr * (step + 1) / rise
+    left = (settings.num_steps - step) / max(1, settings.num_steps - rise)
+    return settings.lr * (settings.final_lr_frac + (1.0 - settings.final_lr_frac) * left)
+
+
+def warm_up(
+    learner: Learner,
+    demonstrations: Demonstrations,
+    settings: WarmupSettings,
+    *,
+    first_step: int,
+    on_step: Callable[[int, float], bool],
+) -> None:
+    """Runs the warm-up steps from `first_step` on.
+
+    l = -Σ log π(y) / number of loss tokens, over the agent's own tokens of the batch.
+
+    Args:
+        on_step: called with (steps done, loss); True asks to stop here.
+    """
+    for step in range(first_step, settings.num_steps):
+        loss = imitation_step(learner, demonstrations.batch(step), learning_rate(settings, step))
+        if on_step(step + 1, loss):
+            return
+
+
+def imitation_step(learner: Learner, trees: Sequence[Tree], lr: float) -> float:
+    """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
+    total = 0.0
+    for batch in _batches(learner, trees):
+        logprobs, _ = learner.scores(batch)
+        chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
+        loss = -chosen.sum() / max(1, count)
+        torch.autograd.backward(loss)
+        learner.optimiser.collect()
+        total += float(loss.detach())
+    learner.optimiser.step(lr)
+    return total
+
+
+@torch.no_grad()
+def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demonstration]) -> float:
+    """Returns the share of teacher-forced steps in which every token but the deciding one is the most likely one, 0..1."""
+    trees = [demonstration_tree(format, task, steps, masks_decisions=True) for task, steps in demonstrations]
+    right = total = 0
+    for batch in _batches(learner, trees):
+        hits = batch.per_trajectory(learner.argmax(batch) == batch.token_ids[batch.sampled])
+        for path, path_hits in zip(batch.paths, hits, strict=True):
+            flags = iter(path_hits.tolist())
+            for step in path.steps:
+                own = [carries for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True) if is_own]
+                fits = [next(flags) or not carries for carries in own]
+                right += bool(fits) and all(fits)
+                total += bool(fits)
+    return right / max(1, total)
+
+
+def _batches(learner: Learner, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
+    """Demonstrations packed under the token budget; those of a pack share the beginning that their prompts share."""
+    shared = _common_length([tree.root.token_ids for tree in trees])
+    if shared < MIN_SHARED:
+        shared = 0
+    room = max(1, learner.settings.max_pack_tokens - shared)
+    for pack in plan_packs([num_tree_tokens(tree) - shared for tree in trees], room):
+        chosen = [trees[n] for n in pack]
+        yield pack_trees([joined(chosen, shared)] if shared and len(chosen) > 1 else chosen, device=learner.device)
+
+
+def joined(trees: Sequence[Tree], shared: int) -> Tree:
+    """Returns one tree whose root holds the `shared` first prompt tokens, and below it each tree's path in order.
+
+    A system prompt is the longest part of many demonstrations; so it is paid for once.
+    """
+    root = _plain_step(ROOT_ID, None, 0, [(trees[0].root.token_ids[:shared], Origin.PROMPT)], None)
+    steps, leaves = [root], []
+    for number, tree in enumerate(trees):
+        for step in tree.steps:
+            cut = shared if step.parent is None else 0
+            tokens = len(step.token_ids) - cut
+            steps.append(
+                replace(
+                    step,
+                    id=f"{ROOT_ID}.{number}{step.id[len(ROOT_ID) :]}",
+                    parent=ROOT_ID if step.parent is None else f"{ROOT_ID}.{number}{step.parent[len(ROOT_ID) :]}",
+                    depth=step.depth + 1,
+                    token_ids=step.token_ids[cut:],
+                    origins=step.origins[cut:],
+                    loss_mask=step.loss_mask[cut:],
+                    sampling_logprobs=(0.0,) * tokens,
+                    entropies=(0.0,) * tokens,
+                )
+            )
+        leaves += [replace(leaf, step_id=f"{ROOT_ID}.{number}{leaf.step_id[len(ROOT_ID) :]}") for leaf in tree.leaves]
+    steps.sort(key=lambda step: step.ordinals)
+    return Tree(task=trees[0].task, group_id="warmup", steps=tuple(steps), leaves=tuple(leaves))
+
+
+def _common_length(prompts: Sequence[Sequence[int]]) -> int:
+    """How many leading tokens all prompts share, short of their last one."""
+    limit = min(len(prompt) for prompt in prompts) - 1
+    return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)

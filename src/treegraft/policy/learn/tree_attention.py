@@ -1,0 +1,198 @@
+"""Attention over packed trees, exact in forward and backward.
+
+Token j is visible to token i iff j <= i < end(node of j). On a CPU our kernels do it; on a GPU large batches take FlexAttention's
+block masks. Where there are neither, small trees and layers with windows, softcaps or sinks use a dense mask, large trees two flash
+calls per node: its tokens on themselves (causal) and everything below it on its keys (unmasked, contiguous), merged by
+
+    lse = log(exp(lse_1) + exp(lse_2)),   o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
+
+Since a flash backward needs only the final output and lse, the backward pass calls it per part with the merged ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.kernels.trees import TreeKernels, TreeRuns, tree_kernels
+from treegraft.policy.learn.dense import dense_attend, subtree_ends, tree_mask
+from treegraft.policy.learn.flex import MIN_TOKENS, Flex, flex_attend, proven_flex, tree_block_mask
+from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch
+
+DENSE_LIMIT = 256
+"""Packed tokens up to which one dense mask beats two flash calls per node of a branched tree (on two cores about 250)."""
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class PackedPlan:
+    """The attention plan of one batch."""
+
+    def __init__(
+        self, batch: TreeBatch, *, compile_kernels: bool = True, dense_limit: int = DENSE_LIMIT, flex: Flex | None = None
+    ) -> None:
+        """Args:
+        compile_kernels: whether our kernels are taken where there are any.
+        dense_limit: without them, see `DENSE_LIMIT`.
+        flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches, where it is proven.
+        """
+        self._trees = batch.trees
+        self._compile_kernels = compile_kernels
+        self._runs: TreeRuns | None = None
+        self._longest = int(batch.position_ids.max()) + 1 if len(batch.position_ids) else 0
+        self._positions = batch.position_ids
+        self._dense_limit, self._own_flex = dense_limit, flex
+        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._block_masks: dict[int | None, Any] = {}
+        self.num_calls = 0
+        """Layers that called; equals the model's layers where the hook reaches all of them."""
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Returns [tokens, heads, width]; trees do not see each other."""
+        self.num_calls += 1
+        if options.window is not None and options.window >= self._longest:  # it hides nothing here
+            options = AttentionOptions(options.scaling, None, options.softcap, options.sinks)
+        if (flex := self._flex(query, options)) is not None:
+            blocks = self._block_mask(options.window)
+            found = flex_attend(flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap)
+            return found.transpose(0, 1)
+        if (kernels := self._kernels(query, key, value, options)) is not None:
+            if self._runs is None:
+                self._runs = TreeRuns(self._nodes(), self._trees[-1].end, kernels.num_threads())
+            return kernels.attend(query, key, value, self._runs, options.scaling)
+        takes_flash = [self._takes_flash(tree, query, options) for tree in self._trees]
+        if all(takes_flash):
+            return _flash_nodes(query, key, value, self._nodes(), options.scaling).transpose(0, 1)
+        outputs = []
+        for index, tree in enumerate(self._trees):
+            part = slice(tree.start, tree.end)
+            if takes_flash[index]:
+                nodes = tuple(Node(n.start - tree.start, n.end - tree.start, n.subtree_end - tree.start) for n in tree.nodes)
+                outputs.append(_flash_nodes(query[:, part], key[:, part], value[:, part], nodes, options.scaling))
+            else:
+                mask = self._mask(index, options.window)
+                outputs.append(dense_attend(query[:, part], key[:, part], value[:, part], mask, options))
+        return torch.cat(outputs, dim=1).transpose(0, 1)
+
+    def _nodes(self) -> tuple[Node, ...]:
+        return tuple(node for tree in self._trees for node in tree.nodes)
+
+    def _flex(self, query: torch.Tensor, options: AttentionOptions) -> Flex | None:
+        if options.sinks is not None:
+            return None
+        if self._own_flex is not None:
+            return self._own_flex
+        is_large = query.device.type == "cuda" and query.shape[1] >= MIN_TOKENS
+        return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
+
+    def _kernels(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> TreeKernels | None:
+        is_alike = len({(x.shape[-1], x.dtype) for x in (query, key, value)}) == 1
+        if not (self._compile_kernels and self._trees and is_alike and _is_plain(options)):
+            return None
+        return tree_kernels(query.shape[-1], query.dtype, query.device.type)
+
+    def _block_mask(self, window: int | None) -> Any:
+        if window not in self._block_masks:
+            ends = torch.cat([tree.start + subtree_ends(tree, self._positions.device) for tree in self._trees])
+            self._block_masks[window] = tree_block_mask(ends, self._positions, window)
+        return self._block_masks[window]
+
+    def _takes_flash(self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions) -> bool:
+        gains = tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1  # a mask computes a lone path's upper half too
+        return _is_plain(options) and query.device.type == "cpu" and gains
+
+    def _mask(self, index: int, window: int | None) -> torch.Tensor:
+        """[tokens, tokens] bool of one tree, row i sees column j."""
+        if (index, window) not in self._masks:
+            tree = self._trees[index]
+            self._masks[index, window] = tree_mask(tree, self._positions[tree.start : tree.end], window)
+        return self._masks[index, window]
+
+
+def _is_plain(options: AttentionOptions) -> bool:
+    return options.window is None and options.softcap is None and options.sinks is None
+
+
+def _flash_nodes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: tuple[Node, ...], scale: float
+) -> torch.Tensor:
+    output: torch.Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
+    return output[0]
+
+
+def _widened(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """[1, heads, tokens, width] for [1, kv heads or heads, tokens, width], in the type in which flash attention is faster.
+
+    Without a matrix unit for bfloat16 its backward pass takes more than twice as long as in float32.
+    """
+    fast = x if x.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported() else x.float()
+    return fast if x.shape[1] == heads else fast.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _calls(nodes: Sequence[Node]) -> list[tuple[slice, slice, bool]]:
+    """(rows, columns, causal) of the flash calls that make up a tree."""
+    calls = []
+    for node in nodes:
+        columns = slice(node.start, node.end)
+        calls.append((columns, columns, True))
+        if node.subtree_end > node.end:
+            calls.append((slice(node.end, node.subtree_end), columns, False))
+    return calls
+
+
+class _FlashTree(torch.autograd.Function):
+    """query [1, heads, tokens, width], key and value [1, kv heads, tokens, width] -> [1, heads, tokens, width]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: tuple[Node, ...], scale: float
+    ) -> torch.Tensor:
+        wide = [_widened(x, query.shape[1]) for x in (query, key, value)]
+        output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+        # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its backward reads it so.
+        shape = (query.shape[0], query.shape[2], query.shape[1])
+        lse = torch.full(shape, float("-inf"), device=query.device).transpose(1, 2)
+        for rows, columns, is_causal in _calls(nodes):
+            parts = (x[:, :, where] for x, where in zip(wide, (rows, columns, columns), strict=True))
+            part, part_lse = _flash(*parts, 0.0, is_causal, scale=scale)
+            before = lse[:, :, rows]
+            merged = torch.logaddexp(before, part_lse)
+            output[:, :, rows] *= torch.exp(before - merged)[..., None]
+            output[:, :, rows] += torch.exp(part_lse - merged)[..., None] * part
+            lse[:, :, rows] = merged
+        result = output.to(query.dtype)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.nodes, ctx.scale = nodes, scale
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *inputs, output, lse = ctx.saved_tensors
+        heads = inputs[0].shape[1]
+        query, key, value, output, grad = (_widened(x, heads) for x in (*inputs, output, grads[0].contiguous()))
+        totals = [torch.zeros(query.shape, dtype=torch.float32, device=query.device) for _ in inputs]
+        for rows, columns, is_causal in _calls(ctx.nodes):
+            parts = _flash_backward(
+                grad[:, :, rows],
+                query[:, :, rows],
+                key[:, :, columns],
+                value[:, :, columns],
+                output[:, :, rows],
+                lse[:, :, rows],
+                0.0,
+                is_causal,
+                scale=ctx.scale,
+            )
+            for total, part, where in zip(totals, parts, (rows, columns, columns), strict=True):
+                total[:, :, where] += part
+        # A key's gradient is the sum over the query heads that read it.
+        grouped = (t.unflatten(1, (x.shape[1], -1)).sum(2).to(x.dtype) for t, x in zip(totals, inputs, strict=True))
+        return (*grouped, None, None)

@@ -1,0 +1,1 @@
+"""What a run writes and how it goes on; no torch."""

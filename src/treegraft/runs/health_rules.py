@@ -1,0 +1,383 @@
+"""The rules of the warnings while training: what each looks for, what it means, what to do. `treegraft.runs.health` applies them."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Line = Mapping[str, Any]
+Found = Mapping[str, float]
+"""What a rule found: the number by subject, such as a tool's name; "" for the run as a whole."""
+
+
+@dataclass(slots=True)
+class History:
+    """What the rules know of earlier lines: bounded in size, and a function of the lines alone."""
+
+    window: int
+    first_entropy: float | None = None
+    first_gap: float | None = None
+    tools: dict[str, tuple[float, float, int]] = field(default_factory=dict)
+    """Calls, failed calls and updates with a call, by tool, before the latest line."""
+    recent: deque[Line] = field(default_factory=deque)
+    """The lines of the latest updates that sampled, at most `window`, the latest one included."""
+
+    def begin(self, line: Line) -> None:
+        """Takes in what rules may compare the line with, itself included."""
+        self.first_entropy = _first(self.first_entropy, line, "learn/entropy")
+        self.first_gap = _first(self.first_gap, line, "learn/engine_gap")
+        if "rollout/num_trajectories" in line:
+            self.recent.append(line)
+            while len(self.recent) > self.window:
+                self.recent.popleft()
+
+    def end(self, line: Line) -> None:
+        """Takes in what only later lines are compared with."""
+        for name, (calls, share) in tools_of(line).items():
+            before = self.tools.get(name, (0.0, 0.0, 0))
+            self.tools[name] = (before[0] + calls, before[1] + calls * share, before[2] + 1)
+
+    def mean(self, key: str) -> float | None:
+        """Returns the mean of a metric over the window; None where it is not full, or one of its lines has no such number."""
+        values = [number(line, key) for line in self.recent]
+        known = [value for value in values if value is not None]
+        return sum(known) / len(known) if len(known) == self.window else None
+
+
+def number(line: Line, key: str) -> float | None:
+    """Returns a finite metric of a line, None where there is none."""
+    value = line.get(key)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _first(known: float | None, line: Line, key: str) -> float | None:
+    return known if known is not None else number(line, key)
+
+
+def tools_of(line: Line) -> dict[str, tuple[float, float]]:
+    """Returns calls and share of failed ones by tool, of tools that were called."""
+    start, end = "tools/", "_failure_frac"
+    names = [key[len(start) : -len(end)] for key in line if key.startswith(start) and key.endswith(end)]
+    found = {}
+    for name in names:
+        # Lines of metrics that hold a share but no count stand for one call: too few for any statement.
+        share = number(line, f"{start}{name}{end}")
+        if share is not None:
+            found[name] = (number(line, f"{start}{name}_calls") or 1.0, share)
+    return found
+
+
+# ---------------------------------------------------------------------- what the rules look for
+
+Check = Callable[[History, Line, float], Found]
+
+
+def _whole(value: float | None, is_wrong: Callable[[float], bool]) -> Found:
+    return {"": value} if value is not None and is_wrong(value) else {}
+
+
+def _from(key: str) -> Check:
+    """The latest value is at the limit or above."""
+    return lambda history, line, limit: _whole(number(line, key), lambda value: value >= limit)
+
+
+def _mean_from(key: str) -> Check:
+    """The mean of the window is at the limit or above."""
+
+    def check(history: History, line: Line, limit: float) -> Found:
+        return _whole(history.mean(key) if key in line else None, lambda value: value >= limit)
+
+    return check
+
+
+def _no_tool_calls(history: History, line: Line, limit: float) -> Found:
+    has_tools = any(key.startswith("tools/") and key.endswith("_calls") for key in line)
+    return _whole(history.mean("rollout/tool_calls_mean") if has_tools else None, lambda value: value <= limit)
+
+
+def _entropy_collapse(history: History, line: Line, limit: float) -> Found:
+    now, first = number(line, "learn/entropy"), history.first_entropy
+    # A group that is skipped has no entropy: 0 would be the absence of a measurement.
+    if now is None or not first or number(line, "learn/num_contributions") == 0:
+        return {}
+    return _whole(now / first, lambda value: value <= limit)
+
+
+def _movement(line: Line) -> float | None:
+    """The learning rate, 0 where there was no gradient; None where nothing was there to learn from, which is another warning.
+
+    Adam divides by the size of the gradient, so that the rate says how far the weights went. KL(old || new) does not: it is seen
+    before the last optimiser step, and is 0 where the groups of the earlier ones had no variance.
+    """
+    if (number(line, "learn/skipped_groups_frac") or 0.0) >= 1.0:
+        return None
+    norm, rate = number(line, "learn/grad_norm"), number(line, "learn/lr")
+    return None if norm is None or rate is None else (rate if norm > 0 else 0.0)
+
+
+def _policy_still(history: History, line: Line, limit: float) -> Found:
+    moved = [_movement(one) for one in history.recent]
+    known = [value for value in moved if value is not None]
+    is_full = len(known) == history.window and "learn/grad_norm" in line
+    return _whole(max(known) if is_full else None, lambda value: value <= limit)
+
+
+def _failed(history: History, line: Line, limit: float) -> Found:
+    shares = {"": number(line, "rollout/failed_frac"), "eval": number(line, "eval/failed_frac")}
+    return {subject: share for subject, share in shares.items() if share is not None and share > limit}
+
+
+def _engine_drift(history: History, line: Line, limit: float) -> Found:
+    gap, allowed = number(line, "learn/engine_gap"), number(line, "learn/engine_gap_limit")
+    if allowed is None and history.first_gap is not None:
+        # Runs recorded before the limit was: the looser of the two that it can have been.
+        allowed = max(1e-4, 2.0 * history.first_gap)
+    return _whole(gap, lambda value: allowed is not None and value > limit * allowed)
+
+
+def _one_sign(history: History, line: Line, limit: float) -> Found:
+    return _whole(number(line, "learn/positive_frac"), lambda value: max(value, 1.0 - value) >= limit)
+
+
+def _tool_failing(history: History, line: Line, limit: float) -> Found:
+    found = {}
+    for name, (calls, share) in tools_of(line).items():
+        before_calls, before_failures, num_updates = history.tools.get(name, (0.0, 0.0, 0))
+        if num_updates < history.window:
+            continue
+        usual = before_failures / before_calls
+        # Of the usual share, never quite 0 or 1: a rare failure must not look impossible.
+        likely = min(max(usual, 1.0 / (before_calls + 2.0)), 1.0 - 1.0 / (before_calls + 2.0))
+        error = math.sqrt(likely * (1.0 - likely) / calls)
+        if share - usual >= limit and share - usual > 3.0 * error:
+            found[name] = share
+    return found
+
+
+def _tool_broken(history: History, line: Line, limit: float) -> Found:
+    return {name: share for name, (_, share) in tools_of(line).items() if share >= limit}
+
+
+def _not_finite(history: History, line: Line, limit: float) -> Found:
+    # A line read back for a page holds such a number as its name.
+    count = sum(isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)) for value in line.values())
+    return _whole(float(count), lambda value: value > limit)
+
+
+# ---------------------------------------------------------------------- the rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One warning: when it comes, and what a reader needs to know."""
+
+    name: str
+    """As in [health] and in `health/NAME`."""
+    check: Check
+    says: str
+    """What was found, a format string over {value} and {subject}."""
+    meaning: str
+    causes: tuple[str, ...]
+    advice: str
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        name="no_tool_calls",
+        check=_no_tool_calls,
+        says="tools are not called: {value:.2g} calls a trajectory",
+        meaning="The agent answers without its tools, so nothing about using them is tried, rewarded or learned.",
+        causes=(
+            "the model does not know the call's markup",
+            "answering at once pays as much",
+            "the prompt names no tool",
+        ),
+        advice="Read a trajectory. Warm up on traces that call (warmup.num_steps), check format.system_prompt, or reward what "
+        "only a tool finds.",
+    ),
+    Rule(
+        name="no_variance",
+        check=_from("learn/skipped_groups_frac"),
+        says="groups without variance of reward: {value:.0%}",
+        meaning="All trajectories of a task earned the same, so their advantages are 0 and the update learned nothing from them.",
+        causes=(
+            "tasks all too hard or all too easy",
+            "a reward that cannot tell answers apart",
+            "too few leaves",
+            "temperature too low",
+        ),
+        advice="Look at reward/mean: at its top take harder tasks, at its bottom easier ones or a warm-up; raise "
+        "explore.num_leaves or rollout.temperature.",
+    ),
+    Rule(
+        name="entropy_collapse",
+        check=_entropy_collapse,
+        says="entropy fell to {value:.1%} of the first update's",
+        meaning="The policy is nearly sure of every token: the trajectories of a group become the same and exploration ends.",
+        causes=(
+            "learning rate too high",
+            "clipping too narrow above (loss.clip_high)",
+            "one answer pattern is rewarded everywhere",
+        ),
+        advice="Go back to an earlier checkpoint with a lower learn.lr or a higher loss.clip_high; a KL term (loss.kl_coef) or "
+        "grafts bring variety back.",
+    ),
+    Rule(
+        name="policy_still",
+        check=_policy_still,
+        says="the policy does not move: learning rate in effect {value:.2g}",
+        meaning="Updates change the policy by nothing measurable, although groups have variance.",
+        causes=(
+            "learn.lr is 0 or very small",
+            "a long learn.lr_warmup_steps",
+            "the gradient is clipped away or lost in bfloat16",
+        ),
+        advice="Look at learn/grad_norm and learn/lr: raise learn.lr, shorten the warm-up of the rate, raise learn.max_grad_norm.",
+    ),
+    Rule(
+        name="truncated",
+        check=_from("rollout/truncated_frac"),
+        says="trajectories out of tokens, steps or calls: {value:.0%}",
+        meaning="Many trajectories end before they answer; they earn what no answer earns, whatever they had found.",
+        causes=(
+            "limits too tight for the tasks",
+            "long tool results",
+            "an agent that goes round in circles",
+        ),
+        advice="See in the viewer which limit ended them (stop reason) and raise that one of rollout.max_completion_tokens, "
+        "max_agent_steps, max_tool_calls, or lower tools.max_output_chars; for repeats lower learn.lr.",
+    ),
+    Rule(
+        name="violated",
+        check=_from("rollout/violation_frac"),
+        says="trajectories that broke the format: {value:.0%}",
+        meaning="Most trajectories are thrown away for their markup, so the reward speaks of markup and not of answers.",
+        causes=(
+            "the model has never seen this format",
+            "format rules stricter than needed",
+            "a policy that has come apart",
+        ),
+        advice="Warm up (warmup.num_steps), take format.kind = 'chat' for chat models, or relax format.require_think and "
+        "require_boxed; if it rose later, lower learn.lr.",
+    ),
+    Rule(
+        name="failed",
+        check=_failed,
+        says="trajectories lost to failures of ours: {value:.1%}",
+        meaning="An engine, a tool's service or a deadline failed. Such trajectories leave their groups; too many leave nothing.",
+        causes=(
+            "a tool's service is down or slow",
+            "rollout.deadline_s too short",
+            "the engine ran out of memory",
+        ),
+        advice="The error stands on the failed leaves (viewer: status failed) and in the terminal. Mend the service, raise the "
+        "deadline or tools.num_retries.",
+    ),
+    Rule(
+        name="branch_unused",
+        check=_mean_from("branch/unused_frac"),
+        says="leaves meant for branches that became fresh starts: {value:.0%}",
+        meaning="The branching rule hardly ever opens a branch: the run pays for ARPO and gets independent rollouts.",
+        causes=(
+            "entropy never rises after results",
+            "explore.entropy.threshold above what base_prob can reach",
+            "no tool results",
+        ),
+        advice="The tree view says for each step what the rule saw. Lower explore.entropy.threshold, raise base_prob or "
+        "entropy_weight, or open more starts (num_starts).",
+    ),
+    Rule(
+        name="graft_unused",
+        check=_mean_from("graft/unused_frac"),
+        says="trajectories that may retrieve and hold no graft: {value:.0%}",
+        meaning="The Step-Trace Buffer is hardly used: hybrid rollouts are ordinary ones.",
+        causes=(
+            "trajectories end before a second step",
+            "nothing eligible in the buffer (retrieve/nothing_frac)",
+            "a low probability",
+        ),
+        advice="Look at retrieve/nothing_frac: if high, add traces, lower buffer.min_similarity or set buffer.terminal = "
+        "'exclude'; else raise explore.graft.probability or warm up towards longer trajectories.",
+    ),
+    Rule(
+        name="answer_copied",
+        check=_from("graft/copied_frac"),
+        says="trajectories with a graft whose answer another agent had written: {value:.0%}",
+        meaning="The answer stands in the words of a graft and in no tool result: it was copied, not found, and the reward pays "
+        "for copying. Held-out tasks have no grafts to copy from.",
+        causes=(
+            "traces that hold the final answer (buffer.terminal = 'allow')",
+            "traces of the very task",
+            "thoughts that name the answer",
+        ),
+        advice="Set buffer.terminal to 'skip' or 'exclude', buffer.allow_same_task = false, and look at the grafts in the viewer.",
+    ),
+    Rule(
+        name="engine_drift",
+        check=_engine_drift,
+        says="engine and learner disagree by {value:.3g} nats a token",
+        meaning="The policy that samples is not quite the one that learns; log-probabilities and ratios are off by that much.",
+        causes=(
+            "an engine with other weights or another precision",
+            "a publish that did not arrive",
+            "another chat template or tokenizer",
+        ),
+        advice="Compare learn/engine_gap with learn/engine_gap_limit; three breaches in a row end the run. Check the engine's "
+        "model, dtype and version.",
+    ),
+    Rule(
+        name="one_sign",
+        check=_one_sign,
+        says="loss of one sign: {value:.1%} of its contributions are positive",
+        meaning="The loss only raises, or only lowers, what was sampled: raising alone ends in collapse, lowering alone in noise.",
+        causes=(
+            "loss.learn_from_truncated = false where all bad ones are truncated",
+            "failed leaves",
+            "a reward or credit rule of your own",
+        ),
+        advice="See which leaves carry loss (tree view, colour by advantage). Let truncated trajectories carry loss, or balance "
+        "the reward.",
+    ),
+    Rule(
+        name="tool_failing",
+        check=_tool_failing,
+        says="the tool {subject} fails more than usual: {value:.0%} of its calls",
+        meaning="A tool that used to answer returns errors; the agent learns from a world that is broken for now.",
+        causes=(
+            "a service that is down, slow or over its rate",
+            "the agent found a call that always fails",
+        ),
+        advice="Filter this update in the viewer by tool error and read the results. Mend the service, or stop and resume from "
+        "the checkpoint before.",
+    ),
+    Rule(
+        name="tool_broken",
+        check=_tool_broken,
+        says="the tool {subject} failed in {value:.0%} of its calls",
+        meaning="Most calls of this tool come back as errors.",
+        causes=(
+            "the agent does not know how to call it",
+            "its description misleads",
+            "its service is down",
+        ),
+        advice="Read such a call in the viewer (filter: tool error). Mend the tool's description or service, or warm up on right "
+        "calls.",
+    ),
+    Rule(
+        name="not_finite",
+        check=_not_finite,
+        says="{value:.0f} metrics are no finite numbers",
+        meaning="Something blew up: the weights may be lost from here on.",
+        causes=(
+            "learning rate too high",
+            "a reward that returned nan",
+            "bfloat16 overflow",
+        ),
+        advice="Stop, look at the first update with this warning, and resume from the checkpoint before it with a lower learn.lr "
+        "or in float32.",
+    ),
+)
+BY_NAME: Mapping[str, Rule] = {rule.name: rule for rule in RULES}

@@ -1,0 +1,1 @@
+"""Settings of a recipe: where they are declared, loaded and checked."""

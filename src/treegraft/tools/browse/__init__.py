@@ -1,0 +1,1 @@
+"""The browse tool: pages fetched with limits, and the passages that matter."""

@@ -1,0 +1,233 @@
+"""Fetches a page from an address that an agent wrote: with limits, and never from inside one's own network.
+
+A name is resolved once; every address it has must be a public one, and the connection goes to one of those, so that a name cannot
+point elsewhere between the look and the connection. All of this is done again after each redirect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+import socket
+import ssl
+import zlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urljoin, urlsplit, urlunsplit
+
+import httpx
+
+from treegraft.core.errors import ToolError
+from treegraft.tools.browse.robots import MAX_BYTES as ROBOTS_BYTES
+from treegraft.tools.browse.robots import Robots
+
+CONTENT_TYPES = ("text/html", "application/xhtml+xml", "text/plain", "text/markdown", "application/pdf")
+"""What can be read as text; a page that does not say is looked at."""
+KEPT_ROBOTS = 1_000
+"""Sites whose robots.txt is remembered, for as long as the tool lives."""
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_REDIRECTS = (301, 302, 303, 307, 308)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Page(url="https://example.org/", content_type="text/html", charset=None, body=b"<html>...")"""
+
+    url: str
+    """After redirects."""
+    content_type: str
+    """Without parameters, lower case; empty where the server did not say."""
+    charset: str | None
+    body: bytes
+
+
+class NotFetched(ToolError):
+    """A page was not fetched: refused, too large, too slow, or not there; the agent may try another."""
+
+
+class Fetcher:
+    """Fetches pages, one connection each; nothing is sent besides the address and our name."""
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        max_bytes: int,
+        max_redirects: int,
+        allow_private: bool,
+        respect_robots: bool,
+        user_agent: str,
+    ) -> None:
+        """Args as in [tools.browse]."""
+        self._timeout_s = timeout_s
+        self._max_bytes = max_bytes
+        self._max_redirects = max_redirects
+        self._allow_private = allow_private
+        self._respect_robots = respect_robots
+        self._user_agent = user_agent
+        self._agent = re.split(r"[/\s]", user_agent.strip())[0]
+        self._robots: OrderedDict[str, Robots] = OrderedDict()
+        self._tls = ssl.create_default_context()
+
+    async def fetch(self, url: str) -> Page:
+        """Returns the page behind an http(s) address.
+
+        Raises:
+            NotFetched: it is forbidden, not there, too large, of no readable kind, or does not come in time.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._follow(_checked(url.strip()))
+        except TimeoutError:
+            raise NotFetched(f"{url} did not load within {self._timeout_s:g} s") from None
+
+    async def _follow(self, url: str) -> Page:
+        for _ in range(self._max_redirects + 1):
+            if self._respect_robots and not (await self._rules(url)).allows(url):
+                raise NotFetched(f"{url} must not be fetched by programs, says the site's robots.txt")
+            status, headers, body = await self._get(url, self._max_bytes, _refuse_by_headers)
+            if status not in _REDIRECTS or "location" not in headers:
+                return _page(url, status, headers, body)
+            url = _checked(urljoin(url, headers["location"]))
+        raise NotFetched(f"{url} lies behind more than {self._max_redirects} redirects")
+
+    async def _rules(self, url: str) -> Robots:
+        parts = urlsplit(url)
+        site = f"{parts.scheme}://{parts.netloc}"
+        if site not in self._robots:
+            self._robots[site] = await self._read_rules(f"{site}/robots.txt")
+            if len(self._robots) > KEPT_ROBOTS:
+                self._robots.popitem(last=False)
+        return self._robots[site]
+
+    async def _read_rules(self, url: str) -> Robots:
+        for _ in range(self._max_redirects + 1):
+            status, headers, body = await self._get(url, ROBOTS_BYTES, None)
+            if status in _REDIRECTS and "location" in headers:
+                url = _checked(urljoin(url, headers["location"]))
+                continue
+            if status >= 500 or status == 429:
+                # RFC 9309, 2.3.1.4: a site that cannot say now is to be left alone now; it is asked again next time.
+                raise NotFetched(f"{url} answered with status {status}, so the site is left alone for now")
+            return Robots.parse(body.decode("utf-8", "replace"), self._agent) if status == 200 else Robots()
+        return Robots()
+
+    async def _get(
+        self, url: str, max_bytes: int, refuse: Callable[[str, int, httpx.Headers, int], None] | None
+    ) -> tuple[int, httpx.Headers, bytes]:
+        """Returns status, headers and body; beyond the limit a body is an error where `refuse` is given, else cut."""
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+        address = await self._resolve(host, parts.port or (443 if parts.scheme == "https" else 80))
+        shown = f"[{address}]" if ":" in address else address
+        target = urlunsplit(parts._replace(netloc=f"{shown}:{parts.port}" if parts.port else shown, fragment=""))
+        headers = {"Host": parts.netloc, "User-Agent": self._user_agent, "Accept-Encoding": "gzip, deflate"}
+        # The certificate is that of the name, although the connection goes to the address.
+        extensions = {"sni_hostname": host}
+        try:
+            async with (
+                httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
+                client.stream("GET", target, headers=headers, extensions=extensions) as response,
+            ):
+                if refuse is not None:
+                    refuse(url, response.status_code, response.headers, max_bytes)
+                body = bytearray()
+                async for chunk in _decompressed(response, max_bytes + 1):
+                    body += chunk
+                    if len(body) > max_bytes:
+                        if refuse is not None:
+                            raise NotFetched(f"{url} is larger than {max_bytes:,} bytes")
+                        break
+                return response.status_code, response.headers, bytes(body[:max_bytes])
+        except (httpx.HTTPError, httpx.InvalidURL, zlib.error) as error:
+            raise NotFetched(f"{url} cannot be fetched: {str(error) or type(error).__name__}") from error
+
+    async def _resolve(self, host: str, port: int) -> str:
+        """Returns one address of the host, all of which may be fetched from."""
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise NotFetched(f"there is no host '{host}': {error}") from error
+        addresses = [str(entry[4][0]) for entry in found]
+        for address in addresses:
+            if not self._allow_private and not is_public(address):
+                raise NotFetched(f"'{host}' is at {address}, which is no public address; such pages are not fetched")
+        return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Returns whether an IP address is one of the public internet, also where it carries another inside."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
+        if inner is not None:
+            return is_public(str(inner))
+        if ip.is_site_local:
+            return False
+    return ip.is_global and not ip.is_multicast
+
+
+def _checked(url: str) -> str:
+    """Returns the address as it can be asked for. Raises `NotFetched` for what is no plain http address."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise NotFetched(f"'{url:.200}' is no web address: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
+        raise NotFetched(f"'{url:.200}' is no web address; expected one that begins with http:// or https://")
+    if parts.username is not None or parts.password is not None:
+        raise NotFetched("addresses with a user name or password are not fetched")
+    if re.search(r"[\x00-\x20\x7f]", url):
+        raise NotFetched(f"'{url[:200]!r}' is no web address: it holds spaces or control characters")
+    try:
+        name = host if ":" in host else host.encode("idna").decode("ascii")
+    except UnicodeError as error:
+        raise NotFetched(f"there is no host '{host:.200}': {error}") from error
+    shown = f"[{name}]" if ":" in name else name
+    return urlunsplit(parts._replace(netloc=f"{shown}:{port}" if port else shown, path=parts.path or "/", fragment=""))
+
+
+def _refuse_by_headers(url: str, status: int, headers: httpx.Headers, max_bytes: int) -> None:
+    """Raises `NotFetched` for what need not be read."""
+    if status in _REDIRECTS:
+        return
+    if status != 200:
+        raise NotFetched(f"{url} answered with status {status}")
+    kind, _ = _content_type(headers)
+    if kind and kind not in CONTENT_TYPES:
+        raise NotFetched(f"{url} is of type '{kind[:80]}', which cannot be read; expected a page, plain text or a PDF")
+    length = headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise NotFetched(f"{url} is larger than {max_bytes:,} bytes")
+
+
+async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
+    """Gives the body piece by piece, at most `max_bytes` of one piece: a small file may unpack to a very large one."""
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
+        raise NotFetched(f"the page is packed as '{encoding[:40]}', which was not asked for")
+    unpack = None if encoding in ("", "identity") else zlib.decompressobj(wbits=47)
+    async for chunk in response.aiter_raw():
+        yield chunk if unpack is None else unpack.decompress(chunk, max_bytes)
+
+
+def _content_type(headers: Mapping[str, Any]) -> tuple[str, str | None]:
+    kind, _, parameters = str(headers.get("content-type", "")).partition(";")
+    found = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", parameters, re.IGNORECASE)
+    return kind.strip().lower(), found[1] if found else None
+
+
+def _page(url: str, status: int, headers: httpx.Headers, body: bytes) -> Page:
+    if status != 200:
+        raise NotFetched(f"{url} answered with status {status}")
+    kind, charset = _content_type(headers)
+    return Page(url, kind, charset, body)

@@ -1,0 +1,1 @@
+"""Environments: one state for each trajectory, copied or replayed at branches."""

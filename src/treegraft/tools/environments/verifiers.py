@@ -1,0 +1,288 @@
+"""Environments of the package verifiers (its v1) in which one agent talks with a game or a simulated user.
+
+Such an environment runs itself and asks its agent for one message after another. Here its agent is a seat that waits for what the
+trajectory says through a tool. All of them live in one thread with an event loop of its own, since games may block theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from pydantic import Field, ValidationError
+
+from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.interfaces import Capability, Signature, Tool
+from treegraft.core.types import Task
+from treegraft.settings.table import Settings
+from treegraft.settings.tools import EnvironmentSettings
+from treegraft.tools.environments.own import EnvironmentTool
+from treegraft.tools.mcp import tag_of
+
+T = TypeVar("T")
+
+INDEX = "verifiers_index"
+"""The column of a task that says which of the taskset's it is."""
+_OVER = "the episode is over; give your answer"
+
+
+class VerifiersOptions(Settings):
+    """What `environment.options` holds for "verifiers", and `tasks.options` for its tasks."""
+
+    taskset: str
+    """The taskset's id: one that comes with verifiers, such as "textarena", or a package that holds one."""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """The taskset's own settings, such as {game = "Wordle-v0"}."""
+    env: str = ""
+    """Id of an environment to pair the taskset with; empty for the taskset's own."""
+    tool: str = "say"
+    """What the agent calls the sending of its next message."""
+
+
+class VerifiersEnvironments:
+    """The episodes of one verifiers environment."""
+
+    has_reward = True
+
+    def __init__(self, settings: EnvironmentSettings) -> None:
+        """Raises `SettingError` for wrong options, a missing package, and environments that no seat can play."""
+        options = _options(settings.options, "environment.options")
+        self.name = f"verifiers {options.taskset}"
+        if settings.capability == "fork":
+            raise SettingError("environment.capability: got 'fork', but a running episode cannot be copied; expected 'replay'.")
+        self.capability = Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
+        self.env = load_environment(options, "environment.options")
+        self.agents = _playable(self.env, options.taskset)
+        self.tool = tag_of(options.tool)
+        description = "Sends your next message or move, and returns the reply."
+        self.tools: Sequence[Tool] = [EnvironmentTool(self.tool, description, self.capability, Signature.of_text("message"))]
+        self._tasks: dict[int, Any] = {}
+        self._rest: Any = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def make(self) -> VerifiersEnvironment:
+        """Returns a fresh episode, not yet begun."""
+        return VerifiersEnvironment(self)
+
+    def task(self, index: int) -> Any:
+        """Returns the taskset's own task of this index. Raises `ToolUnavailable` where it has fewer."""
+        if self._rest is None:
+            self._rest = enumerate(iter(self.env.taskset))
+        while index not in self._tasks:
+            number, task = next(self._rest, (-1, None))
+            if task is None:
+                raise ToolUnavailable(f"{self.name} has {len(self._tasks)} tasks; got the index {index}")
+            self._tasks[number] = task
+        return self._tasks[index]
+
+    async def there(self, work: Coroutine[Any, Any, T]) -> T:
+        """Returns what `work` comes to in the environments' own thread."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True, name="treegraft-verifiers").start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
+class VerifiersEnvironment:
+    """One episode; its methods run in the thread of the kind."""
+
+    def __init__(self, kind: VerifiersEnvironments) -> None:
+        self._kind = kind
+        self._seat = _Seat()
+        self._run: asyncio.Task[None] | None = None
+
+    async def reset(self, task: Task) -> str:
+        """Begins the episode that the task names; returns what it says first, beside the prompt that is the question already."""
+        index = task.columns.get(INDEX)
+        if not isinstance(index, int):
+            raise ToolUnavailable(
+                f"task '{task.id}' has no column {INDEX}; take the tasks of treegraft.tasks.verifiers:VerifiersTasks"
+            )
+        return await self._kind.there(self._begin(index)) or ""
+
+    async def call(self, name: str, body: str, task: Task) -> str:
+        """Returns what is said to the agent next. Raises `ToolError` once the episode is over, `ToolUnavailable` where it broke."""
+        return await self._kind.there(self._say(body))
+
+    async def reward(self) -> float:
+        """Ends the episode and returns its reward."""
+        return await self._kind.there(self._finish())
+
+    async def fork(self) -> VerifiersEnvironment:
+        """Raises `ToolUnavailable`: a running episode cannot be copied."""
+        raise ToolUnavailable("a running episode of verifiers cannot be copied")
+
+    async def close(self) -> None:
+        """Breaks the episode off where it still runs."""
+        if self._run is not None:
+            await self._kind.there(self._break_off())
+
+    # In the thread of the kind
+
+    async def _begin(self, index: int) -> str | None:
+        task = self._kind.task(index)
+        agents = _Agents(self._kind.agents, self._seat)
+        await self._kind.env.setup(agents)
+        self._run = asyncio.create_task(self._kind.env.run(task, agents))
+        return await self._next()
+
+    async def _say(self, text: str) -> str:
+        if self._run is None or self._run.done():
+            raise ToolError(_OVER)
+        self._seat.replies.put_nowait(text)
+        return await self._next() or f"[{_OVER}]"
+
+    async def _next(self) -> str | None:
+        """What the episode says next; None where it has ended."""
+        assert self._run is not None
+        said = asyncio.ensure_future(self._seat.said.get())
+        try:
+            await asyncio.wait({said, self._run}, return_when=asyncio.FIRST_COMPLETED)
+            if said.done():
+                return said.result()
+        finally:
+            said.cancel()
+        self._run.result()
+        return None
+
+    async def _finish(self) -> float:
+        assert self._run is not None
+        if not self._run.done():
+            self._seat.replies.put_nowait(None)
+        await self._run
+        return float(sum(self._seat.trace.rewards.values()))
+
+    async def _break_off(self) -> None:
+        assert self._run is not None
+        self._run.cancel()
+        await asyncio.gather(self._run, return_exceptions=True)
+
+
+class _Trace:
+    """What an environment writes down of its episode."""
+
+    def __init__(self) -> None:
+        self.rewards: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.info: dict[str, Any] = {}
+
+    def record_reward(self, name: str, value: float, weight: float = 1.0) -> None:
+        self.rewards[name] = float(value) * float(weight)
+
+    def record_metric(self, name: str, value: float) -> None:
+        self.metrics[name] = float(value)
+
+    def stop(self, condition: str) -> None:
+        self.info["stop"] = condition
+
+
+class _Seat:
+    """An agent of verifiers whose messages come from elsewhere; also the one interaction that it has."""
+
+    trainable = True
+
+    def __init__(self) -> None:
+        self.trace = _Trace()
+        self.said: asyncio.Queue[str | None] = asyncio.Queue()
+        self.replies: asyncio.Queue[str | None] = asyncio.Queue()
+
+    @asynccontextmanager
+    async def interaction(self, task: Any, **_: Any) -> AsyncIterator[_Seat]:
+        """The exchange with the environment."""
+        yield self
+
+    async def turn(self, message: Any = None) -> Any:
+        """Says `message` to the agent, and returns its reply as a segment."""
+        from verifiers.v1.agent import Segment
+
+        self.said.put_nowait(_text_of(message))
+        reply = await self.replies.get()
+        return Segment(messages=[], root_reply=reply, terminated=reply is None)
+
+    async def run(self, *_: Any, **__: Any) -> Any:
+        raise ToolUnavailable("this environment runs its agent on its own, which no seat can play")
+
+
+class _Agents:
+    """An environment's agents by name: one seat."""
+
+    def __init__(self, names: Sequence[str], seat: _Seat) -> None:
+        vars(self).update(dict.fromkeys(names, seat))
+
+
+def load_environment(options: VerifiersOptions, place: str) -> Any:
+    """Returns the environment of verifiers with its taskset.
+
+    Raises `SettingError`, which names `place`, where the package or the taskset cannot be had.
+    """
+    try:
+        from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+    except ImportError as error:
+        raise SettingError(
+            f"{place}: the package 'verifiers' (0.4 or newer) is not installed; run: pip install verifiers. It cannot share an "
+            "environment with the extra treegraft[mcp]."
+        ) from error
+    try:
+        config = resolve_env_config({"id": options.env, "taskset": {"id": options.taskset, **options.settings}})
+        return load_environment(config)
+    except Exception as error:  # what a taskset's module raises on import is its own
+        raise SettingError(f"{place}: taskset '{options.taskset}' cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
+    """Returns the first `num` tasks of a taskset, fewer where it has fewer.
+
+    Raises:
+        SettingError: as `load_environment`.
+        DataError: its tasks cannot be read, or one has no prompt.
+    """
+    env = load_environment(options, place)
+    tasks = []
+    try:
+        for index, task in enumerate(itertools.islice(iter(env.taskset), num)):
+            parts = (task.data.system_prompt or "", task.data.prompt_text)
+            question = "\n\n".join(part for part in parts if part)
+            tasks.append(Task(id=f"{options.taskset}/{index}", question=question, reference=(), columns={INDEX: index}))
+    except Exception as error:  # a taskset may fail as it likes
+        reason = f"{type(error).__name__}: {str(error).strip()}"
+        raise DataError(f"{place}: the tasks of '{options.taskset}' cannot be read: {reason}") from error
+    return tasks
+
+
+def _playable(env: Any, taskset: str) -> list[str]:
+    """The names of the environment's agents. Raises `SettingError` for one that a single seat cannot play or score."""
+    from verifiers.v1 import Env, Task
+
+    names = sorted(env._agent_specs)
+    task_type = type(env.taskset).task_type()
+    scores = [name for name in dir(task_type) if getattr(getattr(task_type, name, None), "reward", False) is True]
+    reason = None
+    if len(names) != 1:
+        reason = f"has the agents {', '.join(names)}, expected one"
+    elif type(env).__name__ == "SingleAgentEnv":
+        reason = "runs its agent on its own, expected an environment whose run() holds a conversation with it"
+    elif scores or task_type.score is not Task.score or type(env).finalize is not Env.finalize:
+        reason = "scores what verifiers itself has recorded, expected rewards that run() records"
+    if reason is not None:
+        raise SettingError(f"environment.options: '{taskset}' {reason}.")
+    return names
+
+
+def _text_of(message: Any) -> str | None:
+    """A turn's message as text: a text, or messages with contents."""
+    if message is None or isinstance(message, str):
+        return message
+    contents = (one.get("content") if isinstance(one, dict) else getattr(one, "content", "") for one in message)
+    return "\n".join(str(content) for content in contents if content)
+
+
+def _options(options: dict[str, Any], place: str) -> VerifiersOptions:
+    try:
+        return VerifiersOptions(**options)
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+        raise SettingError(f'{place}: for "verifiers": {faults}. It takes {", ".join(VerifiersOptions.model_fields)}.') from error

@@ -1,0 +1,1 @@
+"""The python tool: two sandboxes behind one interface."""

@@ -1,0 +1,450 @@
+"""Starts bubblewrap sandboxes and hands them calls: the host's side of `treegraft.tools.python.worker`.
+
+A sandbox has a network of its own without a way out, a read-only system, none of the caller's files but Python and the
+named packages, no /proc, and none of the caller's environment. Started by root, the code in it runs as "nobody", who
+owns nothing here; started by anyone else, as that user without any capability.
+"""
+
+from __future__ import annotations
+
+import codecs
+import importlib.util
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from treegraft.core.errors import SettingError, ToolUnavailable
+from treegraft.tools.python import frozen, seccomp, shown
+from treegraft.tools.python import worker as sandbox_worker
+from treegraft.tools.python.shown import Printed
+from treegraft.tools.python.worker import ENDED, ERROR, KILL, MEMORY, READY, REPORT, START, VALUE
+
+PACKAGES = ("numpy", "scipy", "sympy")
+"""What is imported ahead."""
+BESIDES = ("mpmath", "gmpy2")
+"""What these need or can use."""
+START_S = 120.0
+"""Longest wait for a sandbox to start; its imports take seconds on a busy machine."""
+WATCHDOG_S = 5.0
+"""How long past the end of a call a worker may stay silent before its sandbox is ended."""
+CPU_SLACK_S = 1
+"""Processor time granted beyond the wall-clock limit, for what starting and ending a call takes."""
+
+_NOBODY = 65_534
+_INSTALL = "apt-get install bubblewrap (or your distribution's package of that name)"
+_NAMESPACES = (
+    "The kernel must let this user make user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
+    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; in a container, a profile that "
+    "allows them). Or take tools.python.backend = 'monty'."
+)
+_CHUNK = 65_536
+_MOST_CHUNKS = 17
+"""More than a pipe can hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxLimits:
+    """SandboxLimits(max_duration_s=2.0, max_memory_mb=512, max_files_mb=16, max_threads=16, max_output_chars=100_000)"""
+
+    max_duration_s: float
+    """Wall-clock time of one call."""
+    max_memory_mb: int
+    """Address space of one call beyond that of the loaded libraries, in MiB."""
+    max_files_mb: int
+    """Size of a call's private /tmp and of any file in it, in MiB."""
+    max_threads: int
+    """Threads of one call; processes it cannot start."""
+    max_output_chars: int
+    """Printed text and value kept, each."""
+
+    @property
+    def cpu_s(self) -> int:
+        """Processor time of one call, all threads, in whole seconds."""
+        return int(self.max_duration_s) + 1 + CPU_SLACK_S
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Outcome(kind="value", printed="", text="42")"""
+
+    kind: str
+    """"value", "error", "memory", "timeout" or "died"."""
+    printed: str
+    """What the code printed, capped, ending in a line break unless empty."""
+    text: str
+    """The value or the error as text, or what ended the process."""
+
+
+def find_problem() -> str | None:
+    """Returns why no sandbox can be had here and what to do, in a sentence or two; None where a first one worked."""
+    if not sys.platform.startswith("linux"):
+        return "bubblewrap sandboxes need Linux; take tools.python.backend = 'monty'."
+    if shutil.which("bwrap") is None:
+        return f"bubblewrap is missing: there is no 'bwrap' on the path. Do: {_INSTALL}."
+    if not seccomp.is_known():
+        return "bubblewrap sandboxes are known for x86_64 and aarch64 processors only; take tools.python.backend = 'monty'."
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        return f"the sandbox lacks {', '.join(missing)}. Do: pip install {' '.join(missing)}."
+    limits = SandboxLimits(max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100)
+    try:
+        sandbox = Sandbox(limits, packages=())
+    except ToolUnavailable as error:
+        return f"{error} {_NAMESPACES}"
+    try:
+        outcome = sandbox.run("6 * 7")
+    finally:
+        sandbox.close()
+    return None if outcome.text == "42" else f"a first sandbox answered {outcome} where 42 was expected. {_NAMESPACES}"
+
+
+def check() -> None:
+    """Raises `SettingError` where no sandbox can be had."""
+    problem = find_problem()
+    if problem is not None:
+        raise SettingError(f"tools.python.backend is 'bwrap', but {problem}")
+
+
+class Sandbox:
+    """One bubblewrap sandbox, one call at a time; each call in a fresh process that sees nothing of the others."""
+
+    def __init__(self, limits: SandboxLimits, packages: Sequence[str] = PACKAGES) -> None:
+        """Starts the sandbox and waits until it can take a call.
+
+        Raises `ToolUnavailable`, with what bubblewrap said, where it cannot be started.
+        """
+        self._limits = limits
+        self._is_busy = False
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(START_S)
+        with tempfile.TemporaryFile() as messages:
+            with theirs:
+                settings = _settings(limits, packages, theirs.fileno())
+                try:
+                    self._process, self._first_pid = _launch(settings, theirs.fileno(), messages.fileno())
+                except BaseException:
+                    self._control.close()
+                    raise
+            self._end = weakref.finalize(self, _end, self._process, self._control, self._first_pid)
+            try:
+                is_ready = self._control.recv(1) == READY
+            except OSError:
+                is_ready = False
+            if not is_ready:
+                self.close()
+                messages.seek(0)
+                said = messages.read().decode(errors="replace").strip().splitlines()
+                raise ToolUnavailable(f"the sandbox did not start: {said[-1] if said else 'bubblewrap said nothing'}.")
+        self._control.settimeout(WATCHDOG_S)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can take another call."""
+        return self._end.alive and self._process.poll() is None
+
+    @property
+    def first_pid(self) -> int | None:
+        """The sandbox's first process as the host counts; all others end with it. None where bubblewrap named none."""
+        return self._first_pid
+
+    def run(self, code: str) -> Outcome:
+        """Returns what `code` came to, at the latest when its time is over.
+
+        A sandbox that dies under the call, or falls silent, is closed, and the outcome is "died".
+        """
+        try:
+            self._finish()
+            return self._run(code)
+        except (OSError, EOFError):
+            self.close()
+            return Outcome("died", "", "its sandbox ended")
+
+    def close(self) -> None:
+        """Ends the sandbox and every process in it."""
+        self._end()
+
+    def _run(self, code: str) -> Outcome:
+        pipes = [os.pipe() for _ in range(3)]
+        (code_end, feed), (output, output_end), (result, result_end) = pipes
+        ends = [feed, output, result]
+        try:
+            deadline = time.monotonic() + self._limits.max_duration_s
+            try:
+                socket.send_fds(self._control, [START], [code_end, output_end, result_end])
+                self._is_busy = True
+            finally:
+                for end in (code_end, output_end, result_end):
+                    os.close(end)
+            exchange = _Exchange(code, ends, self._limits.max_output_chars)
+            is_over = exchange.run(deadline)
+            self._control.sendall(KILL)
+            if not is_over:
+                return Outcome("timeout", "", "")
+            return self._read(exchange)
+        finally:
+            for end in ends:
+                os.close(end)
+
+    def _read(self, exchange: _Exchange) -> Outcome:
+        kind, _, text = exchange.result().partition("\n")
+        if kind in (VALUE, ERROR):
+            return Outcome(kind, exchange.printed(), text)
+        if kind == MEMORY:
+            return Outcome(MEMORY, "", "")
+        status, cpu_s = self._finish()
+        ended_by = os.waitstatus_to_exitcode(status)
+        if ended_by == -signal.SIGKILL and cpu_s > self._limits.cpu_s - 0.5:
+            return Outcome("timeout", "", "")
+        name = signal.Signals(-ended_by).name if ended_by < 0 else f"exit code {ended_by}"
+        return Outcome("died", "", name)
+
+    def _finish(self) -> tuple[int, float]:
+        """Waits until the last call's processes are gone; returns its wait status and processor seconds."""
+        if not self._is_busy:
+            return 0, 0.0
+        report = b""
+        while len(report) < REPORT.size:
+            part = self._control.recv(REPORT.size - len(report))
+            if not part:
+                raise EOFError("its worker ended")
+            report += part
+        self._is_busy = False
+        mark, status, cpu_s = REPORT.unpack(report)
+        assert mark == ENDED
+        return status, cpu_s
+
+
+class _Exchange:
+    """Feeds a call its code and collects what comes back, never more than the caps."""
+
+    def __init__(self, code: str, ends: Sequence[int], max_chars: int) -> None:
+        self._feed, self._output, self._result = ends
+        self._ends = ends
+        self._code = memoryview(code.encode("utf-8", errors="surrogatepass"))
+        self._printed = Printed(max_chars)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._parts = bytearray()
+        # A note about a cut comes on top.
+        self._max_bytes = 4 * max_chars + 1000
+        for end in ends:
+            os.set_blocking(end, False)
+
+    def run(self, deadline: float) -> bool:
+        """Returns whether the result was closed before the deadline (a `time.monotonic`)."""
+        poll = select.poll()
+        poll.register(self._feed, select.POLLOUT)
+        poll.register(self._output, select.POLLIN)
+        poll.register(self._result, select.POLLIN)
+        while (left := deadline - time.monotonic()) > 0:
+            for end, _ in poll.poll(left * 1000):
+                if end == self._feed:
+                    if self._write():
+                        poll.unregister(end)
+                        # The child reads the code up to the end of the pipe.
+                        os.dup2(self._output, end)
+                        os.set_blocking(end, False)
+                elif end == self._output:
+                    if self._take_output():
+                        poll.unregister(end)
+                elif self._take_result():
+                    # All that was printed before the end lies in the pipe; what floods it still does not count.
+                    for _ in range(_MOST_CHUNKS):
+                        if self._take_output(until_empty=True):
+                            break
+                    return True
+        return False
+
+    def printed(self) -> str:
+        """Returns what was printed, capped."""
+        return self._printed.text()
+
+    def result(self) -> str:
+        """Returns the result as the child wrote it, capped."""
+        return self._parts.decode("utf-8", errors="replace")
+
+    def _write(self) -> bool:
+        try:
+            self._code = self._code[os.write(self._feed, self._code) :]
+        except BlockingIOError:
+            return False
+        except BrokenPipeError:
+            return True
+        return not self._code
+
+    def _take_output(self, until_empty: bool = False) -> bool:
+        """Returns whether there is no more to come, or none at present with `until_empty`."""
+        try:
+            data = os.read(self._output, _CHUNK)
+        except BlockingIOError:
+            return until_empty
+        self._printed.add(self._decoder.decode(data, final=not data))
+        return not data
+
+    def _take_result(self) -> bool:
+        try:
+            data = os.read(self._result, _CHUNK)
+        except BlockingIOError:
+            return False
+        self._parts += data[: self._max_bytes - len(self._parts)]
+        return not data
+
+
+def _settings(limits: SandboxLimits, packages: Sequence[str], control: int) -> dict[str, object]:
+    """Returns what the worker is told."""
+    as_root = os.geteuid() == 0
+    return {
+        "control": control,
+        "packages": list(packages),
+        "uid": _NOBODY if as_root else None,
+        "cpu_s": limits.cpu_s,
+        "max_memory_mb": limits.max_memory_mb,
+        "max_files_mb": limits.max_files_mb,
+        # An ordinary user's worker counts too: it is the same user.
+        "max_threads": limits.max_threads + (1 if as_root else 2),
+        "max_output_chars": limits.max_output_chars,
+    }
+
+
+def _launch(settings: dict[str, object], control: int, messages: int) -> tuple[subprocess.Popen[bytes], int | None]:
+    """Returns bubblewrap's process and the sandbox's first process; its start may still fail."""
+    as_root = settings["uid"] is not None
+    info, info_end = os.pipe()
+    block_end, block = os.pipe()
+    command = [*_command(info_end, block_end if as_root else None), json.dumps(settings)]
+    try:
+        process = subprocess.Popen(
+            command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=messages,
+            stderr=messages,
+            pass_fds=[control, info_end, *([block_end] if as_root else [])],
+            start_new_session=True,
+        )
+    except OSError as error:
+        for end in (info, block):
+            os.close(end)
+        raise ToolUnavailable(f"bubblewrap cannot be started: {error}") from error
+    finally:
+        os.close(info_end)
+        os.close(block_end)
+    try:
+        first_pid = _first_pid(info)
+        if as_root and first_pid is not None:
+            # Root's own id for building the sandbox, another for the code: root owns devices and files of this machine.
+            with suppress(OSError):
+                for kind in ("gid_map", "uid_map"):
+                    Path(f"/proc/{first_pid}/{kind}").write_text(f"0 0 1\n{_NOBODY} {_NOBODY} 1\n", encoding="ascii")
+            with suppress(BrokenPipeError):
+                os.write(block, b"x")
+    finally:
+        os.close(info)
+        os.close(block)
+    return process, first_pid
+
+
+def _first_pid(info: int) -> int | None:
+    told = b""
+    while b"}" not in told:
+        ready, _, _ = select.select([info], [], [], START_S)
+        part = os.read(info, 4096) if ready else b""
+        if not part:
+            return None
+        told += part
+    return int(json.loads(told)["child-pid"])
+
+
+def _command(info: int, block: int | None) -> list[str]:
+    """Returns bubblewrap's command line up to the worker's settings."""
+    parts = ["bwrap", "--unshare-all", "--unshare-user", "--new-session", "--as-pid-1", "--info-fd", str(info)]
+    capabilities = ["CAP_SYS_ADMIN"]
+    if block is not None:
+        parts += ["--userns-block-fd", str(block)]
+        capabilities += ["CAP_SETUID", "CAP_SETGID", "CAP_KILL"]
+    for name in capabilities:
+        parts += ["--cap-add", name]
+    parts += _system()
+    # Folders made for the sake of files in them would be their maker's alone.
+    for folder in ("/dev", "/packages", "/tmp", "/worker", "/worker/treegraft", "/worker/treegraft/tools"):
+        parts += ["--dir", folder]
+    for name in (*PACKAGES, *BESIDES):
+        for source in _package_folders(name):
+            parts += ["--ro-bind", str(source), f"/packages/{source.name}"]
+    for module in (sandbox_worker, seccomp, shown, frozen):
+        source = Path(str(module.__file__))
+        parts += ["--ro-bind", str(source), f"/worker/treegraft/tools/{source.name}"]
+    for device in ("null", "zero", "random", "urandom"):
+        parts += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    parts += ["--remount-ro", "/"]
+    return [*parts, _interpreter(), "-s", "-S", "-B", "-P", "-m", "treegraft.tools.python.worker"]
+
+
+def _system() -> list[str]:
+    """Returns the options that show the system's programs and libraries, and Python's own, to be read only."""
+    options = ["--ro-bind", "/usr", "/usr"]
+    for path in map(Path, ("/bin", "/lib", "/lib32", "/lib64", "/sbin")):
+        if path.is_symlink():
+            options += ["--symlink", str(path.readlink()), str(path)]
+        elif path.is_dir():
+            options += ["--ro-bind", str(path), str(path)]
+    for path in map(Path, ("/etc/ld.so.cache", "/etc/alternatives")):
+        options += ["--ro-bind-try", str(path), str(path)]
+    prefix = Path(sys.base_prefix).resolve()
+    if not prefix.is_relative_to("/usr"):
+        # The way to it must be open to the user that the code runs as: the standard library is read as it is imported.
+        for folder in reversed(prefix.parents):
+            if folder != Path("/"):
+                options += ["--dir", str(folder)]
+        options += ["--ro-bind", str(prefix), str(prefix)]
+    return options
+
+
+def _interpreter() -> str:
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "HOME": "/tmp",
+        "LANG": "C.UTF-8",
+        "PATH": os.environ.get("PATH", os.defpath),
+        "PYTHONHASHSEED": "0",
+        "PYTHONPATH": "/worker:/packages",
+        "TZ": "UTC",
+        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+    }
+
+
+def _package_folders(name: str) -> list[Path]:
+    """Returns a package's folder, and that of the shared libraries beside it."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or not spec.submodule_search_locations:
+        return []
+    folder = Path(next(iter(spec.submodule_search_locations))).resolve()
+    libraries = folder.with_name(f"{name}.libs")
+    return [folder, libraries] if libraries.is_dir() else [folder]
+
+
+def _end(process: subprocess.Popen[bytes], control: socket.socket, first_pid: int | None) -> None:
+    """Ends a sandbox: closing the control socket asks it to, killing its first process makes it."""
+    control.close()
+    if first_pid is not None and process.poll() is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(first_pid, signal.SIGKILL)
+    try:
+        process.wait(WATCHDOG_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,328 @@
+"""What runs inside a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh child for each call.
+
+The worker is the sandbox's first process. It keeps one child ready: cloned from it into process, mount and IPC namespaces of
+its own, with a private /tmp, limits, no capability and the filter of `treegraft.tools.python.seccomp`. A call's pipes come
+from the host as descriptors and go on to that child unread, so that nothing of one call is left in the memory that the
+next child is cloned from. When the child is dead, and all that its namespace held, the worker reports its end and
+clones the next. It ends itself when the host's end of the control socket is closed.
+
+Standard library only, and without /proc: no other file of the package is inside the sandbox, but for three.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import ctypes
+import gc
+import importlib
+import io
+import json
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import types
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from treegraft.tools.python.frozen import freeze, seed
+from treegraft.tools.python.seccomp import install
+from treegraft.tools.python.shown import show
+
+READY, START, KILL, ENDED = b"r", b"c", b"k", b"d"
+"""Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker to host: over."""
+REPORT = struct.Struct("=cid")
+"""ENDED, the wait status, processor seconds."""
+VALUE, ERROR, MEMORY = "value", "error", "memory"
+"""First line of a child's result: what the code came to, what went wrong, or that memory ran out."""
+
+_NEW_NAMESPACES = 0x20000 | 0x20000000 | 0x08000000
+"""CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWIPC."""
+_CLONE_NUMBER = {"x86_64": 56, "aarch64": 220}
+_PRIVATE = 0x4000 | 0x40000
+"""MS_REC, MS_PRIVATE."""
+_PLAIN_FILES = 2 | 4 | 8
+"""MS_NOSUID, MS_NODEV, MS_NOEXEC."""
+_CAPABILITIES_VERSION = 0x20080522
+_ENVIRONMENT = {"HOME": "/tmp", "LANG": "C.UTF-8", "PATH": "/usr/bin:/bin", "TZ": "UTC"}
+_MAX_FILES = 64
+"""Open descriptors of one call."""
+_PAGE = 65_536
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Serves calls until the host closes its end."""
+    settings = json.loads(sys.argv[1])
+    for package in settings["packages"]:
+        importlib.import_module(package)
+    if "numpy" in sys.modules:
+        _warm_up()
+    for name in ("exit", "quit"):
+        setattr(builtins, name, sys.exit)
+    freeze()
+    settings["start_bytes"] = _address_space()
+    gc.collect()
+    # The children share these pages: a collection would copy them all.
+    gc.freeze()
+    with socket.socket(fileno=settings["control"]) as control:
+        _serve(control, settings)
+
+
+def _warm_up() -> None:
+    """Makes the libraries take the buffers and fill the caches that every first use pays for."""
+    import numpy
+    import scipy.linalg
+    import sympy
+
+    square = numpy.eye(64)
+    scipy.linalg.solve(square @ square, square)
+    x = sympy.Symbol("x")
+    sympy.solve(sympy.expand((x - 1) * (x + 2)), x)
+
+
+def _serve(control: socket.socket, settings: Mapping[str, Any]) -> None:
+    child = _Child(control, settings)
+    if child.line.recv(1) != READY:
+        sys.exit("the sandbox's first child could not be set up")
+    control.sendall(READY)
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(control, 1, 3)
+        if not order:
+            return
+        if order != START:
+            continue  # a stop that came after the end
+        with suppress(OSError):
+            socket.send_fds(child.line, [START], descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        is_over = _wait(control, child.line)
+        with suppress(ProcessLookupError):
+            os.kill(child.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(child.pid, 0)
+        child.line.close()
+        if is_over:
+            return
+        control.sendall(REPORT.pack(ENDED, status, usage.ru_utime + usage.ru_stime))
+        child = _Child(control, settings)
+
+
+def _wait(control: socket.socket, line: socket.socket) -> bool:
+    """Waits until the child has ended or is to be stopped; returns whether the host is gone."""
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(line, 0)  # hanging up is always reported
+    for descriptor, _ in poll.poll():
+        if descriptor == control.fileno():
+            return not control.recv(1)
+    return False
+
+
+class _Child:
+    """A process cloned from this one, waiting for a call."""
+
+    def __init__(self, control: socket.socket, settings: Mapping[str, Any]) -> None:
+        self.line, other = socket.socketpair()
+        self.pid = _clone()
+        if self.pid == 0:
+            try:
+                control.close()
+                self.line.close()
+                _confine(settings)
+                other.sendall(READY)
+                _run_call(other, settings)
+            except BaseException as error:
+                with suppress(BaseException):
+                    os.write(2, f"{type(error).__name__}: {error}\n".encode())
+            finally:
+                os._exit(1)
+        other.close()
+
+
+def _clone() -> int:
+    """Returns the child's process id, 0 in the child, which is the first process of its namespaces."""
+    api = ctypes.pythonapi
+    api.PyOS_BeforeFork()
+    number = _CLONE_NUMBER[os.uname().machine]
+    # Not os.fork: namespaces for processes can otherwise be had for a grandchild only. Nothing but this thread runs here.
+    pid = ctypes.PyDLL(None, use_errno=True).syscall(number, ctypes.c_long(_NEW_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
+    failure = ctypes.get_errno()
+    if pid == 0:
+        api.PyOS_AfterFork_Child()
+    else:
+        api.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(failure, f"no child in namespaces of its own: {os.strerror(failure)}")
+    return int(pid)
+
+
+def _confine(settings: Mapping[str, Any]) -> None:
+    """Takes from this process everything that computing can do without."""
+    megabyte = 2**20
+    files = settings["max_files_mb"] * megabyte
+    owner = f"uid={settings['uid']},gid={settings['uid']}" if settings["uid"] is not None else ""
+    _mount(b"none", b"/", b"", _PRIVATE, b"")
+    _mount(b"tmpfs", b"/tmp", b"tmpfs", _PLAIN_FILES, f"size={files},nr_inodes=1024,mode=0700,{owner}".strip(",").encode())
+    if settings["uid"] is not None:
+        os.setgroups([])
+        os.setresgid(*[settings["uid"]] * 3)
+        os.setresuid(*[settings["uid"]] * 3)
+    os.chdir("/tmp")
+    os.environ.clear()
+    os.environ.update(_ENVIRONMENT)
+    limits = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CPU: settings["cpu_s"],
+        resource.RLIMIT_FSIZE: files,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+        resource.RLIMIT_NOFILE: _MAX_FILES,
+        resource.RLIMIT_NPROC: settings["max_threads"],
+        resource.RLIMIT_SIGPENDING: _MAX_FILES,
+        resource.RLIMIT_AS: settings["start_bytes"] + settings["max_memory_mb"] * megabyte,
+    }
+    for kind, value in limits.items():
+        resource.setrlimit(kind, (value, value))
+    _drop_capabilities()
+    install(_libc)
+
+
+def _mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes) -> None:
+    if _libc.mount(source, target, kind, ctypes.c_ulong(flags), options) != 0:
+        failure = ctypes.get_errno()
+        raise OSError(failure, f"mounting {target.decode()}: {os.strerror(failure)}")
+
+
+def _drop_capabilities() -> None:
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    if _libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
+
+
+def _address_space() -> int:
+    """Returns how many bytes of address space this process takes, found by trying limits: there is no /proc to tell."""
+    low, high = 0, 2**47
+    while high - low > _PAGE:
+        middle = (low + high) // 2
+        if _has_room(middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def _has_room(limit: int) -> bool:
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+        mmap.mmap(-1, _PAGE).close()
+    except (OSError, MemoryError, ValueError):
+        return False
+    else:
+        return True
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+# --- one call, in its child -------------------------------------------------------------------------------------------
+
+
+def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
+    order, descriptors, _, _ = socket.recv_fds(line, 1, 3)
+    if order != START:
+        return
+    code_end, output_end, result_end = descriptors
+    # The line stays open: its closing, at the latest by death, tells the worker that the call is over.
+    empty = os.open("/dev/null", os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.dup2(output_end, 1)
+    os.dup2(output_end, 2)
+    os.close(empty)
+    os.close(output_end)
+    with open(code_end, "rb") as file:
+        code = file.read().decode("utf-8", errors="surrogatepass")
+    sys.stdout = _text_file(1)
+    sys.stderr = _text_file(2)
+    warnings.simplefilter("ignore")
+    seed()
+    kind, text = _outcome(code, settings["max_output_chars"])
+    with suppress(BaseException):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    result = f"{kind}\n{text}".encode("utf-8", errors="replace")
+    while result:
+        result = result[os.write(result_end, result) :]
+    # Told before the slow part of dying begins.
+    os.close(result_end)
+    os._exit(0)
+
+
+def _text_file(descriptor: int) -> io.TextIOWrapper:
+    # Through a buffer of its own for each: a flood must not pay a system call a character.
+    raw = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False), 65_536)
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
+
+
+def _outcome(code: str, max_chars: int) -> tuple[str, str]:
+    try:
+        with _reserve():
+            return VALUE, _evaluate(code, max_chars)
+    except SystemExit as error:
+        return (VALUE, "") if error.code in (None, 0) else (ERROR, f"SystemExit: {_cut(error.code, max_chars)}")
+    except MemoryError:
+        return MEMORY, ""
+    except RecursionError as error:
+        return ERROR, f"RecursionError: {error}"
+    except BaseException as error:
+        return ERROR, _describe(error, max_chars)
+
+
+@contextmanager
+def _reserve() -> Iterator[None]:
+    """Keeps a little memory aside, given back when the code is over, so that its end can still be told."""
+    spare: list[bytearray] = [bytearray(2**20)]
+    try:
+        yield
+    finally:
+        spare.clear()
+
+
+def _evaluate(code: str, max_chars: int) -> str:
+    """Returns the last expression's value as text, empty where there is none or it is None."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    tree = ast.parse(code, "<python>")
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, ast.Expr):
+        del tree.body[-1]
+    exec(compile(tree, "<python>", "exec"), module.__dict__)
+    if not isinstance(last, ast.Expr):
+        return ""
+    value = eval(compile(ast.Expression(last.value), "<python>", "eval"), module.__dict__)
+    return "" if value is None else show(value, max_chars)
+
+
+def _describe(error: BaseException, max_chars: int) -> str:
+    try:
+        message = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+    except BaseException:
+        message = ""
+    name = type(error).__name__
+    return f"{name}: {_cut(message, max_chars)}" if message else name
+
+
+def _cut(value: object, max_chars: int) -> str:
+    text = str(value)
+    return text if len(text) <= max_chars else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
+
+
+if __name__ == "__main__":
+    main()

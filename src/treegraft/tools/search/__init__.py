@@ -1,0 +1,1 @@
+"""The search tool: corpora, indexes, encoders, services."""

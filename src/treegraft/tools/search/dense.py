@@ -1,0 +1,186 @@
+"""Nearest passages by meaning: vectors in a file, and above 20,000 passages a FAISS index of 8-bit copies beside it, both mapped.
+
+Embedding is the long part, and it goes on where it was broken off. Memory holds one block of passages, the sample that
+centroids are fitted to, and one shard of the index while that is made; afterwards only what a query looks at.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from treegraft.runs.record import write_atomically
+from treegraft.tools.search.corpus import Row
+from treegraft.tools.search.encoders import Encoder
+from treegraft.tools.search.nearest import (
+    BLOCK,
+    FLAT_LIMIT,
+    NUM_CANDIDATES,
+    NUM_PROBES,
+    Found,
+    fit,
+    num_fitted,
+    score,
+    search_exactly,
+)
+
+FORMAT = 1
+"""Of the files; raised whenever they are made in another way."""
+SHARD = 1 << 21
+"""Rows of one file of the index, which is in memory while it is made; 800 MB of MiniLM's."""
+PROBED_FRAC = 1 / 32
+"""Share of the lists that a query looks at, where that is more than NUM_PROBES."""
+_REPORT_S = 10.0
+
+_log = logging.getLogger(__name__)
+
+
+class DenseIndex:
+    """Finds the passages whose vectors are nearest to a query's, by cosine.
+
+    What a query finds does not depend on the queries it is asked with.
+    """
+
+    def __init__(self, folder: Path, encoder: Encoder, *, num_threads: int | None = None) -> None:
+        """Opens what `build` made with the same encoder.
+
+        Args:
+            num_threads: searches that run at once; None means one for each processor.
+        """
+        self.offsets: npt.NDArray[np.uint64] = np.load(folder / "offsets.npy", mmap_mode="r")
+        """[passages] where each begins in the corpus, in bytes."""
+        self._encoder = encoder
+        shape = (len(self.offsets), encoder.dim)
+        self._vectors: npt.NDArray[np.floating[Any]] = np.memmap(folder / "vectors.f16", np.float16, "r", shape=shape)
+        self._shards: list[Any] = []
+        if len(self.offsets) > FLAT_LIMIT:
+            faiss = _faiss()
+            flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY
+            self._shards = [faiss.read_index(str(path), flags) for path in shard_paths(folder, len(self.offsets))]
+            for shard in self._shards:
+                shard.nprobe = max(NUM_PROBES, round(shard.nlist * PROBED_FRAC))
+        else:
+            self._vectors = self._vectors.astype(np.float32)
+        self._threads = ThreadPoolExecutor(
+            num_threads or len(os.sched_getaffinity(0)), "dense search", initializer=_faiss().omp_set_num_threads, initargs=(1,)
+        )
+
+    def search(self, queries: Sequence[str], top_k: int) -> list[Found]:
+        """Returns the nearest passages of each query, best first, and their cosines; `top_k` or all there are."""
+        return self.search_vectors(self._encoder.encode(queries), top_k)
+
+    def search_vectors(self, queries: npt.NDArray[np.float32], top_k: int) -> list[Found]:
+        """Returns the same for [queries, dim] vectors of unit length."""
+        if not self._shards:
+            everything = np.ones(len(self._vectors), bool)
+            return search_exactly(self._vectors.astype(np.float32, copy=False), queries, [everything] * len(queries), top_k)
+        return list(self._threads.map(lambda query: self._nearest(query, top_k), queries))
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()
+
+    def _nearest(self, query: npt.NDArray[np.float32], top_k: int) -> Found:
+        num = NUM_CANDIDATES + 4 * top_k
+        # All shards have the same centroids.
+        first = self._shards[0]
+        nearness, lists = first.quantizer.search(query[None], first.nprobe)
+        found = [shard.search_preassigned(query[None], num, lists, nearness) for shard in self._shards]
+        rough = np.concatenate([scores[0] for scores, _ in found])
+        rows = np.concatenate([rows[0] + number * SHARD * (rows[0] >= 0) for number, (_, rows) in enumerate(found)])
+        best = rows[np.argsort(-rough, kind="stable")[:num]]
+        # In the order of the file, which reads best.
+        return score(self._vectors, np.sort(best[best >= 0]), query, top_k)
+
+    @staticmethod
+    def build(rows: Iterable[Row], folder: Path, encoder: Encoder) -> None:
+        """Makes the files of an index in the folder; vectors that an earlier attempt left there are kept."""
+        offsets = _embed(rows, folder, encoder)
+        np.save(folder / "offsets.npy", offsets)
+        if len(offsets) > FLAT_LIMIT:
+            vectors: npt.NDArray[np.floating[Any]] = np.memmap(
+                folder / "vectors.f16", np.float16, "r", shape=(len(offsets), encoder.dim)
+            )
+            save_lists(vectors, folder)
+
+
+def _embed(rows: Iterable[Row], folder: Path, encoder: Encoder) -> npt.NDArray[np.uint64]:
+    """Writes one vector for each row; returns where the rows begin."""
+    done = _progress(folder)
+    offsets = array.array("Q")
+    began = told = time.monotonic()
+    with (folder / "vectors.f16").open("ab") as file:
+        # What lies behind the last whole block may be a part of one.
+        file.truncate(done * encoder.dim * 2)
+        for block in _blocks(rows):
+            offsets.extend(row.offset for row in block)
+            if len(offsets) <= done:
+                continue
+            file.write(encoder.encode([row.contents for row in block]).astype(np.float16).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+            write_atomically(folder / "progress.json", json.dumps({"rows": len(offsets)}))
+            if time.monotonic() - told > _REPORT_S:
+                told = time.monotonic()
+                _log.warning("%d passages embedded, %.0f a second", len(offsets), (len(offsets) - done) / (told - began))
+    return np.frombuffer(offsets, np.uint64)
+
+
+def _progress(folder: Path) -> int:
+    """Returns the rows that are embedded already."""
+    try:
+        return int(json.loads((folder / "progress.json").read_text(encoding="utf-8"))["rows"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    ordered = iter(rows)
+    while block := list(islice(ordered, BLOCK)):
+        yield block
+
+
+def shard_paths(folder: Path, num_rows: int) -> list[Path]:
+    """Returns the files of an index of so many rows, in order; each holds SHARD rows, the last one the rest."""
+    return [folder / f"lists-{number}.faiss" for number in range(-(-num_rows // SHARD))]
+
+
+def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
+    """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids; those already there are kept."""
+    faiss = _faiss()
+    # Of this thread only; a sum over several would depend on their number.
+    faiss.omp_set_num_threads(1)
+    empty: Any = None
+    for number, path in enumerate(shard_paths(folder, len(vectors))):
+        if path.exists():
+            continue
+        if empty is None:
+            _log.warning("fitting centroids for %d passages", len(vectors))
+            empty = fit(vectors[: num_fitted(len(vectors))], lambda: False)
+        shard = faiss.clone_index(empty)
+        last = min((number + 1) * SHARD, len(vectors))
+        for start in range(number * SHARD, last, BLOCK):
+            shard.add(vectors[start : min(start + BLOCK, last)].astype(np.float32))
+        partial = path.with_suffix(".partial")
+        faiss.write_index(shard, str(partial))
+        os.replace(partial, path)
+        del shard
+        _log.warning("%d of %d passages indexed", last, len(vectors))
+
+
+def _faiss() -> Any:
+    """Returns the library: imported when it is first needed, and untyped, since its stubs know few of its arguments."""
+    import faiss
+
+    return faiss

