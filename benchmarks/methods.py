@@ -1,15 +1,17 @@
-"""GRPO, ARPO, RAPO, their compositions and imitation of the buffer, side by side on three worlds; one resumable command.
+"""GRPO, ARPO, RAPO, their compositions and imitation of the buffer, side by side on three worlds;
+one resumable command.
 
     python benchmarks/methods.py --budget-minutes 60      runs what is missing, then prints the tables
     python benchmarks/methods.py --table                  prints the tables of what is there
     python benchmarks/methods.py --ablations              the ablations of RAPO instead (three seeds, boundary world)
 
-What a finished run found goes to `benchmarks/methods.jsonl`, one line a run, so that the command goes on where it stopped, on
-another machine too; delete a line to run it again.
+What a finished run found goes to `benchmarks/methods.jsonl`, one line a run, so that the command
+goes on where it stopped, on another machine too; delete a line to run it again.
 
-All runs are `recipes/demo.toml` with the overrides below: 40 updates of 12 trees with 16 leaves, held-out questions without
-retrieval or branching every 5 updates. Seeds are paired: a seed fixes training world, questions, held-out questions and noise for
-every method; its warm-up is one of three. Runs are started seed by seed, so a budget that ends early leaves complete pairs.
+All runs are `recipes/demo.toml` with the overrides below: 40 updates of 12 trees with 16 leaves,
+held-out questions without retrieval or branching every 5 updates. Seeds are paired: a seed fixes
+training world, questions, held-out questions and noise for every method; its warm-up is one of
+three. Runs are started seed by seed, so a budget that ends early leaves complete pairs.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ WORLDS: Mapping[str, Sequence[str]] = {
 }
 """World -> overrides. "imperfect" is "boundary" with a buffer of imperfect traces."""
 IMPERFECT = ("tasks.search_world.detour_prob=0.4", "tasks.search_world.error_prob=0.3")
-"""The expert that fills the buffer of "imperfect": 16 attempts a question, of which the 5 best by reward are kept."""
+"""The expert that fills the buffer of "imperfect": 16 attempts a question, of which the 5 best by
+reward are kept."""
 
 GRAFT = 'explore.explorers=["graft"]'
 METHODS: Mapping[str, Sequence[str]] = {
@@ -93,7 +96,9 @@ class Job:
     @property
     def name(self) -> str:
         """Folder name: letters and digits."""
-        return "".join(c if c.isalnum() else "-" for c in f"{self.world}-{self.method}-{self.seed}".lower())
+        return "".join(
+            c if c.isalnum() else "-" for c in f"{self.world}-{self.method}-{self.seed}".lower()
+        )
 
 
 # ---------------------------------------------------------------------- running
@@ -104,7 +109,14 @@ def warmup_name(world: str, number: int) -> str:
 
 
 def settings(world: str, overrides: Sequence[str], out: Path, name: str, seed: int) -> list[str]:
-    return [*COMMON, *WORLDS[world], *overrides, f"run.dir={out}", f"run.name={name}", f"run.seed={seed}"]
+    return [
+        *COMMON,
+        *WORLDS[world],
+        *overrides,
+        f"run.dir={out}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+    ]
 
 
 def run_warmup(world: str, number: int, out: Path) -> None:
@@ -139,7 +151,11 @@ def run_job(job: Job, out: Path) -> None:
     seed = FIRST_SEED + job.seed
     warmup = latest_checkpoint(out / warmup_name(job.world, job.seed % NUM_WARMUPS) / "checkpoints")
     method = {**METHODS, **ABLATIONS}[job.method]
-    typed = [*settings(job.world, method, out, job.name, seed), f"model.path={warmup}", "warmup.num_steps=0"]
+    typed = [
+        *settings(job.world, method, out, job.name, seed),
+        f"model.path={warmup}",
+        "warmup.num_steps=0",
+    ]
     # The warm-up table is a preset here, and typed overrides of presets are refused.
     typed = [text for text in typed if not text.startswith("warmup.continue_prob")]
     if job.world == "imperfect" and uses_buffer(job.method):
@@ -151,7 +167,8 @@ def run_job(job: Job, out: Path) -> None:
 
 
 def imperfect_buffer(out: Path, seed: int) -> Path:
-    """Returns the buffer of imperfect traces of this seed's training questions, built first where there is none."""
+    """Returns the buffer of imperfect traces of this seed's training questions, built first where
+    there is none."""
     from treegraft.assemble import assemble
     from treegraft.settings.load import load_config
     from treegraft.traces.agents import ScriptedAgent
@@ -169,7 +186,9 @@ def imperfect_buffer(out: Path, seed: int) -> Path:
         try:
             with TraceBuffer(partial, config.buffer.encoder) as buffer:
                 agent = ScriptedAgent(parts.source, seed=seed)
-                await build_traces(parts.source.train_tasks(), agent, parts.scorer, parts.format, buffer, seed=seed)
+                await build_traces(
+                    parts.source.train_tasks(), agent, parts.scorer, parts.format, buffer, seed=seed
+                )
         finally:
             await parts.close()
 
@@ -179,7 +198,8 @@ def imperfect_buffer(out: Path, seed: int) -> Path:
 
 
 def imitate(config: object, place: Path) -> None:
-    """Supervised fine-tuning on the buffer's trajectories: as many optimiser steps and evaluations as the other methods."""
+    """Supervised fine-tuning on the buffer's trajectories: as many optimiser steps and evaluations
+    as the other methods."""
     from treegraft.assemble import assemble
     from treegraft.core.keyed import keyed_int
     from treegraft.evals.evaluate import evaluate
@@ -198,12 +218,18 @@ def imitate(config: object, place: Path) -> None:
         place.mkdir(parents=True, exist_ok=True)
         buffer = await open_buffer(config, parts.source, parts.scorer, parts.format, place, 0)
         with buffer:
-            found = [(tasks[steps[0].task_id], tuple(step.value for step in steps)) for steps in buffer.trajectories()]
+            found = [
+                (tasks[steps[0].task_id], tuple(step.value for step in steps))
+                for steps in buffer.trajectories()
+            ]
         for update in range(NUM_UPDATES + 1):
             began = time.process_time()
             if update:
                 for half in range(config.learn.num_minibatches):
-                    keys = [(config.run.seed, "sft", update, half, n) for n in range(config.warmup.batch_size)]
+                    keys = [
+                        (config.run.seed, "sft", update, half, n)
+                        for n in range(config.warmup.batch_size)
+                    ]
                     picks = [keyed_int(*key) % len(found) for key in keys]
                     batch = [demonstration_tree(parts.format, *found[pick]) for pick in picks]  # type: ignore[arg-type]
                     imitation_step(learner, batch, config.learn.lr)
@@ -263,14 +289,21 @@ def metrics_of(job: Job, out: Path) -> list[dict[str, float]]:
 
 
 def told_apart(job: Job) -> Line:
-    """Returns the settings in which the runs differ, by dotted name: what `treegraft report` compares them by."""
+    """Returns the settings in which the runs differ, by dotted name: what `treegraft report`
+    compares them by."""
     from treegraft.settings.load import known_settings, load_config
 
     is_flawed = job.world == "imperfect" and uses_buffer(job.method)
     every = [*METHODS.values(), *ABLATIONS.values(), *WORLDS.values(), IMPERFECT]
-    typed = [*WORLDS[job.world], *{**METHODS, **ABLATIONS}[job.method], *(IMPERFECT if is_flawed else ())]
+    typed = [
+        *WORLDS[job.world],
+        *{**METHODS, **ABLATIONS}[job.method],
+        *(IMPERFECT if is_flawed else ()),
+    ]
     whole = load_config(RECIPE, typed).model_dump(mode="json")
-    names = sorted({text.partition("=")[0] for one in every for text in one} & set(known_settings()))
+    names = sorted(
+        {text.partition("=")[0] for one in every for text in one} & set(known_settings())
+    )
     found: Line = {"study.imitates": job.method == SFT}
     for name in names:
         value: Any = whole
@@ -286,27 +319,38 @@ def uses_buffer(method: str) -> bool:
 
 
 def found_by(job: Job, out: Path) -> Line:
-    """Returns a finished run in short: at each evaluation the accuracy and what was spent so far; how its trees branched."""
+    """Returns a finished run in short: at each evaluation the accuracy and what was spent so far;
+    how its trees branched."""
     lines = metrics_of(job, out)
-    found: Line = {"world": job.world, "method": job.method, "seed": job.seed, "date": time.strftime("%Y-%m-%d")}
+    found: Line = {
+        "world": job.world,
+        "method": job.method,
+        "seed": job.seed,
+        "date": time.strftime("%Y-%m-%d"),
+    }
     found |= {"num_eval": NUM_EVAL, "settings": told_apart(job)}
     spent = dict.fromkeys((CALLS, TOKENS, SECONDS), 0.0)
     found["curve"] = []
     for line in lines:
         spent = {cost: total + line.get(cost, 0.0) for cost, total in spent.items()}
         if "eval/accuracy_sampled" in line:
-            found["curve"].append({"update": line["update"], "accuracy": line["eval/accuracy_sampled"]} | spent)
+            found["curve"].append(
+                {"update": line["update"], "accuracy": line["eval/accuracy_sampled"]} | spent
+            )
     if "entropy" in "".join({**METHODS, **ABLATIONS}[job.method]):
         found["branching"] = branching(out / job.name)
     return found
 
 
 def branching(run_dir: Path) -> dict[str, float]:
-    """Returns how a run's trees branched: branches, their calls before, leaves, calls of all leaves and calls that were run."""
+    """Returns how a run's trees branched: branches, their calls before, leaves, calls of all leaves
+    and calls that were run."""
     from treegraft.core.types import BranchCause
     from treegraft.runs.record import read_trees
 
-    counts = dict.fromkeys(("branches", "calls_before", "leaves", "calls_of_leaves", "calls_run"), 0.0)
+    counts = dict.fromkeys(
+        ("branches", "calls_before", "leaves", "calls_of_leaves", "calls_run"), 0.0
+    )
     for tree in read_trees(run_dir):
         counts["calls_run"] += tree.budget.num_tool_calls
         for path in tree.trajectories():
@@ -316,7 +360,9 @@ def branching(run_dir: Path) -> dict[str, float]:
             if isinstance(step.cause, BranchCause):
                 counts["branches"] += 1
                 above = tree.path(step.id)[:-1]
-                counts["calls_before"] += sum(len(s.content.observations) for s in above if s.origin is Origin.POLICY)
+                counts["calls_before"] += sum(
+                    len(s.content.observations) for s in above if s.origin is Origin.POLICY
+                )
     return counts
 
 
@@ -337,12 +383,16 @@ def collect(jobs: Sequence[Job], out: Path) -> None:
 def results() -> dict[Job, Line]:
     """Returns what is known so far."""
     lines = RESULTS.read_text(encoding="utf-8").splitlines() if RESULTS.exists() else []
-    return {Job(line["world"], line["method"], line["seed"]): line for line in map(json.loads, lines)}
+    return {
+        Job(line["world"], line["method"], line["seed"]): line for line in map(json.loads, lines)
+    }
 
 
 def curve(found: Line, cost: str) -> tuple[list[float], list[float]]:
     """Returns the cost so far and the accuracy at each evaluation."""
-    return [point[cost] for point in found["curve"]], [point["accuracy"] for point in found["curve"]]
+    return [point[cost] for point in found["curve"]], [
+        point["accuracy"] for point in found["curve"]
+    ]
 
 
 def interpolated(costs: Sequence[float], accuracies: Sequence[float], at: float) -> float:
@@ -372,25 +422,40 @@ def table(world: str, methods: Sequence[str], num_seeds: int, baseline: str) -> 
         return [f"**{world}**: no seed is complete for all methods yet.", ""]
     runs = {(m, s): known[Job(world, m, s)] for m in methods for s in seeds}
     grown = [m for m in methods if m != SFT]
-    floor = {(cost, s): min(curve(runs[m, s], cost)[0][-1] for m in grown) for cost in (CALLS, SECONDS) for s in seeds}
+    floor = {
+        (cost, s): min(curve(runs[m, s], cost)[0][-1] for m in grown)
+        for cost in (CALLS, SECONDS)
+        for s in seeds
+    }
     rows = [
         f"**{world}**, {len(seeds)} paired seeds",
         "",
-        f"| method | held out | less {baseline} | per seed | calls | tokens | CPU s | at equal calls | at equal CPU s |",
+        (
+            f"| method | held out | less {baseline} | per seed | calls | tokens | CPU s | at equal"
+            " calls | at equal CPU s |"
+        ),
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for m in methods:
         final = [curve(runs[m, s], CALLS)[1][-1] for s in seeds]
-        gains = [a - curve(runs[baseline, s], CALLS)[1][-1] for a, s in zip(final, seeds, strict=True)]
-        totals = [statistics.fmean(curve(runs[m, s], cost)[0][-1] for s in seeds) for cost in (CALLS, TOKENS, SECONDS)]
+        gains = [
+            a - curve(runs[baseline, s], CALLS)[1][-1] for a, s in zip(final, seeds, strict=True)
+        ]
+        totals = [
+            statistics.fmean(curve(runs[m, s], cost)[0][-1] for s in seeds)
+            for cost in (CALLS, TOKENS, SECONDS)
+        ]
         equal = {
-            cost: statistics.fmean(interpolated(*curve(runs[m, s], cost), floor[cost, s]) for s in seeds)
+            cost: statistics.fmean(
+                interpolated(*curve(runs[m, s], cost), floor[cost, s]) for s in seeds
+            )
             for cost in (CALLS, SECONDS)
         }
         rows.append(
-            f"| {m} | {mean_ci(final)} | {'' if m == baseline else mean_ci(gains)} | {' '.join(f'{a:.2f}' for a in final)} | "
-            f"{totals[0]:.0f} | {totals[1] / 1000:.0f}k | {totals[2]:.0f} | "
-            f"{'-' if m == SFT else f'{equal[CALLS]:.2f}'} | {equal[SECONDS]:.2f} |"
+            f"| {m} | {mean_ci(final)} | {'' if m == baseline else mean_ci(gains)} |"
+            f" {' '.join(f'{a:.2f}' for a in final)} | {totals[0]:.0f} | {totals[1] / 1000:.0f}k |"
+            f" {totals[2]:.0f} | {'-' if m == SFT else f'{equal[CALLS]:.2f}'} |"
+            f" {equal[SECONDS]:.2f} |"
         )
     return [*rows, ""]
 
@@ -399,16 +464,24 @@ def branching_costs(num_seeds: int) -> list[str]:
     """Returns ARPO's tool calls against what its budget predicts, on the boundary world."""
     known, lines = results(), []
     for method in ("ARPO", "ARPO (Bernoulli)"):
-        found = [known[job]["branching"] for s in range(num_seeds) if (job := Job("boundary", method, s)) in known]
+        found = [
+            known[job]["branching"]
+            for s in range(num_seeds)
+            if (job := Job("boundary", method, s)) in known
+        ]
         if not found:
             continue
         total = {name: sum(counts[name] for counts in found) for name in found[0]}
-        d, t = total["calls_before"] / max(1.0, total["branches"]), total["calls_of_leaves"] / total["leaves"]
+        d, t = (
+            total["calls_before"] / max(1.0, total["branches"]),
+            total["calls_of_leaves"] / total["leaves"],
+        )
         share = total["branches"] / total["leaves"]
         lines.append(
-            f"{method}: d = {d:.2f} calls before a branch, T = {t:.2f} a trajectory; calls run per call of its trajectories "
-            f"{total['calls_run'] / total['calls_of_leaves']:.3f}; 1 - (M - N) d / (M T) = {1 - 0.5 * d / t:.3f} for the whole "
-            f"budget, {1 - share * d / t:.3f} for the {share:.2f} of its leaves that were branches."
+            f"{method}: d = {d:.2f} calls before a branch, T = {t:.2f} a trajectory; calls run per"
+            f" call of its trajectories {total['calls_run'] / total['calls_of_leaves']:.3f}; 1 - (M"
+            f" - N) d / (M T) = {1 - 0.5 * d / t:.3f} for the whole budget, {1 - share * d / t:.3f}"
+            f" for the {share:.2f} of its leaves that were branches."
         )
     return [*lines, ""]
 
@@ -418,22 +491,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs") / "methods")
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, one thread each")
-    parser.add_argument("--budget-minutes", type=float, default=math.inf, help="start no run after this time")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=math.inf, help="start no run after this time"
+    )
     parser.add_argument("--worlds", nargs="+", default=list(WORLDS), choices=list(WORLDS))
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
     out = options.out.resolve()
     if options.ablations:
-        jobs = [Job("boundary", m, s) for s in range(NUM_ABLATION_SEEDS) for m in ("GRPO", "RAPO", *ABLATIONS)]
+        jobs = [
+            Job("boundary", m, s)
+            for s in range(NUM_ABLATION_SEEDS)
+            for m in ("GRPO", "RAPO", *ABLATIONS)
+        ]
     else:
         jobs = [Job(w, m, s) for s in range(options.seeds) for w in options.worlds for m in METHODS]
     collect(jobs, out)
     if not options.table:
         run_all(jobs, out, budget_s=options.budget_minutes * 60, workers=options.jobs)
-    print(f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread a run\n")
+    print(
+        f"{time.strftime('%Y-%m-%d')}, {platform.processor() or platform.machine()},"
+        f" {os.cpu_count()} cores, one thread a run\n"
+    )
     if options.ablations:
-        print("\n".join(table("boundary", ["GRPO", "RAPO", *ABLATIONS], NUM_ABLATION_SEEDS, "RAPO")))
+        print(
+            "\n".join(table("boundary", ["GRPO", "RAPO", *ABLATIONS], NUM_ABLATION_SEEDS, "RAPO"))
+        )
         return
     for world in options.worlds:
         print("\n".join(table(world, list(METHODS), options.seeds, "GRPO")))

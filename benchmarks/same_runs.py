@@ -1,11 +1,12 @@
-"""Whether two versions of the code give the same runs: trees byte for byte, metrics number for number.
+"""Whether two versions of the code give the same runs: trees byte for byte, metrics number for
+number.
 
     python -m benchmarks.same_runs --before 61c8e94 [--work-dir FOLDER]
 
-Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO and both together, once with the code of this
-working tree and once with that of a commit, which is checked out into a worktree of its own. Both sides run in
-the same environment and each reads its own recipe. `time/*` is left out of the comparison; everything else has
-to be equal. Ends with exit code 1 where something differs.
+Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO and both together, once with the code
+of this working tree and once with that of a commit, which is checked out into a worktree of its
+own. Both sides run in the same environment and each reads its own recipe. `time/*` is left out of
+the comparison; everything else has to be equal. Ends with exit code 1 where something differs.
 """
 
 from __future__ import annotations
@@ -73,18 +74,28 @@ def differences(before: Path, after: Path) -> Iterator[str]:
     for old, new in zip(*lines, strict=False):
         for key in sorted(old.keys() | new.keys()):
             if key not in old or key not in new:
-                yield f"update {old['update']:g}: {key} is only {'after' if key in new else 'before'}"
+                yield (
+                    f"update {old['update']:g}: {key} is only {'after' if key in new else 'before'}"
+                )
             elif not is_same(old[key], new[key]):
                 yield f"update {old['update']:g}: {key} was {old[key]}, now {new[key]}"
 
 
 def main() -> int:
     """Runs both sides and prints what differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--before", required=True, metavar="COMMIT", help="the other version")
-    parser.add_argument("--work-dir", type=Path, help="keeps worktree and runs of the commit for later calls")
-    parser.add_argument("--only", choices=METHODS, action="append", help="this method alone; may be repeated")
-    parser.add_argument("options", nargs="*", help="further settings of both sides, such as warmup.num_steps=50")
+    parser.add_argument(
+        "--work-dir", type=Path, help="keeps worktree and runs of the commit for later calls"
+    )
+    parser.add_argument(
+        "--only", choices=METHODS, action="append", help="this method alone; may be repeated"
+    )
+    parser.add_argument(
+        "options", nargs="*", help="further settings of both sides, such as warmup.num_steps=50"
+    )
     asked = parser.parse_args()
     options = ["run.num_updates=3", *asked.options]
     work = asked.work_dir or Path(tempfile.mkdtemp(prefix="same-runs-"))
@@ -98,7 +109,9 @@ def main() -> int:
         run_method(ROOT, METHODS[method], new, options)
         found = list(differences(old, new))
         num_files = len(list((new / "trees").iterdir()))
-        print(f"{method}: {num_files} files of trees, {len(metrics_of(new))} lines of metrics", end="")
+        print(
+            f"{method}: {num_files} files of trees, {len(metrics_of(new))} lines of metrics", end=""
+        )
         print(": equal" if not found else "".join(f"\n  {line}" for line in found), flush=True)
         num_different += bool(found)
     return min(num_different, 1)

@@ -1,12 +1,16 @@
-"""Dense search over HTTP: `treegraft serve search`'s server against one that answers one query at a time from a flat FAISS index.
+"""Dense search over HTTP: `treegraft serve search`'s server against one that answers one query at a
+time from a flat FAISS index.
 
-OMP_NUM_THREADS=1 python benchmarks/search.py [--num 1000000] [--texts 20000] [--queries 256] [--encoder minilm] [--folder FOLDER]
+OMP_NUM_THREADS=1 python benchmarks/search.py [--num 1000000] [--texts 20000] [--queries 256]
+[--encoder minilm] [--folder FOLDER]
 
-Texts are generated, embedded once and each perturbed --num / --texts times (cosine about .98 with its original); the corpus's rows
-are copies of the texts. Queries are generated texts of their own. Both servers run in this process on loopback, embed with the same
-encoder, and read the passages they find from the same file; 32 clients ask one query each at a time, and both servers get the same
-queries. The other server holds a lock while it embeds one query and scans all vectors (float32, inner product), as the retrieval
-servers in use do. Its answers say how often ours finds the very nearest.
+Texts are generated, embedded once and each perturbed --num / --texts times (cosine about .98 with
+its original); the corpus's rows are copies of the texts. Queries are generated texts of their own.
+Both servers run in this process on loopback, embed with the same encoder, and read the passages
+they find from the same file; 32 clients ask one query each at a time, and both servers get the same
+queries. The other server holds a lock while it embeds one query and scans all vectors (float32,
+inner product), as the retrieval servers in use do. Its answers say how often ours finds the very
+nearest.
 """
 
 from __future__ import annotations
@@ -57,8 +61,30 @@ TOPICS = (
     "a volcano",
     "a law",
 )
-FACTS = ("was first described", "lies", "was rebuilt", "became famous", "was lost", "is studied", "was painted", "was opened")
-PLACES = ("Norway", "Chile", "Ghana", "Japan", "Wales", "Iran", "Peru", "Crete", "Quebec", "Nepal", "Malta", "Texas")
+FACTS = (
+    "was first described",
+    "lies",
+    "was rebuilt",
+    "became famous",
+    "was lost",
+    "is studied",
+    "was painted",
+    "was opened",
+)
+PLACES = (
+    "Norway",
+    "Chile",
+    "Ghana",
+    "Japan",
+    "Wales",
+    "Iran",
+    "Peru",
+    "Crete",
+    "Quebec",
+    "Nepal",
+    "Malta",
+    "Texas",
+)
 
 
 class Uncached:
@@ -96,7 +122,11 @@ class OneAtATime:
         with self._lock:
             for query in queries:
                 scores, rows = self._index.search(self._encoder.encode([query]), top_k)
-                found.append(self._corpus.read([int(row) for row in rows[0]], [float(score) for score in scores[0]]))
+                found.append(
+                    self._corpus.read(
+                        [int(row) for row in rows[0]], [float(score) for score in scores[0]]
+                    )
+                )
         return found
 
 
@@ -106,15 +136,16 @@ def texts(num: int, seed: int) -> Iterator[str]:
     for _ in range(num):
         topic = draw.choice(TOPICS)
         sentences = [
-            f"In {draw.randrange(1100, 2020)} {topic} {draw.choice(FACTS)} in {draw.choice(PLACES)}, {draw.randrange(900)} km from "
-            f"{draw.choice(PLACES)}."
+            f"In {draw.randrange(1100, 2020)} {topic} {draw.choice(FACTS)} in"
+            f" {draw.choice(PLACES)}, {draw.randrange(900)} km from {draw.choice(PLACES)}."
             for _ in range(3)
         ]
         yield f'"{topic.title()} of {draw.choice(PLACES)}"\n' + " ".join(sentences)
 
 
 def embedded(num: int, encoder: Encoder, folder: Path) -> Vectors:
-    """Returns [num, dim], embedded once; what is done lies in the folder part by part, so that a stopped run goes on."""
+    """Returns [num, dim], embedded once; what is done lies in the folder part by part, so that a
+    stopped run goes on."""
     passages, parts = list(texts(num, SEED)), []
     for first in range(0, num, PART):
         path = folder / f"passages-{encoder.name}-{first}-{min(first + PART, num)}.npy"
@@ -128,11 +159,14 @@ def embedded(num: int, encoder: Encoder, folder: Path) -> Vectors:
 
 
 def perturbed(real: Vectors, num: int) -> Iterator[Vectors]:
-    """Gives blocks of `num` unit vectors in all: the real ones over and over, each time with other noise."""
+    """Gives blocks of `num` unit vectors in all: the real ones over and over, each time with other
+    noise."""
     for number, first in enumerate(range(0, num, BLOCK)):
         draw = np.random.default_rng((SEED, number))
         block = real[np.arange(first, min(first + BLOCK, num)) % len(real)]
-        block = block + 0.2 / np.sqrt(real.shape[1]) * draw.standard_normal(block.shape, dtype=np.float32)
+        block = block + 0.2 / np.sqrt(real.shape[1]) * draw.standard_normal(
+            block.shape, dtype=np.float32
+        )
         yield block / np.linalg.norm(block, axis=1, keepdims=True)
 
 
@@ -147,13 +181,20 @@ def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Pa
     folder.mkdir(parents=True, exist_ok=True)
     with corpus.open("w", encoding="utf-8") as file:
         for row in range(num):
-            file.write(json.dumps({"id": str(row), "contents": passages[row % len(passages)]}) + "\n")
+            file.write(
+                json.dumps({"id": str(row), "contents": passages[row % len(passages)]}) + "\n"
+            )
     with (folder / "vectors.f16").open("wb") as file:
         for block in perturbed(real, num):
             block.astype(np.float16).tofile(file)
-    np.save(folder / "offsets.npy", np.fromiter((row.offset for row in read_rows(corpus)), np.uint64, num))
+    np.save(
+        folder / "offsets.npy",
+        np.fromiter((row.offset for row in read_rows(corpus)), np.uint64, num),
+    )
     if num > FLAT_LIMIT:
-        save_lists(np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num, real.shape[1])), folder)
+        save_lists(
+            np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num, real.shape[1])), folder
+        )
     done.touch()
     return corpus
 
@@ -175,7 +216,8 @@ def served(backend: SearchBackend) -> Iterator[str]:
 
 
 def ask_all(url: str, queries: list[str]) -> list[list[Any]]:
-    """Returns what the server found for each query, asked by NUM_CLIENTS clients, one query a request."""
+    """Returns what the server found for each query, asked by NUM_CLIENTS clients, one query a
+    request."""
 
     async def work() -> list[list[Any]]:
         waiting, found = list(enumerate(queries)), [[] for _ in queries]
@@ -184,9 +226,13 @@ def ask_all(url: str, queries: list[str]) -> list[list[Any]]:
             while waiting:
                 place, query = waiting.pop()
                 asked = {"queries": [query], "topk": TOP_K, "return_scores": True}
-                found[place] = (await connection.post(url, json=asked)).raise_for_status().json()["result"][0]
+                found[place] = (
+                    (await connection.post(url, json=asked)).raise_for_status().json()["result"][0]
+                )
 
-        async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=NUM_CLIENTS), trust_env=False) as connection:
+        async with httpx.AsyncClient(
+            timeout=600, limits=httpx.Limits(max_connections=NUM_CLIENTS), trust_env=False
+        ) as connection:
             await asyncio.gather(*(client(connection) for _ in range(NUM_CLIENTS)))
         return found
 
@@ -200,29 +246,50 @@ def peak_gb() -> float:
 
 def main() -> None:
     """Prints the ratio, queries per second of both, and how often ours finds the nearest."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--num", type=int, default=100_000, help="vectors")
     parser.add_argument("--texts", type=int, default=2_000, help="embedded passages")
     parser.add_argument("--queries", type=int, default=128, help="at most 16,384")
     parser.add_argument("--encoder", default="minilm")
-    parser.add_argument("--folder", type=Path, default=None, help="keeps embedded passages and the index for the next run")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=None,
+        help="keeps embedded passages and the index for the next run",
+    )
     parser.add_argument("--runs", type=int, default=3)
     options = parser.parse_args()
     assert options.queries <= CACHE_SIZE
     encoder = Uncached(build_encoder(options.encoder, keeps="beginning"))
     threads = os.environ.get("OMP_NUM_THREADS", "unset")
-    print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS {threads}, seed {SEED}")
-    print(f"{options.num:,} vectors from {options.texts:,} passages, {options.queries} queries, encoder {encoder.name}", flush=True)
+    print(
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, OMP_NUM_THREADS"
+        f" {threads}, seed {SEED}"
+    )
+    print(
+        f"{options.num:,} vectors from {options.texts:,} passages, {options.queries} queries,"
+        f" encoder {encoder.name}",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as temporary:
         kept = options.folder or Path(temporary)
         kept.mkdir(parents=True, exist_ok=True)
         folder = kept / f"index-{encoder.name}-{options.num}-{options.texts}"
         began = time.perf_counter()
         real = embedded(options.texts, encoder, kept)
-        print(f"embedding: {time.perf_counter() - began:.1f} s (parts that were there are taken)", flush=True)
+        print(
+            f"embedding: {time.perf_counter() - began:.1f} s (parts that were there are taken)",
+            flush=True,
+        )
         began = time.perf_counter()
         path = make_index(folder, real, list(texts(options.texts, SEED)), options.num)
-        print(f"corpus, vectors and lists: {time.perf_counter() - began:.1f} s, peak memory {peak_gb():.1f} GB so far", flush=True)
+        print(
+            f"corpus, vectors and lists: {time.perf_counter() - began:.1f} s, peak memory"
+            f" {peak_gb():.1f} GB so far",
+            flush=True,
+        )
         index = DenseIndex(folder, encoder)
         queries = list(texts(options.queries, SEED + 1))
         ours = CorpusSearch(Corpus(path, index.offsets), index, "dense")
@@ -230,13 +297,20 @@ def main() -> None:
         with served(ours) as our_url, served(theirs) as their_url:
             began = time.perf_counter()
             exact = ask_all(their_url, queries)
-            print(f"the other server: {len(queries) / (time.perf_counter() - began):,.1f} queries/s")
+            print(
+                f"the other server: {len(queries) / (time.perf_counter() - began):,.1f} queries/s"
+            )
             began = time.perf_counter()
             found = ask_all(our_url, queries)
             print(f"ours: {len(queries) / (time.perf_counter() - began):,.1f} queries/s")
-            hits = [a[0]["score"] >= b[0]["score"] - 1e-3 for a, b in zip(found, exact, strict=True)]
+            hits = [
+                a[0]["score"] >= b[0]["score"] - 1e-3 for a, b in zip(found, exact, strict=True)
+            ]
             print(f"recall@1: {np.mean(hits):.3f}", flush=True)
-            print(f"peak memory: {peak_gb():.1f} GB, the other server's float32 vectors included", flush=True)
+            print(
+                f"peak memory: {peak_gb():.1f} GB, the other server's float32 vectors included",
+                flush=True,
+            )
             compare(
                 "dense search over HTTP",
                 lambda: ask_all(our_url, queries),

@@ -1,9 +1,11 @@
-"""Calls of the bubblewrap python tool against a plain subprocess, unconfined, that starts CPython and runs the same code.
+"""Calls of the bubblewrap python tool against a plain subprocess, unconfined, that starts CPython
+and runs the same code.
 
 python benchmarks/tools.py [CALLS]
 
-Alternating, ratio of medians. `code` imports nothing; `sympy` imports what the sandbox has loaded already. The last lines are a
-single call's cost beyond the code itself, one after the other and with a pause between them.
+Alternating, ratio of medians. `code` imports nothing; `sympy` imports what the sandbox has loaded
+already. The last lines are a single call's cost beyond the code itself, one after the other and
+with a pause between them.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from treegraft.core.types import Task
 from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
 from treegraft.tools.python.sandbox import SandboxedPythonTool
 
-CODES = {"code": "print(sum(n * n for n in range(100)))", "sympy": "import sympy\nprint(sympy.factorint(360360))"}
+CODES = {
+    "code": "print(sum(n * n for n in range(100)))",
+    "sympy": "import sympy\nprint(sympy.factorint(360360))",
+}
 TASK = Task(id="bench", question="", reference=())
 WORKERS = 2
 
@@ -38,7 +43,9 @@ def main() -> None:
 
             async def one() -> None:
                 async with gate:
-                    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
+                    process = await asyncio.create_subprocess_exec(
+                        sys.executable, "-c", code, stdout=subprocess.PIPE
+                    )
                     await process.communicate()
 
             await asyncio.gather(*(one() for _ in range(num_calls)))
@@ -53,9 +60,20 @@ def main() -> None:
                 num_runs=3,
             )
         runner.run(tool.close())
-    sandbox = Sandbox(SandboxLimits(max_duration_s=60, max_memory_mb=256, max_files_mb=4, max_threads=4, max_output_chars=1000))
+    sandbox = Sandbox(
+        SandboxLimits(
+            max_duration_s=60,
+            max_memory_mb=256,
+            max_files_mb=4,
+            max_threads=4,
+            max_output_chars=1000,
+        )
+    )
     for pause_s in (0.0, 0.05):
-        print(f"a call of '6 * 7', {pause_s:g} s between calls: median {1000 * _median_s(sandbox, num_calls, pause_s):.1f} ms")
+        print(
+            f"a call of '6 * 7', {pause_s:g} s between calls: median"
+            f" {1000 * _median_s(sandbox, num_calls, pause_s):.1f} ms"
+        )
     sandbox.close()
 
 

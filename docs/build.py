@@ -2,8 +2,9 @@
 
     python docs/build.py [FOLDER]      # build/docs where none is given; the site is FOLDER/site
 
-A line `<!-- include: PATH -->` in a page is replaced by that file: code in a block, a drawing as it is. Nothing is fetched, and a
-warning of the site's builder (a link or an anchor that leads nowhere, a page without a place) fails the build.
+A line `<!-- include: PATH -->` in a page is replaced by that file: code in a block, a drawing as it
+is. Nothing is fetched, and a warning of the site's builder (a link or an anchor that leads nowhere,
+a page without a place) fails the build.
 """
 
 from __future__ import annotations
@@ -68,14 +69,20 @@ def included(found: re.Match[str]) -> str:
 
 def references() -> dict[str, str]:
     """Returns the pages that are made from the code, by name."""
-    return {"settings": settings_page(), "metrics": metrics_page(), "commands": commands_page(), "names": names_page()}
+    return {
+        "settings": settings_page(),
+        "metrics": metrics_page(),
+        "commands": commands_page(),
+        "names": names_page(),
+    }
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 def settings_page() -> str:
-    """Returns every setting with its type, default and meaning, a table for each table of a recipe."""
+    """Returns every setting with its type, default and meaning, a table for each table of a
+    recipe."""
     from treegraft.settings.config import Config
     from treegraft.settings.load import describe, known_settings
 
@@ -86,20 +93,40 @@ def settings_page() -> str:
         table, _, name = row.name.rpartition(".")
         default = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
         kind = type_name(fields[row.name].annotation)
-        tables.setdefault(table, []).append(f"| `{name}` | {code(kind)} | {code(default)} | {cell(row.meaning)} |")
+        tables.setdefault(table, []).append(
+            f"| `{name}` | {code(kind)} | {code(default)} | {cell(row.meaning)} |"
+        )
     for table, rows in tables.items():
-        lines += ["", f"## [{table}]", "", "| setting | type | default | meaning |", "|---|---|---|---|", *rows]
+        lines += [
+            "",
+            f"## [{table}]",
+            "",
+            "| setting | type | default | meaning |",
+            "|---|---|---|---|",
+            *rows,
+        ]
     return "\n".join(lines) + servers_table() + "\n"
 
 
 def servers_table() -> str:
-    """Returns the table of what one entry of tools.mcp holds: a table inside a list has no dotted name."""
+    """Returns the table of what one entry of tools.mcp holds: a table inside a list has no dotted
+    name."""
     from treegraft.settings.config import McpSettings
 
-    rows = ["", "", "## An entry of tools.mcp", "", "| setting | type | default | meaning |", "|---|---|---|---|"]
+    rows = [
+        "",
+        "",
+        "## An entry of tools.mcp",
+        "",
+        "| setting | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
     for name, field in McpSettings.model_fields.items():
         default = "required" if field.is_required() else code(json.dumps(field.default))
-        rows.append(f"| `{name}` | {code(type_name(field.annotation))} | {default} | {cell(field.description or '')} |")
+        rows.append(
+            f"| `{name}` | {code(type_name(field.annotation))} | {default} |"
+            f" {cell(field.description or '')} |"
+        )
     return "\n".join(rows)
 
 
@@ -107,14 +134,24 @@ def type_name(annotation: Any) -> str:
     """Returns a type as a reader of recipes says it: texts, numbers, one of several names."""
     is_plain = isinstance(annotation, type) and not hasattr(annotation, "__args__")
     text = annotation.__name__ if is_plain else str(annotation)
-    text = re.sub(r"typing\.Literal\[(.*?)\]", lambda found: found[1].replace("'", '"').replace(", ", " or "), text)
+    text = re.sub(
+        r"typing\.Literal\[(.*?)\]",
+        lambda found: found[1].replace("'", '"').replace(", ", " or "),
+        text,
+    )
     text = re.sub(r"(?:\w+\.)+(\w+)", r"\1", text)
-    for python, plain in (("str", "text"), ("int", "integer"), ("float", "number"), ("bool", "true or false"), ("None", "none")):
+    for python, plain in (
+        ("str", "text"),
+        ("int", "integer"),
+        ("float", "number"),
+        ("bool", "true or false"),
+        ("None", "none"),
+    ):
         text = re.sub(rf"\b{python}\b", plain, text)
     return text.replace("NoneType", "none").replace(" | ", " or ")
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def metrics_page() -> str:
@@ -131,7 +168,7 @@ def metrics_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
 def names_page() -> str:
@@ -145,7 +182,7 @@ def names_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-# --- commands ---------------------------------------------------------------------------------------------------------
+# --- commands -------------------------------------------------------------------------------------
 
 
 def commands_page() -> str:
@@ -170,7 +207,14 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from commands(one, f"{name} {last}")
 
 
-VALUES = {"str": "TEXT", "path": "PATH", "int": "INTEGER", "int range": "INTEGER", "float": "NUMBER", "float range": "NUMBER"}
+VALUES = {
+    "str": "TEXT",
+    "path": "PATH",
+    "int": "INTEGER",
+    "int range": "INTEGER",
+    "float": "NUMBER",
+    "float range": "NUMBER",
+}
 
 
 def described(name: str, command: Any) -> list[str]:
@@ -185,14 +229,22 @@ def described(name: str, command: Any) -> list[str]:
             shown = parameter.metavar or parameter.name.upper()
             words.append(shown)
         else:
-            shown = re.sub(r"<([\w ]+)>", lambda found: VALUES.get(found[1], found[1].upper()), record[0])
+            shown = re.sub(
+                r"<([\w ]+)>", lambda found: VALUES.get(found[1], found[1].upper()), record[0]
+            )
         rows.append(f"| {code(shown)} | {cell(record[1])} |")
     words[1:1] = ["[OPTIONS]"] if any(p.param_type_name == "option" for p in command.params) else []
-    lines = [re.sub(r"(?<!\n)\n(?!\n)", " ", (command.help or "").strip()), "", "```text", " ".join(words), "```"]
+    lines = [
+        re.sub(r"(?<!\n)\n(?!\n)", " ", (command.help or "").strip()),
+        "",
+        "```text",
+        " ".join(words),
+        "```",
+    ]
     return lines + (["", "| argument or option | meaning |", "|---|---|", *rows] if rows else [])
 
 
-# --- writing ----------------------------------------------------------------------------------------------------------
+# --- writing --------------------------------------------------------------------------------------
 
 
 def code(text: str) -> str:
@@ -205,16 +257,22 @@ def cell(text: str) -> str:
     """Returns a sentence that may stand in a cell: no line breaks, nothing taken for markup."""
     flat = " ".join(text.split())
     parts = re.split(r"(`[^`]*`)", flat)
-    plain = [re.sub(r"([\\*_\[\]<>|{}])", r"\\\1", part) if number % 2 == 0 else part for number, part in enumerate(parts)]
+    plain = [
+        re.sub(r"([\\*_\[\]<>|{}])", r"\\\1", part) if number % 2 == 0 else part
+        for number, part in enumerate(parts)
+    ]
     return "".join(plain)
 
 
 def build(folder: Path) -> int:
-    """Stages the pages and builds the site; returns the builder's exit code, which is not 0 after any warning."""
+    """Stages the pages and builds the site; returns the builder's exit code, which is not 0 after
+    any warning."""
     stage(folder)
     environment = {**os.environ, "NO_COLOR": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--clean", "--strict"], cwd=folder, env=environment
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict"],
+        cwd=folder,
+        env=environment,
     ).returncode
 
 
@@ -223,5 +281,8 @@ if __name__ == "__main__":
     outcome = build(chosen)
     if outcome == 0:
         site = (chosen / "site").resolve()
-        print(f"the pages: {site / 'index.html'}\nwith their search: python -m http.server -b 127.0.0.1 -d {site}")
+        print(
+            f"the pages: {site / 'index.html'}\nwith their search: python -m http.server -b"
+            f" 127.0.0.1 -d {site}"
+        )
     sys.exit(outcome)

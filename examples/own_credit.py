@@ -1,7 +1,9 @@
-"""A credit rule of your own: what a step is worth is how much better the leaves below it did than those below its parent.
+"""A credit rule of your own: what a step is worth is how much better the leaves below it did than
+those below its parent.
 
-In the manner of TreeRL and Tree-GRPO: the value of a step is the mean reward below it, and its advantage the rise of that value, so
-that a search that helped is praised also where the answer after it was wrong.
+In the manner of TreeRL and Tree-GRPO: the value of a step is the mean reward below it, and its
+advantage the rise of that value, so that a search that helped is praised also where the answer
+after it was wrong.
 
     python examples/own_credit.py
 """
@@ -18,13 +20,17 @@ from treegraft.train import train
 
 
 def rise(tree: Tree) -> Tree:
-    """Returns the tree with the advantage of each step; leaves keep theirs, which steps with a value of their own override."""
+    """Returns the tree with the advantage of each step; leaves keep theirs, which steps with a
+    value of their own override."""
     below: dict[str, list[float]] = {step.id: [] for step in tree.steps}
     for path in tree.trajectories():
         for step in path.steps if path.reward is not None else ():
             below[step.id].append(path.reward)
     value = {step: fmean(rewards) for step, rewards in below.items() if rewards}
-    steps = [replace(s, advantage=value[s.id] - value[s.parent]) if s.parent and s.id in value else s for s in tree.steps]
+    steps = [
+        replace(s, advantage=value[s.id] - value[s.parent]) if s.parent and s.id in value else s
+        for s in tree.steps
+    ]
     return replace(tree, steps=tuple(steps))
 
 
@@ -43,4 +49,7 @@ if __name__ == "__main__":
             }
         )
         for step in read_trees(result.run_dir)[0].steps[1:]:
-            print(f"{step.id:8} {step.advantage:+.2f}  {[c.body for c in step.content.calls] or step.content.answer}")
+            print(
+                f"{step.id:8} {step.advantage:+.2f} "
+                f" {[c.body for c in step.content.calls] or step.content.answer}"
+            )

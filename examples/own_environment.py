@@ -19,7 +19,9 @@ class KeyDoor:
     capability = "fork"  # a branch goes on in a deep copy of the object
 
     def reset(self, **row: Any) -> None:
-        self.has_key = self.is_open = False  # `row` holds the task's columns, question, reference and a seed
+        self.has_key = self.is_open = (
+            False  # `row` holds the task's columns, question, reference and a seed
+        )
 
     def take(self) -> str:
         """Takes the key."""
@@ -36,7 +38,8 @@ class KeyDoor:
 
 
 def make_engine(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
-    """Returns agents that take the key, and then unlock the door or give up: they are unsure what to do with it."""
+    """Returns agents that take the key, and then unlock the door or give up: they are unsure what
+    to do with it."""
     second = cycle(["<unlock> </unlock>", "<answer> \\boxed{ e0 } </answer>"])
     replies = ["<take> </take>", second, "<answer> \\boxed{ e1 } </answer>"]
 
@@ -44,16 +47,36 @@ def make_engine(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
         reply = replies[path.count("</result>")]
         return reply if isinstance(reply, str) else next(reply)
 
-    return ScriptedEngine(agent, tokenizer, entropy=lambda path: float(path.count("</result>") == 1))
+    return ScriptedEngine(
+        agent, tokenizer, entropy=lambda path: float(path.count("</result>") == 1)
+    )
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         run = {"dir": folder, "num_updates": 1, "tasks_per_update": 1}
-        explore = {"explorers": ["entropy"], "num_leaves": 2, "entropy": {"num_starts": 1, "probe_tokens": 2}}
-        own = {"environment": {"kind": "own_environment:KeyDoor"}, "engine": {"kind": "own_environment:make_engine"}}
-        rest = {"reward": {"funcs": ["environment"]}, "format": {"system_prompt": "", "require_think": False}}
-        result = train({"run": run, "explore": explore, "eval": {"every": 0, "at_start": False, "at_end": False}, **own, **rest})
+        explore = {
+            "explorers": ["entropy"],
+            "num_leaves": 2,
+            "entropy": {"num_starts": 1, "probe_tokens": 2},
+        }
+        own = {
+            "environment": {"kind": "own_environment:KeyDoor"},
+            "engine": {"kind": "own_environment:make_engine"},
+        }
+        rest = {
+            "reward": {"funcs": ["environment"]},
+            "format": {"system_prompt": "", "require_think": False},
+        }
+        result = train(
+            {
+                "run": run,
+                "explore": explore,
+                "eval": {"every": 0, "at_start": False, "at_end": False},
+                **own,
+                **rest,
+            }
+        )
         for path in read_trees(result.run_dir)[0].trajectories():
             seen = [one.text for content in path.contents for one in content.observations]
             print(f"{path.leaf.step_id}: {seen}, reward {path.reward}")

@@ -1,4 +1,5 @@
-"""An explorer of your own: where a call failed, the tree branches, so that the agent tries to mend it twice.
+"""An explorer of your own: where a call failed, the tree branches, so that the agent tries to mend
+it twice.
 
 python examples/own_explorer.py
 """
@@ -17,28 +18,43 @@ from treegraft.train import train
 
 
 class Retry(Independent):
-    """Opens half of the leaves at the root, and the others beside the step that follows a failed call."""
+    """Opens half of the leaves at the root, and the others beside the step that follows a failed
+    call."""
 
-    probe_tokens = 0  # asked after each result; a number k would show it the entropies of the next k tokens
+    probe_tokens = (
+        0  # asked after each result; a number k would show it the entropies of the next k tokens
+    )
 
     def starts(self, max_leaves: int) -> Start:
         return Start(max(1, max_leaves // 2))
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         has_failed = any(result.is_error for result in path.steps[-1].content.observations)
-        return Branch(1, BranchCause(entropy_change=0.0, probability=1.0, rule="retry")) if has_failed else None
+        return (
+            Branch(1, BranchCause(entropy_change=0.0, probability=1.0, rule="retry"))
+            if has_failed
+            else None
+        )
 
 
 def make_engine(*, tokenizer, **_) -> ScriptedEngine:
-    """Returns agents that forget the relation in every other first search, and then guess or search again."""
+    """Returns agents that forget the relation in every other first search, and then guess or search
+    again."""
     guess, search = "<answer> \\boxed{ e0 } </answer>", "<search> {entity} {relation} </search>"
-    first, second = cycle(["<search> {entity} </search>", search]), cycle([guess, search, search, guess])
+    first, second = (
+        cycle(["<search> {entity} </search>", search]),
+        cycle([guess, search, search, guess]),
+    )
 
     def agent(path: str) -> str:
         relation, _, entity, *_ = path.split()  # "r1 of e42 ?"
         if f"{relation} of {entity} is" in path:
             return f"<answer> \\boxed{{ {path.rsplit(' is ', 1)[1].split()[0]} }} </answer>"
-        return next(second if "</result>" in path else first).replace("{entity}", entity).replace("{relation}", relation)
+        return (
+            next(second if "</result>" in path else first)
+            .replace("{entity}", entity)
+            .replace("{relation}", relation)
+        )
 
     return ScriptedEngine(agent, tokenizer)
 
@@ -56,4 +72,9 @@ if __name__ == "__main__":
             }
         )
         for step in read_trees(result.run_dir)[0].steps[1:]:
-            print("  " * step.depth, step.id, type(step.cause).__name__, step.content.answer or step.content.calls[0].body)
+            print(
+                "  " * step.depth,
+                step.id,
+                type(step.cause).__name__,
+                step.content.answer or step.content.calls[0].body,
+            )

@@ -17,13 +17,20 @@ from treegraft.train import train
 
 
 def thrift(*, trajectories: Sequence[Trajectory], **columns: Any) -> list[float]:
-    """Returns minus the number of tool calls; `columns` holds prompts, completions, reference and the data set's own."""
+    """Returns minus the number of tool calls; `columns` holds prompts, completions, reference and
+    the data set's own."""
     return [-float(trajectory.num_tool_calls) for trajectory in trajectories]
 
 
 def make_engine(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
     """Returns agents that guess, look it up, and look up something else first."""
-    first = cycle(["<answer> \\boxed{ e0 } </answer>", "<search> {entity} {relation} </search>", "<search> e0 r0 </search>"])
+    first = cycle(
+        [
+            "<answer> \\boxed{ e0 } </answer>",
+            "<search> {entity} {relation} </search>",
+            "<search> e0 r0 </search>",
+        ]
+    )
 
     def agent(path: str) -> str:
         relation, _, entity, *_ = path.split()  # "r1 of e42 ?"
@@ -50,4 +57,6 @@ if __name__ == "__main__":
             }
         )
         for leaf in read_trees(result.run_dir)[0].leaves:
-            print(f"{dict(leaf.reward_parts)} -> {leaf.reward:.1f}, advantage {leaf.advantage:+.2f}")
+            print(
+                f"{dict(leaf.reward_parts)} -> {leaf.reward:.1f}, advantage {leaf.advantage:+.2f}"
+            )

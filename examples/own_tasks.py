@@ -15,7 +15,8 @@ from treegraft.train import train
 
 
 class Larger(OpenTasks):
-    """Questions such as "n3 n7 ?"; the methods are those of `treegraft.core.interfaces.TaskSource`."""
+    """Questions such as "n3 n7 ?"; the methods are those of
+    `treegraft.core.interfaces.TaskSource`."""
 
     def __init__(self, *, seed: int, num_train: int, num_eval: int, largest: int) -> None:
         self.seed, self.num_train, self.num_eval, self.largest = seed, num_train, num_eval, largest
@@ -23,7 +24,10 @@ class Larger(OpenTasks):
     def _tasks(self, purpose: str, num: int, seed: int = 0) -> list[Task]:
         rng = random.Random(f"{self.seed} {purpose} {seed}")
         pairs = [rng.sample(range(self.largest), 2) for _ in range(num)]
-        return [Task(id=f"{purpose}/{n}", question=f"n{a} n{b} ?", reference=(f"n{max(a, b)}",)) for n, (a, b) in enumerate(pairs)]
+        return [
+            Task(id=f"{purpose}/{n}", question=f"n{a} n{b} ?", reference=(f"n{max(a, b)}",))
+            for n, (a, b) in enumerate(pairs)
+        ]
 
     def train_tasks(self) -> Sequence[Task]:
         return self._tasks("train", self.num_train)
@@ -45,7 +49,12 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         settings = {
             "run": {"dir": folder, "num_updates": 0, "num_threads": 1},
-            "tasks": {"kind": "own_tasks:Larger", "num_train": 16, "num_eval": 16, "options": {"largest": 5}},
+            "tasks": {
+                "kind": "own_tasks:Larger",
+                "num_train": 16,
+                "num_eval": 16,
+                "options": {"largest": 5},
+            },
             "format": {"system_prompt": "", "require_think": False},
             "rollout": {"max_tool_calls": 0, "max_completion_tokens": 8},
             "warmup": {"num_steps": 30, "batch_size": 20, "lr": 5e-3, "lr_warmup_steps": 5},

@@ -53,5 +53,10 @@ if __name__ == "__main__":
         trajectory = read_trees(result.run_dir)[0].trajectories()[0]
         print(trajectory.task.question)
         for content in trajectory.contents:
-            print([f"{c.name}({c.body}) -> {o.text}" for c, o in zip(content.calls, content.observations, strict=True)])
+            print(
+                [
+                    f"{c.name}({c.body}) -> {o.text}"
+                    for c, o in zip(content.calls, content.observations, strict=True)
+                ]
+            )
         print(f"answer {trajectory.leaf.answer}, reward {trajectory.reward}")

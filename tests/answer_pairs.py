@@ -1,6 +1,8 @@
-"""Pairs of an agent's answer and a reference, judged by hand, each with the reason: what scoring is held to.
+"""Pairs of an agent's answer and a reference, judged by hand, each with the reason: what scoring is
+held to.
 
-A row is (set, reference, answer, is it right, why). Where the reference is a number it is the row of that set in the shared data.
+A row is (set, reference, answer, is it right, why). Where the reference is a number it is the row
+of that set in the shared data.
 """
 
 from __future__ import annotations
@@ -67,7 +69,13 @@ COMPUTATION: tuple[Pair, ...] = (
     ("math500", "(3,4)", "(4,3)", False, "a pair has an order"),
     ("math500", "(3,4)", "(3,4,5)", False, "one more coordinate"),
     ("math500", "(3,4)", "3", False, "half of the answer"),
-    ("math500", r"(\frac{3}{5},\frac{8}{3})", "(0.6, 8/3)", True, "numbers in a pair in other notation"),
+    (
+        "math500",
+        r"(\frac{3}{5},\frac{8}{3})",
+        "(0.6, 8/3)",
+        True,
+        "numbers in a pair in other notation",
+    ),
     ("math500", "[0,1)", "[0,1)", True, "half-open interval"),
     ("math500", "[0,1)", "[0,1]", False, "the end counts"),
     ("math500", "[0,1)", "(0,1)", False, "the beginning counts"),
@@ -75,7 +83,13 @@ COMPUTATION: tuple[Pair, ...] = (
     ("math500", r"(-\infty, 2]", r"(-\infty,2]", True, "unbounded interval"),
     ("math500", r"(-\infty, 2]", r"(-\infty,2)", False, "closed or open"),
     ("math500", r"(2,\infty)", r"(2, \infty)", True, "space before infinity"),
-    ("math500", r"(-\infty,0)\cup(0,\infty)", r"(-\infty, 0) \cup (0, \infty)", True, "union with spaces"),
+    (
+        "math500",
+        r"(-\infty,0)\cup(0,\infty)",
+        r"(-\infty, 0) \cup (0, \infty)",
+        True,
+        "union with spaces",
+    ),
     ("math500", r"(-\infty,0)\cup(0,\infty)", r"(-\infty, \infty)", False, "zero is left out"),
     ("math500", r"\{1,2,3\}", r"\{3,2,1\}", True, "a set has no order"),
     ("math500", r"\{1,2,3\}", r"\{1,2\}", False, "one element missing"),
@@ -155,12 +169,24 @@ KNOWLEDGE: tuple[Pair, ...] = (
     ("hotpotqa", "1.95 m", "195 m", False, "the point counts"),
     ("hotpotqa", "1.95 m", "1.85 m", False, "one digit"),
     ("hotpotqa", "Craig v. Boren", "Craig v Boren", True, "full stop in an abbreviation"),
-    ("hotpotqa", "Rear Adm. J. Edward Snyder", "rear adm j edward snyder", True, "case and full stops"),
+    (
+        "hotpotqa",
+        "Rear Adm. J. Edward Snyder",
+        "rear adm j edward snyder",
+        True,
+        "case and full stops",
+    ),
     ("hotpotqa", "Motörhead", "motörhead", True, "case with an umlaut"),
     ("hotpotqa", "1999", "1998", False, "year before"),
     ("hotpotqa", "The Battle of Belleau Wood", "Battle of Belleau Wood", True, "article"),
     ("hotpotqa", "American", "Canadian", False, "another country"),
-    ("2wiki", ["Washington D.C.", "DC", "Washington"], "Washington, D.C.", True, "punctuation of one alias"),
+    (
+        "2wiki",
+        ["Washington D.C.", "DC", "Washington"],
+        "Washington, D.C.",
+        True,
+        "punctuation of one alias",
+    ),
     ("2wiki", ["Washington D.C.", "DC", "Washington"], "D.C.", True, "the short alias"),
     ("2wiki", ["Washington D.C.", "DC", "Washington"], "Washington State", False, "another place"),
     ("2wiki", ["Nanjing", "Nankin", "Nanking"], "nanking", True, "third alias in lower case"),

@@ -1,4 +1,5 @@
-"""Chat templates in the manner of well-known families, written for these tests: minimal, but alike in structure."""
+"""Chat templates in the manner of well-known families, written for these tests: minimal, but alike
+in structure."""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ QWEN3 = (
 )
 """Thoughts are kept behind the last question, and dropped before it."""
 
-QWEN3_OPEN = QWEN3.replace("{%- if enable_thinking is defined", "{{- '<think>\\n' }}{%- if enable_thinking is defined")
+QWEN3_OPEN = QWEN3.replace(
+    "{%- if enable_thinking is defined", "{{- '<think>\\n' }}{%- if enable_thinking is defined"
+)
 """The opening of a turn opens the thought."""
 
 HERMES = (
@@ -128,7 +131,8 @@ HERMES = (
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 )
-"""Arguments before the name, a role of results, and a line break that comes only once more follows."""
+"""Arguments before the name, a role of results, and a line break that comes only once more
+follows."""
 
 LLAMA31 = """
 {%- if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}
@@ -161,9 +165,16 @@ LLAMA31 = """
 {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
-"""A call is the whole turn, bare JSON, one at a time; what stands before it is dropped; results are JSON texts."""
+"""A call is the whole turn, bare JSON, one at a time; what stands before it is dropped; results are
+JSON texts."""
 
-GOOD = {"qwen25": QWEN25, "qwen3": QWEN3, "qwen3-open": QWEN3_OPEN, "hermes": HERMES, "llama31": LLAMA31}
+GOOD = {
+    "qwen25": QWEN25,
+    "qwen3": QWEN3,
+    "qwen3-open": QWEN3_OPEN,
+    "hermes": HERMES,
+    "llama31": LLAMA31,
+}
 
 _CONTENT = "{%- set content = message.content or '' %}"
 
@@ -171,17 +182,27 @@ BAD = {
     "has no chat template": "",
     "does not show the agent its tools": QWEN25.replace("{%- if tools %}", "{%- if false %}"),
     "drops the thoughts of earlier turns": QWEN25.replace(
-        _CONTENT, "{%- set content = message.content if loop.last else message.content.split('</think>')[-1] %}"
+        _CONTENT,
+        "{%- set content = message.content if loop.last else"
+        " message.content.split('</think>')[-1] %}",
     ),
-    "drops what stands before a tool call": QWEN25.replace(_CONTENT, "{%- set content = message.content.split('</think>')[-1] %}"),
+    "drops what stands before a tool call": QWEN25.replace(
+        _CONTENT, "{%- set content = message.content.split('</think>')[-1] %}"
+    ),
     "leaves out the agent's tool calls": QWEN25.replace("message.tool_calls or []", "[]"),
-    "does not write calls as JSON": QWEN25.replace('\\n{"name": "', "<function=").replace(', "arguments": ', "> "),
-    "no place for a tool's result": QWEN25.replace("message.role == 'tool'", "message.role == 'function'"),
+    "does not write calls as JSON": (
+        QWEN25.replace('\\n{"name": "', "<function=").replace(', "arguments": ', "> ")
+    ),
+    "no place for a tool's result": QWEN25.replace(
+        "message.role == 'tool'", "message.role == 'function'"
+    ),
     "no place for tool calls and results: there are no tools": QWEN25.replace(
-        "{%- elif message.role == 'tool' %}", "{%- elif message.role == 'tool' %}{{ raise_exception('there are no tools') }}"
+        "{%- elif message.role == 'tool' %}",
+        "{%- elif message.role == 'tool' %}{{ raise_exception('there are no tools') }}",
     ),
     "writes earlier turns differently once a tool's result follows": QWEN25.replace(
-        "'<|im_start|>assistant\\n' + content", "'<|im_start|>assistant\\n' + ('' if loop.last else 'Earlier: ') + content"
+        "'<|im_start|>assistant\\n' + content",
+        "'<|im_start|>assistant\\n' + ('' if loop.last else 'Earlier: ') + content",
     ),
     "does not continue the prompt": QWEN25.replace(
         "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}",
@@ -190,13 +211,19 @@ BAD = {
     "none of the tokens that end a completion": QWEN25.replace(
         "{%- endfor %}\n    {{- '<|im_end|>\\n' }}", "{%- endfor %}\n    {{- '\\n' }}"
     ),
-    "plain text alone marks": QWEN25.replace("\\n<tool_response>\\n", "\\nResult: ")
-    .replace("\\n</tool_response>", "")
-    .replace("{{ '<|im_start|>user' }}", "{{ 'Tool' }}"),
-    "the name of each call beside": QWEN25.replace("'\\n<tool_response>\\n' +", "'\\n<tool_response>\\n' + message.name +"),
+    "plain text alone marks": (
+        QWEN25.replace("\\n<tool_response>\\n", "\\nResult: ")
+        .replace("\\n</tool_response>", "")
+        .replace("{{ '<|im_start|>user' }}", "{{ 'Tool' }}")
+    ),
+    "the name of each call beside": QWEN25.replace(
+        "'\\n<tool_response>\\n' +", "'\\n<tool_response>\\n' + message.name +"
+    ),
     "the tool_call_id of each call": QWEN25.replace(
         "'\\n<tool_response>\\n' +", "'\\n<tool_response>\\n' + message.tool_call_id +"
     ),
-    "drops the agent's answer": QWEN25.replace(_CONTENT, "{%- set content = message.content if message.tool_calls else '' %}"),
+    "drops the agent's answer": QWEN25.replace(
+        _CONTENT, "{%- set content = message.content if message.tool_calls else '' %}"
+    ),
 }
 """What a template cannot be used for, with the words of the error."""

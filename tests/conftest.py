@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 
-# One thread unless a test says otherwise: the models are tiny, and two threads that wait for each other on a busy machine take
-# five times as long. Read by torch when it is imported, here and in the processes that tests start.
+# One thread unless a test says otherwise: the models are tiny, and two threads that wait for each
+# other on a busy machine take five times as long. Read by torch when it is imported, here and in
+# the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from hypothesis import settings
@@ -15,5 +16,6 @@ from hypothesis import settings
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
-# A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose Ctrl-C is tested.
+# A suite that a script starts with "&" inherits an ignored SIGINT, and so would the commands whose
+# Ctrl-C is tested.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,5 +21,8 @@ def write_corpus(path: Path) -> Path:
         for number, found in enumerate(searches.values()):
             pages = [page.strip() for page in _PAGE.split(found)]
             for rank, contents in enumerate(page for page in pages if page):
-                file.write(json.dumps({"id": f"{number}/{rank}", "contents": contents}, ensure_ascii=False) + "\n")
+                file.write(
+                    json.dumps({"id": f"{number}/{rank}", "contents": contents}, ensure_ascii=False)
+                    + "\n"
+                )
     return path

@@ -1,4 +1,5 @@
-"""Tiny real transformers models of many families, with random weights large enough that their logits differ clearly."""
+"""Tiny real transformers models of many families, with random weights large enough that their
+logits differ clearly."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ SHAPE: Mapping[str, Any] = {
     "pad_token_id": 0,
     "initializer_range": 0.15,
 }
-WINDOWED = {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED = {
+    "head_dim": 8,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 NO_KV = {key: value for key, value in SHAPE.items() if key != "num_key_value_heads"}
 LINEAR = {
     "linear_num_value_heads": 4,
@@ -44,32 +49,60 @@ LINEAR = {
 PACKABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("LlamaConfig", SHAPE),
     "llama-tied": ("LlamaConfig", {**SHAPE, "tie_word_embeddings": True}),
-    "llama-wide": ("LlamaConfig", {**SHAPE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    "llama-wide": (
+        "LlamaConfig",
+        {**SHAPE, "hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
     "qwen3": ("Qwen3Config", {**SHAPE, "head_dim": 16}),
     "gemma2": (
         "Gemma2Config",
-        {**SHAPE, **WINDOWED, "query_pre_attn_scalar": 8, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0},
+        {
+            **SHAPE,
+            **WINDOWED,
+            "query_pre_attn_scalar": 8,
+            "final_logit_softcapping": 3.0,
+            "attn_logit_softcapping": 2.0,
+        },
     ),
     "gemma3": ("Gemma3TextConfig", {**SHAPE, **WINDOWED, "query_pre_attn_scalar": 8}),
     "gpt-neox": ("GPTNeoXConfig", NO_KV),
     "phi3": ("Phi3Config", SHAPE),
     "granite": (
         "GraniteConfig",
-        {**SHAPE, "logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2},
+        {
+            **SHAPE,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+            "attention_multiplier": 0.2,
+        },
     ),
     "mistral": ("MistralConfig", {**SHAPE, "sliding_window": 5}),
     "cohere": ("CohereConfig", {**SHAPE, "logit_scale": 0.25}),
     "gpt-oss": (
         "GptOssConfig",
-        {**SHAPE, **WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": {"rope_theta": 10000.0}},
+        {
+            **SHAPE,
+            **WINDOWED,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "rope_parameters": {"rope_theta": 10000.0},
+        },
     ),
 }
-"""Families whose attention takes ours: grouped and plain heads, windows, soft-caps, sinks, scales, tied weights."""
+"""Families whose attention takes ours: grouped and plain heads, windows, soft-caps, sinks, scales,
+tied weights."""
 
 UNPACKABLE: Mapping[str, tuple[str, Mapping[str, Any]]] = {
-    "mamba": ("MambaConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+    "mamba": (
+        "MambaConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+    ),
     "qwen3-next": ("Qwen3NextConfig", {**SHAPE, **LINEAR, "head_dim": 8}),
-    "bloom": ("BloomConfig", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "bloom": (
+        "BloomConfig",
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    ),
 }
 """State spaces, linear attention, and a family without the registry."""
 
@@ -99,7 +132,9 @@ def word_tokenizer() -> Any:
 def byte_tokenizer() -> Any:
     """One token per byte, besides ">!" as one token and the end of sequence."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({text: index for index, text in enumerate([*alphabet, ">!"])}, [(">", "!")]))
+    backend = Tokenizer(
+        models.BPE({text: index for index, text in enumerate([*alphabet, ">!"])}, [(">", "!")])
+    )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<|end|>"])
@@ -108,11 +143,20 @@ def byte_tokenizer() -> Any:
 
 
 def chain_model(chain: Sequence[int], size: int) -> Any:
-    """Returns a Llama that, greedily, follows every token of `chain` with the next one: it says what it is told to."""
+    """Returns a Llama that, greedily, follows every token of `chain` with the next one: it says
+    what it is told to."""
     config = transformers.LlamaConfig(
-        **{**SHAPE, "vocab_size": size, "hidden_size": 272, "num_hidden_layers": 1, "tie_word_embeddings": False}
+        **{
+            **SHAPE,
+            "vocab_size": size,
+            "hidden_size": 272,
+            "num_hidden_layers": 1,
+            "tie_word_embeddings": False,
+        }
     )
-    assert size <= config.hidden_size and len(set(chain[:-1])) == len(chain) - 1, "a token has one successor"
+    assert size <= config.hidden_size and len(set(chain[:-1])) == len(chain) - 1, (
+        "a token has one successor"
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         layer = model.model.layers[0]

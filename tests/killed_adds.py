@@ -1,4 +1,5 @@
-"""Adds traces until it is killed, and says after each `add` how many are committed: python -m tests.killed_adds BUFFER"""
+"""Adds traces until it is killed, and says after each `add` how many are committed: python -m
+tests.killed_adds BUFFER"""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ def endless(start: int = 0) -> Iterator[Trace]:
     """Gives different traces, always the same ones in the same order."""
     for number in count(start):
         key = f"r{number % 8} of e{number} ?\nsearch e{number} r{number % 8}"
-        yield Trace(key, f"value {number}" * 20, 1.0, "expert", f"task {number // 4}", number % 4, False, "first")
+        yield Trace(
+            key,
+            f"value {number}" * 20,
+            1.0,
+            "expert",
+            f"task {number // 4}",
+            number % 4,
+            False,
+            "first",
+        )
 
 
 def main() -> None:

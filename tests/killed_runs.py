@@ -1,10 +1,12 @@
-"""Runs, kills and resumes training in forked children of one process, so that the packages below are imported once.
+"""Runs, kills and resumes training in forked children of one process, so that the packages below
+are imported once.
 
     python -m tests.killed_runs FOLDER settings.json jobs.json
 
-A job is {"name": run name, "kill": [target, call, when] or null, "resume": bool}; the exit code (negative: the signal) of each goes
-to FOLDER/outcomes.json, what it printed to FOLDER/NAME.log. `kill` ends the process with SIGKILL at the nth call of
-"module:attribute": before it, after it, or (`write_atomically`, `append_metrics`) with half of it written.
+A job is {"name": run name, "kill": [target, call, when] or null, "resume": bool}; the exit code
+(negative: the signal) of each goes to FOLDER/outcomes.json, what it printed to FOLDER/NAME.log.
+`kill` ends the process with SIGKILL at the nth call of "module:attribute": before it, after it, or
+(`write_atomically`, `append_metrics`) with half of it written.
 """
 
 from __future__ import annotations
@@ -68,13 +70,17 @@ def work(folder: Path, settings: Mapping[str, Any], job: Mapping[str, Any]) -> i
     if job["resume"]:
         train(None, resume=folder / job["name"], display=display)
     else:
-        train({**settings, "run": {**settings["run"], "name": job["name"], "dir": str(folder)}}, display=display)
+        train(
+            {**settings, "run": {**settings["run"], "name": job["name"], "dir": str(folder)}},
+            display=display,
+        )
     print(f"{time.monotonic() - began:.2f} s")
     return 0
 
 
 def child(folder: Path, settings: Mapping[str, Any], job: Mapping[str, Any]) -> int:
-    """Forks, does the job in the child, and returns its exit code or minus the signal that ended it."""
+    """Forks, does the job in the child, and returns its exit code or minus the signal that ended
+    it."""
     pid = os.fork()
     if pid == 0:
         code = 70
@@ -90,7 +96,11 @@ def child(folder: Path, settings: Mapping[str, Any], job: Mapping[str, Any]) -> 
 
 def main() -> None:
     """Does the jobs one after another."""
-    folder, settings, jobs = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), json.loads(Path(sys.argv[3]).read_text())
+    folder, settings, jobs = (
+        Path(sys.argv[1]),
+        json.loads(Path(sys.argv[2]).read_text()),
+        json.loads(Path(sys.argv[3]).read_text()),
+    )
     # The first job loads, before the forks, what all of them need. It leaves no thread behind.
     outcomes = [work(folder, settings, jobs[0])]
     assert threading.active_count() == 1, threading.enumerate()

@@ -1,4 +1,5 @@
-"""A Model Context Protocol server for the tests, over standard input, or with a port as argument over HTTP."""
+"""A Model Context Protocol server for the tests, over standard input, or with a port as argument
+over HTTP."""
 
 from __future__ import annotations
 
@@ -60,7 +61,10 @@ def flood() -> str:
 @server.tool()
 def about() -> str:
     """Tells the process and what it was given."""
-    return f"{os.getpid()} {os.environ.get('MCP_TEST_KEY', 'no key')} {os.environ.get('MCP_OTHER_KEY', 'no other')}"
+    return (
+        f"{os.getpid()} {os.environ.get('MCP_TEST_KEY', 'no key')}"
+        f" {os.environ.get('MCP_OTHER_KEY', 'no other')}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A real OpenEnv server for tests, run by a Python that has the package `openenv`: openenv_server.py PORT (typed | mcp)."""
+"""A real OpenEnv server for tests, run by a Python that has the package `openenv`:
+openenv_server.py PORT (typed | mcp)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Typed(Environment):
         self._state = State(episode_id="1", step_count=0)
         self.total = 0
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, start: int = 0, **_: Any) -> SumObservation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, start: int = 0, **_: Any
+    ) -> SumObservation:
         self.total = start
         return SumObservation(total=self.total, metadata={"seed": seed})
 
@@ -69,7 +72,9 @@ class WithTools(MCPEnvironment):
         super().__init__(server)
         self._state = State(episode_id="1", step_count=0)
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, start: int = 0, **_: Any) -> Observation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, start: int = 0, **_: Any
+    ) -> Observation:
         self.total = start
         return Observation(done=False)
 
@@ -83,5 +88,14 @@ class WithTools(MCPEnvironment):
 
 if __name__ == "__main__":
     port, kind = int(sys.argv[1]), sys.argv[2]
-    parts = (Typed, AddAction, SumObservation) if kind == "typed" else (WithTools, CallToolAction, CallToolObservation)
-    uvicorn.run(create_app(*parts, env_name=kind, max_concurrent_envs=4), host="127.0.0.1", port=port, log_level="warning")
+    parts = (
+        (Typed, AddAction, SumObservation)
+        if kind == "typed"
+        else (WithTools, CallToolAction, CallToolObservation)
+    )
+    uvicorn.run(
+        create_app(*parts, env_name=kind, max_concurrent_envs=4),
+        host="127.0.0.1",
+        port=port,
+        log_level="warning",
+    )

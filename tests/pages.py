@@ -19,7 +19,8 @@ _SHELL = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
 
 
 def runnable() -> dict[str, list[tuple[str, str]]]:
-    """Returns the runnable blocks (language, text) of each section that has any, by "PAGE: SECTION"."""
+    """Returns the runnable blocks (language, text) of each section that has any, by "PAGE:
+    SECTION"."""
     found = {}
     for name, page in PAGES.items():
         # A comment in a block of code is no heading.
@@ -44,5 +45,10 @@ def messages() -> list[tuple[str, str]]:
 
 def commands() -> list[tuple[str, str]]:
     """Returns the lines of shell blocks that call treegraft, with the page's name."""
-    lines = [(name, line) for name, page in PAGES.items() for block in _SHELL.findall(page) for line in block.splitlines()]
+    lines = [
+        (name, line)
+        for name, page in PAGES.items()
+        for block in _SHELL.findall(page)
+        for line in block.splitlines()
+    ]
     return [(name, line) for name, line in lines if line.startswith("treegraft ")]

@@ -1,6 +1,7 @@
 """Arrows, cycles and sizes of the package, and whether its pages tell the truth about its files.
 
-An import counts wherever it stands: at the top of a module, inside a function, or for types only.
+An import counts wherever it stands: at the top of a module, inside a function, or for types
+only.
 """
 
 from __future__ import annotations
@@ -21,13 +22,23 @@ ONLY = {
     "kernels": ("kernels", "errors"),
     "algo": ("algo", "types", "errors"),
     "explore": ("explore", "types", "errors", "keyed", "interfaces", "algo.arpo"),
-    # The buffer's file is read by its own layout and searched with its own encoder; both are found where they are defined.
+    # The buffer's file is read by its own layout and searched with its own encoder; both are found
+    # where they are defined.
     "view": (
         *("view", "types", "errors", "record", "metrics", "config", "recipe", "interfaces"),
         *("terminal", "traces.store", "traces.embed", "health", "settings_health"),
     ),
     # It reads what the viewer reads; trajectories are embedded with the encoders of the buffer.
-    "report": ("report", "types", "errors", "record", "metrics", "terminal", "traces.embed", "view.runs"),
+    "report": (
+        "report",
+        "types",
+        "errors",
+        "record",
+        "metrics",
+        "terminal",
+        "traces.embed",
+        "view.runs",
+    ),
     "types": ("causes",),
     "causes": (),
     "errors": (),
@@ -45,7 +56,18 @@ ONLY = {
 """What a module or package may import of ours; anything else is a wrong arrow."""
 
 NEVER = {
-    "rollout": ("engine", "tasks", "tools", "learn", "models", "checkpoint", "traces", "train", "evaluate", "cli"),
+    "rollout": (
+        "engine",
+        "tasks",
+        "tools",
+        "learn",
+        "models",
+        "checkpoint",
+        "traces",
+        "train",
+        "evaluate",
+        "cli",
+    ),
     "engine": ("rollout", "learn", "tasks", "tools", "train", "evaluate", "cli"),
     "tasks": ("engine", "learn", "train", "evaluate", "cli"),
     "tools": ("engine", "learn", "rollout", "train", "evaluate", "cli"),
@@ -54,10 +76,21 @@ NEVER = {
 """What a package must not import of ours."""
 
 BESIDES = {("rollout", "tools.toolbox"), ("rollout", "tools.sessions")}
-"""The tool box runs calls for any tool, in sessions with or without an environment: they are no kinds."""
+"""The tool box runs calls for any tool, in sessions with or without an environment: they are no
+kinds."""
 
 TORCH = (
-    *("models", "attention", "engine", "learn", "kernels", "checkpoint", "algo.losses", "traces.embed", "track.tensorboard"),
+    *(
+        "models",
+        "attention",
+        "engine",
+        "learn",
+        "kernels",
+        "checkpoint",
+        "algo.losses",
+        "traces.embed",
+        "track.tensorboard",
+    ),
     "bench",
 )
 """Where tensors live, the tracker whose SummaryWriter torch brings, and what measures all that."""
@@ -77,7 +110,8 @@ def module_name(path: Path) -> str:
 
 
 def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[str]:
-    """Returns the full name of everything that a module imports, "package.module.name" for what follows `from`."""
+    """Returns the full name of everything that a module imports, "package.module.name" for what
+    follows `from`."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -131,29 +165,44 @@ def lazy():
 """
     found = set(imports(ast.parse(source), "explore.entropy"))
     assert found == {
-        *("os", "treegraft.core.types", "typing.TYPE_CHECKING", "treegraft.settings.config.Config", "torch.nn"),
+        *(
+            "os",
+            "treegraft.core.types",
+            "typing.TYPE_CHECKING",
+            "treegraft.settings.config.Config",
+            "torch.nn",
+        ),
         *("treegraft.explore.budget", "treegraft.core.errors.SettingError"),
     }
-    assert set(imports(ast.parse("from .loop import run"), "rollout", is_package=True)) == {"treegraft.rollout.loop.run"}
+    assert set(imports(ast.parse("from .loop import run"), "rollout", is_package=True)) == {
+        "treegraft.rollout.loop.run"
+    }
 
 
 @pytest.mark.parametrize("module", sorted(FILES))
 def test_arrows(module: str) -> None:
     top = module.partition(".")[0]
     for target in sorted(EDGES[module]):
-        # The root package re-exports and is a way in, never a way between modules; `test_the_root...` watches it.
+        # The root package re-exports and is a way in, never a way between modules;
+        # `test_the_root...` watches it.
         if target == "":
             continue
         if top in ONLY:
-            assert under(target, ONLY[top]), f"{module} imports {target}; {top} may import {', '.join(ONLY[top])} only"
+            assert under(target, ONLY[top]), (
+                f"{module} imports {target}; {top} may import {', '.join(ONLY[top])} only"
+            )
         is_allowed = any(top == a and under(target, (b,)) for a, b in BESIDES)
-        assert is_allowed or not under(target, NEVER.get(top, ())), f"{module} imports {target}, which {top} must not know"
+        assert is_allowed or not under(target, NEVER.get(top, ())), (
+            f"{module} imports {target}, which {top} must not know"
+        )
 
 
 @pytest.mark.parametrize("module", sorted(FILES))
 def test_torch_stays_where_tensors_live(module: str) -> None:
     uses = any(name.split(".")[0] == "torch" for name in imports(TREES[module], module))
-    assert not uses or (under(module, TORCH) and not under(module, NO_TORCH)), f"{module} imports torch"
+    assert not uses or (under(module, TORCH) and not under(module, NO_TORCH)), (
+        f"{module} imports torch"
+    )
 
 
 def test_the_root_is_only_asked_for_the_version() -> None:
@@ -161,7 +210,9 @@ def test_the_root_is_only_asked_for_the_version() -> None:
         for name in imports(tree, module, FILES[module].name == "__init__.py"):
             parts = name.split(".")
             if module and parts[0] == "treegraft" and len(parts) == 2 and home(name) == "":
-                assert name == "treegraft.__version__", f"{module} takes {name} from the root package"
+                assert name == "treegraft.__version__", (
+                    f"{module} takes {name} from the root package"
+                )
 
 
 def test_no_cycle() -> None:
@@ -188,7 +239,9 @@ def test_modules_and_public_functions_are_described(module: str) -> None:
     if FILES[module].name != "__init__.py" or tree.body:
         assert ast.get_docstring(tree), f"{module} has no docstring"
     for node in tree.body:
-        is_public = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        is_public = isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) and not node.name.startswith("_")
         is_public = is_public and not is_overload(node)
         # The tables of settings say what they are by their fields.
         if is_public and module != "config" and not node.name.startswith("__"):
@@ -231,7 +284,17 @@ def test_the_list_of_files_is_that_of_the_files() -> None:
     assert block is not None
     listed = set(tree_paths(block[1]))
     assert [path for path in sorted(listed) if not (ROOT / path).exists()] == []
-    ours = {str(path.relative_to(ROOT)) for path in FILES.values() if not path.name.startswith("__")}
-    covered = {path for path in listed if path.endswith("/") and not any(o != path and o.startswith(path) for o in listed)}
-    missing = [path for path in sorted(ours) if path not in listed and not any(path.startswith(f) for f in covered)]
+    ours = {
+        str(path.relative_to(ROOT)) for path in FILES.values() if not path.name.startswith("__")
+    }
+    covered = {
+        path
+        for path in listed
+        if path.endswith("/") and not any(o != path and o.startswith(path) for o in listed)
+    }
+    missing = [
+        path
+        for path in sorted(ours)
+        if path not in listed and not any(path.startswith(f) for f in covered)
+    ]
     assert missing == [], "give each a line in CONTRIBUTING.md"

@@ -16,7 +16,11 @@ from treegraft.tasks.scoring import is_correct
 
 
 def make_source(
-    generator: str = "chain_sum", seed: int = 0, num_train: int = 40, num_eval: int = 20, **params: object
+    generator: str = "chain_sum",
+    seed: int = 0,
+    num_train: int = 40,
+    num_eval: int = 20,
+    **params: object,
 ) -> ReasoningGym:
     settings = ReasoningGymSettings(generator=generator, params=params)
     return ReasoningGym(settings, seed=seed, num_train=num_train, num_eval=num_eval)
@@ -27,7 +31,9 @@ def make_source(
     ["chain_sum", "basic_arithmetic", "products", "decimal_chain_sum", "decimal_arithmetic"],
 )
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_expert_is_right_and_its_program_prints_what_it_shows(generator: str, seed: int) -> None:
+def test_the_expert_is_right_and_its_program_prints_what_it_shows(
+    generator: str, seed: int
+) -> None:
     source = make_source(generator, seed, num_train=150)
     for task in source.train_tasks():
         steps = source.expert(task, seed)
@@ -54,7 +60,11 @@ def test_an_expression_by_hand() -> None:
 def test_the_wording_depends_on_the_seed() -> None:
     source = make_source()
     task = source.train_tasks()[0]
-    thoughts = {(steps[0].thought, steps[1].thought) for seed in range(40) if (steps := source.expert(task, seed))}
+    thoughts = {
+        (steps[0].thought, steps[1].thought)
+        for seed in range(40)
+        if (steps := source.expert(task, seed))
+    }
     assert 5 < len(thoughts) <= 25
     assert source.expert(task, 3) == source.expert(task, 3)
 
@@ -79,7 +89,8 @@ def test_expressions_are_arithmetic_that_the_question_shows(
 
 
 def test_parts_share_no_question() -> None:
-    # 1-digit sums of two terms: 10 * 10 * 2 signs = 200 questions, fewer than the 60 + 100 + 100 asked for.
+    # 1-digit sums of two terms: 10 * 10 * 2 signs = 200 questions, fewer than the 60 + 100 + 100
+    # asked for.
     source = make_source(num_train=100, num_eval=60, min_terms=2, max_terms=2, max_digits=1)
     parts = [source.train_tasks(), source.eval_tasks(), source.warmup_tasks(100, 0)]
     questions = [task.question for part in parts for task in part]

@@ -16,7 +16,9 @@ def test_entropy_change_by_hand() -> None:
     # (1.5 - 1) + (0.5 - 1) + (2 - 0.5) = 1.5
     assert entropy_change([1.5, 0.5, 2.0], [1.0, 1.0, 0.5], 1.0) == 1.5
     assert entropy_change([1.5, 0.5, 2.0], [1.0, 1.0, 0.5], 100) == pytest.approx(0.015)
-    assert entropy_change(np.array([0.25]), np.array([0.75]), math.log(2)) == pytest.approx(-0.5 / math.log(2))
+    assert entropy_change(np.array([0.25]), np.array([0.75]), math.log(2)) == pytest.approx(
+        -0.5 / math.log(2)
+    )
 
 
 def test_the_sum_runs_over_the_common_length() -> None:
@@ -42,13 +44,15 @@ def test_branch_probability_by_hand() -> None:
 @given(st.floats(-1e-5, 1e-5))
 @settings(max_examples=60, deadline=None)
 def test_with_the_papers_constants_any_rise_branches(change: float) -> None:
-    """α = τ = 0.5: P > τ says the same as ΔH > 0, down to changes that floating point can tell from none beside 0.5."""
+    """α = τ = 0.5: P > τ says the same as ΔH > 0, down to changes that floating point can tell from
+    none beside 0.5."""
     if abs(change) > 1e-14:
         assert (branch_probability(change) > 0.5) == (change > 0)
 
 
 def test_shared_advantages_by_hand() -> None:
-    """Leaves 1, -1, 4; the root above all (4/3), a step above the first two (0), one for each leaf, and one above nothing."""
+    """Leaves 1, -1, 4; the root above all (4/3), a step above the first two (0), one for each leaf,
+    and one above nothing."""
     shared = shared_advantages([1.0, -1.0, 4.0], [[0, 1, 2], [0, 1], [0], [1], [2], []])
     assert shared.tolist() == pytest.approx([4 / 3, 0.0, 1.0, -1.0, 4.0, 0.0])
     assert shared_advantages([], []).tolist() == []

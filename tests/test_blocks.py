@@ -1,4 +1,5 @@
-"""The prefix tree of blocks: what a row finds stored is what its path says, and no block is lost or given twice."""
+"""The prefix tree of blocks: what a row finds stored is what its path says, and no block is lost or
+given twice."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ KIB = 2 * BLOCK * (2 + 16) * 4
 
 
 def fake_model() -> Any:
-    config = SimpleNamespace(num_key_value_heads=2, num_attention_heads=2, head_dim=2, hidden_size=4, num_hidden_layers=1)
+    config = SimpleNamespace(
+        num_key_value_heads=2, num_attention_heads=2, head_dim=2, hidden_size=4, num_hidden_layers=1
+    )
     config.get_text_config = lambda: config
     return SimpleNamespace(config=config, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -52,7 +55,8 @@ def stored(cache: PathCache, row: Row) -> list[int]:
 
 
 def check(cache: PathCache) -> None:
-    """Every block is free or belongs to one node, users are counted right, and every row holds its own path."""
+    """Every block is free or belongs to one node, users are counted right, and every row holds its
+    own path."""
     nodes: list[Node] = []
     waiting = [cache.root]
     while waiting:
@@ -74,7 +78,8 @@ def check(cache: PathCache) -> None:
 
 
 def test_a_worked_example() -> None:
-    """150 tokens are 64 + 64 + 22; a path that parts at 100 shares one block and copies 36 positions of the second."""
+    """150 tokens are 64 + 64 + 22; a path that parts at 100 shares one block and copies 36
+    positions of the second."""
     cache, path = make_cache(), list(range(150))
     first = open_and_feed(cache, path)
     assert [len(node.token_ids) for node in first.nodes] == [64, 64, 22]
@@ -85,7 +90,8 @@ def test_a_worked_example() -> None:
     feed(cache, branch, 3)
     check(cache)
     cache.close(first)
-    # The same path again: the last token is always fed, so 149 of its 150 are found; its tail has one more and is copied.
+    # The same path again: the last token is always fed, so 149 of its 150 are found; its tail has
+    # one more and is copied.
     again = cache.open(list(path), 150)
     assert again is not None and again.fed == 149 and again.nodes[2] is not first.nodes[2]
     # A longer one takes the idle tail over.
@@ -95,7 +101,8 @@ def test_a_worked_example() -> None:
 
 
 def test_room_is_promised_before_a_row_opens() -> None:
-    """Four blocks: a row that may come to three leaves room for one of one, not of two; alone even five are let in."""
+    """Four blocks: a row that may come to three leaves room for one of one, not of two; alone even
+    five are let in."""
     cache = make_cache(max_blocks=4)
     long = cache.open([1, 2], 3 * BLOCK)
     assert long is not None
@@ -117,13 +124,16 @@ def test_the_oldest_goes_first_and_its_parents_after_it() -> None:
     for path in paths:
         cache.close(open_and_feed(cache, path))
     third = open_and_feed(cache, [3] * 100)
-    assert cache.num_evictions == 2 and cache.matched(paths[0]) == 0 and cache.matched(paths[1]) == 99
+    assert (
+        cache.num_evictions == 2 and cache.matched(paths[0]) == 0 and cache.matched(paths[1]) == 99
+    )
     cache.close(third)
     check(cache)
 
 
 def test_a_block_whose_last_child_goes_for_its_copy_can_go_too() -> None:
-    """Two blocks of one path fill the cache; another path parts within the first, and its block takes the place of the second."""
+    """Two blocks of one path fill the cache; another path parts within the first, and its block
+    takes the place of the second."""
     cache, path = make_cache(max_blocks=2), list(range(128))
     cache.close(open_and_feed(cache, path))
     row = open_and_feed(cache, [*path[:32], 7, 8])
@@ -141,20 +151,28 @@ def test_rows_have_slots() -> None:
 
 @given(st.lists(st.integers(0, 2), max_size=80), st.lists(st.integers(0, 2), max_size=80))
 def test_common_length(a: list[int], b: list[int]) -> None:
-    expected = next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    expected = next(
+        (n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     assert common_length(a, b) == expected
 
 
 ACTS = st.lists(
-    st.tuples(st.sampled_from(["open", "open", "feed", "feed", "grow", "close", "forget", "clear"]), st.integers(0, 10**6)),
+    st.tuples(
+        st.sampled_from(["open", "open", "feed", "feed", "grow", "close", "forget", "clear"]),
+        st.integers(0, 10**6),
+    ),
     max_size=60,
 )
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(ACTS, st.integers(1, 14))
-def test_any_traffic_leaves_the_blocks_in_order(acts: list[tuple[str, int]], max_blocks: int) -> None:
-    """Paths over two tokens with parts of 40 equal ones, so that they share blocks, part inside them, and meet again."""
+def test_any_traffic_leaves_the_blocks_in_order(
+    acts: list[tuple[str, int]], max_blocks: int
+) -> None:
+    """Paths over two tokens with parts of 40 equal ones, so that they share blocks, part inside
+    them, and meet again."""
     cache = make_cache(max_blocks, max_rows=4)
     seen: list[list[int]] = [[0]]
 
@@ -162,7 +180,10 @@ def test_any_traffic_leaves_the_blocks_in_order(acts: list[tuple[str, int]], max
         row = cache.rows[number % len(cache.rows)] if cache.rows else None
         if act == "open":
             known = seen[number % len(seen)]
-            path = [*known[: 1 + number // 7 % len(known)], *[number // 3 % 2] * (number // 11 % 90)]
+            path = [
+                *known[: 1 + number // 7 % len(known)],
+                *[number // 3 % 2] * (number // 11 % 90),
+            ]
             seen.append(path)
             cache.open(list(path), len(path) + number % 50)
         elif act == "feed" and row is not None and row.fed < len(row.token_ids):

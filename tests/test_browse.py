@@ -1,4 +1,5 @@
-"""The browse tool against real servers on loopback: what is fetched, what is refused, and what is shown of a page."""
+"""The browse tool against real servers on loopback: what is fetched, what is refused, and what is
+shown of a page."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ TASK = Task(id="t", question="?", reference=())
 
 
 def fetcher(**changes: Any) -> Fetcher:
-    own = {"timeout_s": 20.0, "max_bytes": 100_000, "max_redirects": 3, "allow_private": True, "respect_robots": True}
+    own = {
+        "timeout_s": 20.0,
+        "max_bytes": 100_000,
+        "max_redirects": 3,
+        "allow_private": True,
+        "respect_robots": True,
+    }
     return Fetcher(**(own | {"user_agent": "Treegraft/1.0"} | changes))
 
 
@@ -57,9 +64,36 @@ HTML = {"Content-Type": "text/html; charset=utf-8"}
 @pytest.mark.parametrize(
     "address",
     [
-        *("127.0.0.1", "127.8.9.1", "0.0.0.0", "10.1.2.3", "172.16.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254"),
-        *("100.64.0.1", "224.0.0.1", "255.255.255.255", "198.18.0.1", "192.0.2.1", "::", "::1", "fe80::1", "fe80::1%eth0"),
-        *("fc00::1", "fd12:3456::1", "ff02::1", "fec0::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1"),
+        *(
+            "127.0.0.1",
+            "127.8.9.1",
+            "0.0.0.0",
+            "10.1.2.3",
+            "172.16.0.1",
+            "172.31.255.255",
+            "192.168.1.1",
+            "169.254.169.254",
+        ),
+        *(
+            "100.64.0.1",
+            "224.0.0.1",
+            "255.255.255.255",
+            "198.18.0.1",
+            "192.0.2.1",
+            "::",
+            "::1",
+            "fe80::1",
+            "fe80::1%eth0",
+        ),
+        *(
+            "fc00::1",
+            "fd12:3456::1",
+            "ff02::1",
+            "fec0::1",
+            "::ffff:127.0.0.1",
+            "::ffff:10.0.0.1",
+            "64:ff9b::7f00:1",
+        ),
         *("64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::1", "2001:db8::1", "not an address"),
     ],
 )
@@ -68,13 +102,23 @@ def test_addresses_that_are_not_public(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "address", ["8.8.8.8", "172.32.0.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808", "2002:808:808::1"]
+    "address",
+    [
+        "8.8.8.8",
+        "172.32.0.1",
+        "2606:4700::1111",
+        "::ffff:8.8.8.8",
+        "64:ff9b::808:808",
+        "2002:808:808::1",
+    ],
 )
 def test_addresses_that_are_public(address: str) -> None:
     assert is_public(address)
 
 
-def test_private_addresses_are_refused_however_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_private_addresses_are_refused_however_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[str] = []
 
     def secret(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
@@ -95,10 +139,18 @@ def test_private_addresses_are_refused_however_they_are_written(monkeypatch: pyt
             "0.0.0.0",
         )
         for host in hosts:
-            refused(f"http://{host}:{port}/", "no public address|cannot be fetched|no host", allow_private=False)
+            refused(
+                f"http://{host}:{port}/",
+                "no public address|cannot be fetched|no host",
+                allow_private=False,
+            )
         # A name that has a public address and another.
         monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", two_addresses)
-        refused(f"http://two.example:{port}/", "is at 127.0.0.1, which is no public address", allow_private=False)
+        refused(
+            f"http://two.example:{port}/",
+            "is at 127.0.0.1, which is no public address",
+            allow_private=False,
+        )
     assert asked == []
 
 
@@ -110,10 +162,19 @@ def test_a_redirect_into_the_private_net_is_refused(monkeypatch: pytest.MonkeyPa
     """The first host is taken for a public one; the second, on the same machine, is not."""
     with web_server(lambda *_: (200, HTML, b"secret")) as inner:
         port = inner.rpartition(":")[2]
-        pages = {"/": (302, {"Location": f"http://127.0.0.2:{port}/"}, b""), "/robots.txt": (404, {}, b"")}
+        pages = {
+            "/": (302, {"Location": f"http://127.0.0.2:{port}/"}, b""),
+            "/robots.txt": (404, {}, b""),
+        }
         with web_server(site(pages)) as outer:
-            monkeypatch.setattr("treegraft.tools.browse.fetch.is_public", lambda address: address == "127.0.0.1")
-            refused(outer + "/", "'127.0.0.2' is at 127.0.0.2, which is no public address", allow_private=False)
+            monkeypatch.setattr(
+                "treegraft.tools.browse.fetch.is_public", lambda address: address == "127.0.0.1"
+            )
+            refused(
+                outer + "/",
+                "'127.0.0.2' is at 127.0.0.2, which is no public address",
+                allow_private=False,
+            )
 
 
 def test_what_is_no_web_address_is_refused() -> None:
@@ -133,8 +194,11 @@ def test_what_is_no_web_address_is_refused() -> None:
     refused("http://a..b/", "no host")
 
 
-def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that points elsewhere at the second look: there is no second look, and the name stands in the Host header."""
+def test_the_connection_goes_to_the_address_that_was_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name that points elsewhere at the second look: there is no second look, and the name stands
+    in the Host header."""
     looks: list[str] = []
     hosts: list[str] = []
 
@@ -150,7 +214,11 @@ def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: pytest
         port = url.rpartition(":")[2]
         monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", once)
         get(f"http://Name.Example:{port}/", respect_robots=False)
-    assert looks[0] == "name.example" and set(looks) <= {"name.example", "127.0.0.1"} and looks.count("name.example") == 1
+    assert (
+        looks[0] == "name.example"
+        and set(looks) <= {"name.example", "127.0.0.1"}
+        and looks.count("name.example") == 1
+    )
     assert hosts == [f"name.example:{port}"]
 
 
@@ -174,11 +242,19 @@ def test_limits_of_size_kind_and_redirects() -> None:
     }
     with web_server(site(pages)) as url:
         page = get(f"{url}/r0")
-        assert (page.url, page.content_type, page.charset, page.body) == (f"{url}/r3", "text/html", "utf-8", b"three redirects")
+        assert (page.url, page.content_type, page.charset, page.body) == (
+            f"{url}/r3",
+            "text/html",
+            "utf-8",
+            b"three redirects",
+        )
         refused(f"{url}/r4", "more than 3 redirects")
         for path in ("/large", "/said", "/bomb"):
             refused(url + path, "larger than 100,000 bytes")
-        assert len(get(f"{url}/fits").body) == 100_000 and get(f"{url}/packed").body == b"<p>packed</p>"
+        assert (
+            len(get(f"{url}/fits").body) == 100_000
+            and get(f"{url}/packed").body == b"<p>packed</p>"
+        )
         refused(f"{url}/broken", "cannot be fetched")
         refused(f"{url}/odd", "packed as 'br'")
         refused(f"{url}/film", "'video/mp4', which cannot be read")
@@ -218,10 +294,27 @@ disallow:
 @pytest.mark.parametrize(
     ("agent", "path", "expected"),
     [
-        *(("Treegraft", "/", True), ("Treegraft", "/private/x", False), ("Treegraft", "/private/open/x", True)),
-        *(("Treegraft", "/x.cgi", False), ("Treegraft", "/x.cgi?q", True), ("Treegraft", "/x.cgi.html", True)),
-        *(("Treegraft", "/a1b2c3", False), ("Treegraft", "/acb", True), ("Treegraft", "/%70rivate/x", False)),
-        *(("OTHER", "/x", False), ("third", "/", False), ("named", "/private/x", True), ("third", "/robots.txt", True)),
+        *(
+            ("Treegraft", "/", True),
+            ("Treegraft", "/private/x", False),
+            ("Treegraft", "/private/open/x", True),
+        ),
+        *(
+            ("Treegraft", "/x.cgi", False),
+            ("Treegraft", "/x.cgi?q", True),
+            ("Treegraft", "/x.cgi.html", True),
+        ),
+        *(
+            ("Treegraft", "/a1b2c3", False),
+            ("Treegraft", "/acb", True),
+            ("Treegraft", "/%70rivate/x", False),
+        ),
+        *(
+            ("OTHER", "/x", False),
+            ("third", "/", False),
+            ("named", "/private/x", True),
+            ("third", "/robots.txt", True),
+        ),
     ],
 )
 def test_rules_of_a_site(agent: str, path: str, expected: bool) -> None:
@@ -241,7 +334,9 @@ def test_patterns_match_as_regular_expressions_do(pattern: str, path: str) -> No
     import re
 
     body = pattern.removesuffix("$")
-    regex = "".join(".*" if letter == "*" else re.escape(letter) for letter in "/" + body) + ("$" if pattern.endswith("$") else "")
+    regex = "".join(".*" if letter == "*" else re.escape(letter) for letter in "/" + body) + (
+        "$" if pattern.endswith("$") else ""
+    )
     allowed = Robots(((False, "/" + pattern),)).allows(f"https://x.example/{path}")
     assert allowed is (re.match(regex, "/" + path) is None)
 
@@ -252,7 +347,11 @@ def test_robots_are_respected_unless_told_otherwise() -> None:
     def answer(method: str, path: str, headers: dict[str, str], body: bytes) -> Answer:
         asked.append(path)
         assert headers["user-agent"] == "Treegraft/1.0"
-        return (200, {}, b"User-agent: treegraft\nDisallow: /no") if path == "/robots.txt" else (200, HTML, b"ok")
+        return (
+            (200, {}, b"User-agent: treegraft\nDisallow: /no")
+            if path == "/robots.txt"
+            else (200, HTML, b"ok")
+        )
 
     with web_server(answer) as url:
         one = fetcher()
@@ -265,7 +364,9 @@ def test_robots_are_respected_unless_told_otherwise() -> None:
         asyncio.run(work())
         assert asked == ["/robots.txt", "/yes"]
         assert get(f"{url}/no", respect_robots=False).body == b"ok"
-    with web_server(lambda method, path, *_: (503 if path == "/robots.txt" else 200, HTML, b"ok")) as url:
+    with web_server(
+        lambda method, path, *_: (503 if path == "/robots.txt" else 200, HTML, b"ok")
+    ) as url:
         refused(url, "left alone for now")
 
 
@@ -286,7 +387,10 @@ def pdf(text: str) -> bytes:
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
         b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
-        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
+        (
+            b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1"
+            b" 5 0 R>>>>>>"
+        ),
         b"<</Length %d>>stream\n%s\nendstream" % (len(stream), stream),
         b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
@@ -296,7 +400,10 @@ def pdf(text: str) -> bytes:
         places.append(out.tell())
         out.write(b"%d 0 obj" % number + one + b"endobj\n")
     start = out.tell()
-    out.write(b"xref\n0 6\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % place for place in places))
+    out.write(
+        b"xref\n0 6\n0000000000 65535 f \n"
+        + b"".join(b"%010d 00000 n \n" % place for place in places)
+    )
     out.write(b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF" % start)
     return out.getvalue()
 
@@ -310,12 +417,19 @@ def pool() -> Iterator[ExtractPool]:
 
 def test_text_of_pages_plain_text_and_pdf(pool: ExtractPool) -> None:
     html = pool.read(Page("http://x/", "text/html", "utf-8", ARTICLE.encode()), 60)
-    assert html.title == "Trees" and "genus Quercus" in html.text and "Imprint" not in html.text and "<p>" not in html.text
+    assert (
+        html.title == "Trees"
+        and "genus Quercus" in html.text
+        and "Imprint" not in html.text
+        and "<p>" not in html.text
+    )
     assert pool.read(Page("http://x/", "text/plain", "latin-1", b"caf\xe9"), 60).text == "café"
     assert pool.read(Page("http://x/", "text/plain", "no-such-code", b"plain"), 60).text == "plain"
     for kind in ("application/pdf", ""):
         assert (
-            pool.read(Page("http://x/", kind, None, pdf("Grafting joins two plants.")), 60).text.strip()
+            pool.read(
+                Page("http://x/", kind, None, pdf("Grafting joins two plants.")), 60
+            ).text.strip()
             == "Grafting joins two plants."
         )
     with pytest.raises(ToolError, match="could not be read"):
@@ -323,7 +437,9 @@ def test_text_of_pages_plain_text_and_pdf(pool: ExtractPool) -> None:
     assert pool.read(Page("http://x/", "text/html", None, b""), 60).text == ""
 
 
-def test_a_page_that_takes_too_long_or_kills_its_reader_costs_that_page_only(pool: ExtractPool) -> None:
+def test_a_page_that_takes_too_long_or_kills_its_reader_costs_that_page_only(
+    pool: ExtractPool,
+) -> None:
     pool.read(Page("http://x/", "text/plain", None, b"warm"), 60)
     with pytest.raises(ToolError, match="could not be read within 0 s"):
         pool.read(Page("http://x/", "text/html", None, ARTICLE.encode() * 20), 0)
@@ -337,29 +453,46 @@ def test_a_page_that_takes_too_long_or_kills_its_reader_costs_that_page_only(poo
 
 def test_the_passages_that_matter_are_shown_in_the_pages_order() -> None:
     pages = {"/trees": (200, HTML, ARTICLE.encode()), "/empty": (200, HTML, b"<html></html>")}
-    own = {"allow_private": True, "num_passages": 1, "passage_chars": 110, "num_workers": 1, "timeout_s": 60}
+    own = {
+        "allow_private": True,
+        "num_passages": 1,
+        "passage_chars": 110,
+        "num_workers": 1,
+        "timeout_s": 60,
+    }
     (tool,) = build_tools(ToolsSettings.model_validate({"use": ["browse"], "browse": own}), ())
     assert isinstance(tool, BrowseTool)
     with web_server(site(pages)) as url:
 
         async def work() -> None:
-            head, *rest = (await tool(f"{url}/trees which conifer drops its needles?", TASK)).splitlines()
+            head, *rest = (
+                await tool(f"{url}/trees which conifer drops its needles?", TASK)
+            ).splitlines()
             assert head == f"Trees | {url}/trees"
             assert rest == [
                 GAP,
-                "The larch is a conifer that drops its needles in autumn, which few others do. Larch wood is tough.",
+                (
+                    "The larch is a conifer that drops its needles in autumn, which few others do."
+                    " Larch wood is tough."
+                ),
                 GAP,
             ]
             beginning = (await tool(f'{{"url": "{url}/trees"}}', TASK)).splitlines()
             assert "oak" in beginning[1] + beginning[2] and beginning[-1] == GAP
             assert (await tool(f"{url}/empty", TASK)).endswith("(no text)")
-            for body, message in (("", "address is empty"), ("{", "browse needs"), (f"{url}/nowhere", "status 404")):
+            for body, message in (
+                ("", "address is empty"),
+                ("{", "browse needs"),
+                (f"{url}/nowhere", "status 404"),
+            ):
                 with pytest.raises(ToolError, match=message):
                     await tool(body, TASK)
             await tool.close()
 
         asyncio.run(work())
-    assert BrowseToolSettings().allow_private is False and BrowseToolSettings().respect_robots is True
+    assert (
+        BrowseToolSettings().allow_private is False and BrowseToolSettings().respect_robots is True
+    )
 
 
 def test_calls_are_read() -> None:

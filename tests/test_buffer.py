@@ -28,12 +28,16 @@ from treegraft.traces.buffer import SourceStats, TraceBuffer
 CONTENT = StepContent(
     thought="two hops left",
     calls=(ToolCall("search", "e9 r2"), ToolCall("python", 'print("\\n")')),
-    observations=(Observation(text="r2 of e9 is e41"), Observation(text="E", is_error=True, is_truncated=True)),
+    observations=(
+        Observation(text="r2 of e9 is e41"),
+        Observation(text="E", is_error=True, is_truncated=True),
+    ),
 )
 
 
 def trace(number: int = 0, **changes: object) -> Trace:
-    """Returns step 1 of a trajectory of its own; its key shares no word with that of another number."""
+    """Returns step 1 of a trajectory of its own; its key shares no word with that of another
+    number."""
     fields = {
         "key": f"question {number} ?\nword{number}",
         "value": f"value {number}",
@@ -70,14 +74,20 @@ def test_traces_come_back_as_they_went_in(tmp_path: Path) -> None:
     traces = [
         trace(0, value=CONTENT, reward=-1.0, policy_version=7),
         trace(1, value=StepContent(thought="so", answer="e7"), terminal=True),
-        trace(2, key='line\n"quotes" \\ \t ünïcode 日本 \ud800 \x00', value="tab\tand \udfff lone surrogate"),
+        trace(
+            2,
+            key='line\n"quotes" \\ \t ünïcode 日本 \ud800 \x00',
+            value="tab\tand \udfff lone surrogate",
+        ),
     ]
     with opened(tmp_path / "b") as buffer:
         assert buffer.add(traces) == 3
         assert list(buffer) == traces
     with opened(tmp_path / "b") as buffer:
         assert list(buffer) == traces and len(buffer) == 3
-        assert [found[0][0] for found in buffer.search([one.key for one in traces], allow_terminal=True)] == traces
+        assert [
+            found[0][0] for found in buffer.search([one.key for one in traces], allow_terminal=True)
+        ] == traces
 
 
 def test_closing_leaves_one_file(tmp_path: Path) -> None:
@@ -122,8 +132,15 @@ def test_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def planted(tmp_path: Path) -> TraceBuffer:
-    """Cosines of the query "q" on paper: a 1, b .8, c .6, d 0; b and c are terminal and of task B, d is of another agent."""
-    vectors = {"q": (1, 0, 0, 0), "a": (1, 0, 0, 0), "b": (0.8, 0.6, 0, 0), "c": (0.6, 0.8, 0, 0), "d": (0, 1, 0, 0)}
+    """Cosines of the query "q" on paper: a 1, b .8, c .6, d 0; b and c are terminal and of task B,
+    d is of another agent."""
+    vectors = {
+        "q": (1, 0, 0, 0),
+        "a": (1, 0, 0, 0),
+        "b": (0.8, 0.6, 0, 0),
+        "c": (0.6, 0.8, 0, 0),
+        "d": (0, 1, 0, 0),
+    }
     buffer = TraceBuffer(tmp_path / "planted", Planted(vectors))
     buffer.add(
         [
@@ -144,7 +161,9 @@ def test_the_nearest_come_first(tmp_path: Path) -> None:
     with planted(tmp_path) as buffer:
         found = buffer.search(["q"], 9, allow_terminal=True)
         assert keys(found) == ["abcd"]
-        assert [similarity for _, similarity in found[0]] == pytest.approx([1.0, 0.8, 0.6, 0.0], abs=1e-6)
+        assert [similarity for _, similarity in found[0]] == pytest.approx(
+            [1.0, 0.8, 0.6, 0.0], abs=1e-6
+        )
         assert keys(buffer.search(["d", "q"], 1, allow_terminal=True)) == ["d", "a"]
 
 
@@ -155,9 +174,13 @@ def test_filters(tmp_path: Path) -> None:
         assert keys(buffer.search(["q"], 9, sources=["other"])) == ["d"]
         assert keys(buffer.search(["q"], 9, sources=["other", "expert"])) == ["ad"]
         assert keys(buffer.search(["q"], 9, sources=["nobody"])) == [""]
-        per_key = buffer.search(["q", "q", "q", "q"], 9, allow_terminal=True, exclude_tasks=["B", None, "A", ""])
+        per_key = buffer.search(
+            ["q", "q", "q", "q"], 9, allow_terminal=True, exclude_tasks=["B", None, "A", ""]
+        )
         assert keys(per_key) == ["ad", "abcd", "bcd", "abcd"]
-        assert keys(buffer.search(["q"], 2, allow_terminal=True, exclude_tasks=["A"], sources=["expert"])) == ["bc"]
+        assert keys(
+            buffer.search(["q"], 2, allow_terminal=True, exclude_tasks=["A"], sources=["expert"])
+        ) == ["bc"]
 
 
 def test_equally_near_ones_come_in_the_order_they_were_added(tmp_path: Path) -> None:
@@ -196,7 +219,9 @@ def test_draws_are_even_and_functions_of_their_seed(tmp_path: Path) -> None:
             trace(0, key="a", task_id="A"),
         ]
         assert buffer.draw([5], sources=["nobody"]) == [None]
-        assert {one.key for one in buffer.draw(range(100), allow_terminal=True) if one} == set("abcd")
+        assert {one.key for one in buffer.draw(range(100), allow_terminal=True) if one} == set(
+            "abcd"
+        )
 
 
 # ---------------------------------------------------------------------- trajectories
@@ -204,7 +229,14 @@ def test_draws_are_even_and_functions_of_their_seed(tmp_path: Path) -> None:
 
 def steps(num: int, trajectory: str = "t", **changes: object) -> list[Trace]:
     return [
-        trace(place, position=place, task_id="A", trajectory=trajectory, terminal=place == num - 1, **changes)
+        trace(
+            place,
+            position=place,
+            task_id="A",
+            trajectory=trajectory,
+            terminal=place == num - 1,
+            **changes,
+        )
         for place in range(num)
     ]
 
@@ -290,7 +322,11 @@ def test_rolling_back_undoes_additions_evictions_and_memberships(tmp_path: Path)
         buffer.evict(1, source="expert", update=3)
         assert len(buffer) == 1
         buffer.roll_back(1)
-        after = (list(buffer), buffer.fingerprint(), replace(buffer.stats(), num_bytes=before[2].num_bytes))
+        after = (
+            list(buffer),
+            buffer.fingerprint(),
+            replace(buffer.stats(), num_bytes=before[2].num_bytes),
+        )
         assert after == before
         assert buffer.search([trace(7).key])[0][0][0] == trace(7, source="policy")
     with opened(tmp_path / "b") as buffer:
@@ -308,16 +344,24 @@ OPERATIONS = st.lists(
 
 @settings(max_examples=25, deadline=None)
 @given(OPERATIONS, st.integers(0, 8))
-def test_a_cut_buffer_equals_one_that_never_went_further(operations: list[tuple[str, object]], cut: int) -> None:
+def test_a_cut_buffer_equals_one_that_never_went_further(
+    operations: list[tuple[str, object]], cut: int
+) -> None:
     def play(buffer: TraceBuffer, some: Sequence[tuple[int, tuple[str, object]]]) -> None:
         for update, (what, value) in some:
             if what == "add":
-                buffer.add([trace(number, policy_version=update) for number in value], update=update)
+                buffer.add(
+                    [trace(number, policy_version=update) for number in value], update=update
+                )
             else:
                 buffer.evict(value, source="expert", update=update)
 
     numbered = list(enumerate(operations, start=1))
-    with tempfile.TemporaryDirectory() as folder, opened(Path(folder) / "a") as cut_back, opened(Path(folder) / "b") as plain:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        opened(Path(folder) / "a") as cut_back,
+        opened(Path(folder) / "b") as plain,
+    ):
         play(cut_back, numbered)
         cut_back.roll_back(cut)
         play(plain, numbered[:cut])
@@ -337,14 +381,33 @@ def test_stats(tmp_path: Path) -> None:
         buffer.add([*steps(4), *steps(2, source="policy", policy_version=3, reward=0.5)])
         buffer.add([trace(9, source="policy", policy_version=5, reward=0.0)])
         stats = buffer.stats()
-        assert stats.sources == {"expert": SourceStats(4, 1, 1.0), "policy": SourceStats(3, 2, pytest.approx(1 / 3))}
-        assert (stats.num_traces, stats.num_trajectories, stats.num_terminal, stats.num_tasks) == (7, 3, 2, 2)
-        assert stats.steps_per_trajectory == pytest.approx(7 / 3) and stats.policy_versions == (3, 5)
-        assert (stats.encoder, stats.dim, stats.index) == ("hashing", 512, "flat") and stats.num_bytes > 7 * 512 * 4
+        assert stats.sources == {
+            "expert": SourceStats(4, 1, 1.0),
+            "policy": SourceStats(3, 2, pytest.approx(1 / 3)),
+        }
+        assert (stats.num_traces, stats.num_trajectories, stats.num_terminal, stats.num_tasks) == (
+            7,
+            3,
+            2,
+            2,
+        )
+        assert stats.steps_per_trajectory == pytest.approx(7 / 3) and stats.policy_versions == (
+            3,
+            5,
+        )
+        assert (stats.encoder, stats.dim, stats.index) == (
+            "hashing",
+            512,
+            "flat",
+        ) and stats.num_bytes > 7 * 512 * 4
 
 
 def test_the_fingerprint_is_of_what_is_in_it(tmp_path: Path) -> None:
-    with opened(tmp_path / "a") as a, opened(tmp_path / "b") as b, TraceBuffer(tmp_path / "c", Planted({})) as c:
+    with (
+        opened(tmp_path / "a") as a,
+        opened(tmp_path / "b") as b,
+        TraceBuffer(tmp_path / "c", Planted({})) as c,
+    ):
         empty = a.fingerprint()
         a.add([trace(0), trace(1)])
         b.add([trace(1), trace(0)])
@@ -380,7 +443,9 @@ def test_a_copy_is_a_buffer_of_its_own(tmp_path: Path) -> None:
         ({"position": -1}, "position is -1"),
     ],
 )
-def test_a_useless_trace_is_refused_and_nothing_added(tmp_path: Path, changes: dict[str, object], says: str) -> None:
+def test_a_useless_trace_is_refused_and_nothing_added(
+    tmp_path: Path, changes: dict[str, object], says: str
+) -> None:
     with opened(tmp_path / "b") as buffer:
         with pytest.raises(DataError, match=f"trace 1 .*task 5.*{says}.*Leave"):
             buffer.add([trace(0), trace(5, **changes)])
@@ -395,9 +460,13 @@ def test_an_answer_alone_is_a_value(tmp_path: Path) -> None:
 def test_another_encoder_is_refused_and_both_are_named(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         buffer.add([trace(0)])
-    with pytest.raises(DataError, match=r"'hashing' \(512 dimensions\).*'minilm'.*take \"hashing\""):
+    with pytest.raises(
+        DataError, match=r"'hashing' \(512 dimensions\).*'minilm'.*take \"hashing\""
+    ):
         TraceBuffer(tmp_path / "b")
-    with pytest.raises(DataError, match=r"'hashing' \(512 dimensions\).*'planted' \(4 dimensions\)"):
+    with pytest.raises(
+        DataError, match=r"'hashing' \(512 dimensions\).*'planted' \(4 dimensions\)"
+    ):
         TraceBuffer(tmp_path / "b", Planted({}))
 
 
@@ -405,7 +474,10 @@ def test_an_encoder_that_changed_under_its_name_is_found_out(tmp_path: Path) -> 
     with TraceBuffer(tmp_path / "b", Planted({})) as buffer:
         buffer.add([trace(0)])
     changed = Planted({buffer_module._PROBE: (1, 0, 0, 0)})
-    with TraceBuffer(tmp_path / "b", changed) as buffer, pytest.raises(DataError, match=r"'planted' gives other vectors.*0\.000"):
+    with (
+        TraceBuffer(tmp_path / "b", changed) as buffer,
+        pytest.raises(DataError, match=r"'planted' gives other vectors.*0\.000"),
+    ):
         buffer.search(["q"])
 
 
@@ -466,7 +538,10 @@ def without_vectors(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda path: path.write_text("no database, but long enough for a header " * 9), "is not a Step-Trace Buffer, which is"),
+        (
+            lambda path: path.write_text("no database, but long enough for a header " * 9),
+            "is not a Step-Trace Buffer, which is",
+        ),
         (foreign, "SQLite file of another program"),
         (newer, "format 99, this version of treegraft reads 1"),
         (cut_off, "damaged"),
@@ -477,7 +552,9 @@ def without_vectors(path: Path) -> None:
         (lambda path: None, "there is no such file"),
     ],
 )
-def test_what_is_no_buffer_is_refused_with_a_reason(tmp_path: Path, make: Callable[[Path], object], says: str) -> None:
+def test_what_is_no_buffer_is_refused_with_a_reason(
+    tmp_path: Path, make: Callable[[Path], object], says: str
+) -> None:
     make(tmp_path / "b")
     with pytest.raises(DataError, match=says):
         TraceBuffer.open_as_built(tmp_path / "b")
@@ -507,7 +584,9 @@ def test_an_empty_file_becomes_a_buffer(tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- threads and kills
 
 
-def test_one_thread_may_add_while_others_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_may_add_while_others_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(buffer_module, "CHUNK", 8)
     traces, problems = [trace(number) for number in range(400)], []
     with opened(tmp_path / "b") as buffer:
@@ -561,7 +640,11 @@ def test_several_writers_add_each_trace_once_and_see_what_others_added(tmp_path:
     """Each with a connection of its own, as in processes of their own."""
     traces = [trace(number) for number in range(400)]
     counts = [0, 0, 0]
-    with opened(tmp_path / "b") as first, opened(tmp_path / "b") as second, opened(tmp_path / "b") as third:
+    with (
+        opened(tmp_path / "b") as first,
+        opened(tmp_path / "b") as second,
+        opened(tmp_path / "b") as third,
+    ):
         buffers = [first, second, third]
 
         def add(number: int) -> None:
@@ -588,7 +671,13 @@ def test_evicting_what_another_writer_added(tmp_path: Path) -> None:
 def test_a_step_that_the_policy_writes_again_is_young_again(tmp_path: Path) -> None:
     with opened(tmp_path / "b") as buffer:
         for update, number in ((1, 0), (2, 1), (3, 0)):
-            again = trace(number, policy_version=update, reward=update / 10, trajectory=f"{update}", source="self")
+            again = trace(
+                number,
+                policy_version=update,
+                reward=update / 10,
+                trajectory=f"{update}",
+                source="self",
+            )
             buffer.add([again], update=update)
         buffer.evict(1, source="self", update=3)
         assert [one.task_id for one in buffer] == ["task 0"]
@@ -598,7 +687,8 @@ def test_a_step_that_the_policy_writes_again_is_young_again(tmp_path: Path) -> N
 
 
 def check_after_a_kill(path: Path, committed: int) -> int:
-    """Returns how many traces are in the file: all that were acknowledged, in whole chunks, in order, and each findable."""
+    """Returns how many traces are in the file: all that were acknowledged, in whole chunks, in
+    order, and each findable."""
     connection = sqlite3.connect(path)
     assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
     connection.close()
@@ -614,7 +704,9 @@ def check_after_a_kill(path: Path, committed: int) -> int:
 
 def kill_while_adding(path: Path, after_s: float) -> int:
     """Returns how many traces the killed process had said were committed."""
-    process = subprocess.Popen([sys.executable, "-m", "tests.killed_adds", str(path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.killed_adds", str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     first = process.stdout.readline()
     time.sleep(after_s)

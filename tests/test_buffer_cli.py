@@ -1,4 +1,5 @@
-"""`treegraft buffer`: from a recipe to traces in a file and back to a reader's eyes, with real parts."""
+"""`treegraft buffer`: from a recipe to traces in a file and back to a reader's eyes, with real
+parts."""
 
 from __future__ import annotations
 
@@ -54,16 +55,26 @@ def world() -> SearchWorld:
 
 
 def test_help_is_free_of_torch() -> None:
-    code = "import sys; from treegraft import cli; assert not {'torch', 'numpy', 'httpx', 'transformers'} & set(sys.modules)"
+    code = (
+        "import sys; from treegraft import cli; assert not {'torch', 'numpy', 'httpx',"
+        " 'transformers'} & set(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_build_stats_and_search(treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_stats_and_search(
+    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "b.traces"
     build = ("build", recipe, "--out", out, "--encoder", "hashing", "--samples", 2, "--keep", 1)
     assert treegraft(*build, "--num-tasks", 4, "--json") == 0
     report = json.loads(capsys.readouterr().out)
-    assert (report["num_tasks"], report["num_attempts"], report["num_kept"], report["mean_reward"]) == (4, 8, 4, 1.0)
+    assert (
+        report["num_tasks"],
+        report["num_attempts"],
+        report["num_kept"],
+        report["mean_reward"],
+    ) == (4, 8, 4, 1.0)
     assert report["num_new"] == 2 + 3 + 2 + 3
     # The same command goes on: four tasks are done, eight are not.
     assert treegraft(*build) == 0
@@ -73,15 +84,26 @@ def test_build_stats_and_search(treegraft: Run, recipe: Path, tmp_path: Path, ca
 
     assert treegraft("stats", out, "--json") == 0
     stats = json.loads(capsys.readouterr().out)
-    assert (stats["num_traces"], stats["num_trajectories"], stats["num_terminal"], stats["encoder"]) == (30, 12, 12, "hashing")
-    assert stats["sources"] == {"expert": {"num_traces": 30, "num_trajectories": 12, "mean_reward": 1.0}}
+    assert (
+        stats["num_traces"],
+        stats["num_trajectories"],
+        stats["num_terminal"],
+        stats["encoder"],
+    ) == (30, 12, 12, "hashing")
+    assert stats["sources"] == {
+        "expert": {"num_traces": 30, "num_trajectories": 12, "mean_reward": 1.0}
+    }
     assert treegraft("stats", out) == 0
     assert "30, 12 of them with a final answer" in capsys.readouterr().out
 
     question = world().train_tasks()[1].question
     assert treegraft("search", out, question, "-k", 1, "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)
-    assert (found["key"], found["task_id"], found["position"]) == (question, "search_world/train/1", 0)
+    assert (found["key"], found["task_id"], found["position"]) == (
+        question,
+        "search_world/train/1",
+        0,
+    )
     assert found["similarity"] == pytest.approx(1.0, abs=1e-5)
     assert treegraft("search", out, question, "-k", 2) == 0
     text = capsys.readouterr().out
@@ -90,13 +112,36 @@ def test_build_stats_and_search(treegraft: Run, recipe: Path, tmp_path: Path, ca
     assert "step     search e" in text
 
 
-def test_overrides_shape_the_build(treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build = ("build", recipe, "tasks.search_world.error_prob=1.0", "--encoder", "hashing", "--samples", 2)
+def test_overrides_shape_the_build(
+    treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = (
+        "build",
+        recipe,
+        "tasks.search_world.error_prob=1.0",
+        "--encoder",
+        "hashing",
+        "--samples",
+        2,
+    )
     assert treegraft(*build, "--out", tmp_path / "b", "--num-tasks", 2) == 1
     ended = capsys.readouterr()
     assert "none of 4 attempts was good enough to keep" in ended.err
     assert "4 too low in reward" in ended.out
-    assert treegraft(*build, "--out", tmp_path / "b", "--num-tasks", 2, "--min-reward", -1, "--source", "liar") == 0
+    assert (
+        treegraft(
+            *build,
+            "--out",
+            tmp_path / "b",
+            "--num-tasks",
+            2,
+            "--min-reward",
+            -1,
+            "--source",
+            "liar",
+        )
+        == 0
+    )
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
         assert list(buffer.stats().sources) == ["liar"]
 
@@ -105,7 +150,18 @@ def test_a_server_builds_beside_the_expert(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, tasks = tmp_path / "b", world()
-    shared = ("build", recipe, "--out", out, "--encoder", "hashing", "--samples", 2, "--num-tasks", 3)
+    shared = (
+        "build",
+        recipe,
+        "--out",
+        out,
+        "--encoder",
+        "hashing",
+        "--samples",
+        2,
+        "--num-tasks",
+        3,
+    )
     assert treegraft(*shared) == 0
     with serving(lambda body, n: said(expert_text(tasks, body)), ["little"]) as (url, seen):
         assert treegraft(*shared, "--agent", url, "--temperature", 0.5, "--concurrency", 2) == 0
@@ -116,14 +172,28 @@ def test_a_server_builds_beside_the_expert(
     assert "<search>...</search> Looks up one fact." in seen[0]["messages"][0]["content"]
     with TraceBuffer.open_as_built(out) as buffer:
         stats = buffer.stats()
-    assert {name: one.num_traces for name, one in stats.sources.items()} == {"expert": 7, "little": 7}
+    assert {name: one.num_traces for name, one in stats.sources.items()} == {
+        "expert": 7,
+        "little": 7,
+    }
 
 
 def test_a_server_that_went_down_is_an_error_after_the_counts(
     treegraft: Run, recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(lambda *_: (503, {})) as (url, _):
-        options = ("--agent", url, "--model", "m", "--retries", 0, "--encoder", "hashing", "--samples", 16)
+        options = (
+            "--agent",
+            url,
+            "--model",
+            "m",
+            "--retries",
+            0,
+            "--encoder",
+            "hashing",
+            "--samples",
+            16,
+        )
         assert treegraft("build", recipe, "--out", tmp_path / "b", *options) == 1
     ended = capsys.readouterr()
     assert "32 x HTTP 503" in ended.out
@@ -131,7 +201,9 @@ def test_a_server_that_went_down_is_an_error_after_the_counts(
     assert "Traceback" not in ended.err
 
 
-def test_a_checkpoint_answers(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_answers(
+    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = tiny(
         tasks={**EASY, "num_train": 3},
         run={"num_updates": 0, "dir": str(tmp_path), "name": "r"},
@@ -140,17 +212,36 @@ def test_a_checkpoint_answers(treegraft: Run, tmp_path: Path, capsys: pytest.Cap
     )
     recipe = write_recipe(tmp_path / "recipe.json", settings)
     train(settings)
-    shared = ("build", recipe, "--agent", tmp_path / "r", "--encoder", "hashing", "--samples", 3, "--json", "--min-reward", -2)
+    shared = (
+        "build",
+        recipe,
+        "--agent",
+        tmp_path / "r",
+        "--encoder",
+        "hashing",
+        "--samples",
+        3,
+        "--json",
+        "--min-reward",
+        -2,
+    )
     reports = []
     for name in ("a", "b"):
         assert treegraft(*shared, "--out", tmp_path / name) == 0
         reports.append(json.loads(capsys.readouterr().out))
     first, second = reports
-    assert (first["num_tasks"], first["num_attempts"], first["source"]) == (3, 9, str(tmp_path / "r"))
+    assert (first["num_tasks"], first["num_attempts"], first["source"]) == (
+        3,
+        9,
+        str(tmp_path / "r"),
+    )
     assert first["num_kept"] + sum(first["failures"].values()) == 9
     # Keyed noise: the same model gives the same traces.
     assert {**first, "buffer": ""} == {**second, "buffer": ""}
-    with TraceBuffer.open_as_built(tmp_path / "a") as a, TraceBuffer.open_as_built(tmp_path / "b") as b:
+    with (
+        TraceBuffer.open_as_built(tmp_path / "a") as a,
+        TraceBuffer.open_as_built(tmp_path / "b") as b,
+    ):
         assert len(a) > 0
         assert a.fingerprint() == b.fingerprint()
 
@@ -159,14 +250,27 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = write_recipe(tmp_path / "recipe.json", tiny(tasks={**EASY, "num_train": 200}))
-    tasks = SearchWorld(SearchWorldSettings(**EASY["search_world"]), seed=3, num_train=200, num_eval=4)
+    tasks = SearchWorld(
+        SearchWorldSettings(**EASY["search_world"]), seed=3, num_train=200, num_eval=4
+    )
 
     def interrupting(body: dict[str, Any], number: int) -> tuple[int, Any]:
         if number == 40:
             os.kill(os.getpid(), signal.SIGINT)
         return said(expert_text(tasks, body))
 
-    build = ("build", recipe, "--samples", 2, "--encoder", "hashing", "--out", tmp_path / "b", "--concurrency", 2)
+    build = (
+        "build",
+        recipe,
+        "--samples",
+        2,
+        "--encoder",
+        "hashing",
+        "--out",
+        tmp_path / "b",
+        "--concurrency",
+        2,
+    )
     with serving(interrupting) as (url, _):
         assert treegraft(*build, "--agent", url) == 130
     ended = capsys.readouterr()
@@ -184,8 +288,13 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
 
 def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows, into = tmp_path / "rows.jsonl", tmp_path / "b"
-    rows.write_text('{"question": "q ?", "text": "<search>a</search><result>b</result><answer>1</answer>"}\nnonsense\n' * 12)
-    assert treegraft("import", rows, "--into", into, "--encoder", "hashing", "--source", "them") == 0
+    rows.write_text(
+        '{"question": "q ?", "text":'
+        ' "<search>a</search><result>b</result><answer>1</answer>"}\nnonsense\n' * 12
+    )
+    assert (
+        treegraft("import", rows, "--into", into, "--encoder", "hashing", "--source", "them") == 0
+    )
     ended = capsys.readouterr()
     assert "2 new, 22 there already" in ended.out
     assert "left out      12 lines" in ended.out
@@ -195,11 +304,20 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
     report = json.loads(capsys.readouterr().out)
     assert (report["num_new"], report["num_trajectories"], len(report["problems"])) == (0, 12, 12)
 
-    assert treegraft("add", into, "--key", "r2 of e9 ?", "--value", "look it up", "--task", "t") == 0
+    assert (
+        treegraft("add", into, "--key", "r2 of e9 ?", "--value", "look it up", "--task", "t") == 0
+    )
     assert "1 new, 0 there already, 3 in all" in capsys.readouterr().out
-    lines = '{"key": "k", "value": {"answer": "1"}}\n\n{"key": "k", "value": {"calls": [{"name": "a", "body": "b"}]}}\n'
+    lines = (
+        '{"key": "k", "value": {"answer": "1"}}\n\n{"key": "k", "value": {"calls": [{"name": "a",'
+        ' "body": "b"}]}}\n'
+    )
     assert treegraft("add", into, "--json", stdin=lines) == 0
-    assert json.loads(capsys.readouterr().out) == {"num_new": 2, "num_duplicates": 0, "num_traces": 5}
+    assert json.loads(capsys.readouterr().out) == {
+        "num_new": 2,
+        "num_duplicates": 0,
+        "num_traces": 5,
+    }
 
 
 @pytest.mark.parametrize(
@@ -208,20 +326,69 @@ def test_import_and_add(treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFi
         (("stats", "nowhere"), 2, "there is no such file"),
         (("search", "nowhere", "q"), 2, "there is no such file"),
         (("import", "nowhere", "--into", "b"), 2, "'nowhere': there is no such file or folder"),
-        (("import", "empty.jsonl", "--into", "b", "--encoder", "hashing"), 2, "nothing was imported into b"),
+        (
+            ("import", "empty.jsonl", "--into", "b", "--encoder", "hashing"),
+            2,
+            "nothing was imported into b",
+        ),
         (("add", "b", "--key", "k"), 2, "--key and --value go together"),
         (("add", "b"), 2, "stdin: got no line"),
-        (("add", "b", "--key", "k", "--value", " ", "--encoder", "hashing"), 2, "its value is empty"),
+        (
+            ("add", "b", "--key", "k", "--value", " ", "--encoder", "hashing"),
+            2,
+            "its value is empty",
+        ),
         (("import", "good.jsonl", "--into", "text"), 2, "'text' is not a Step-Trace Buffer"),
-        (("build", "recipe.json", "--out", "b", "--agent", "ftp://h"), 2, "is not the address of a server"),
-        (("build", "recipe.json", "--out", "b", "--model", "m"), 2, "--model would have no effect with --agent expert"),
-        (("build", "recipe.json", "--out", "b", "--temperature", "1"), 2, "it is for a server or a model"),
-        (("build", "recipe.json", "--out", "b", "--agent", "./no", "--retries", "1"), 2, "--retries would have no effect"),
+        (
+            ("build", "recipe.json", "--out", "b", "--agent", "ftp://h"),
+            2,
+            "is not the address of a server",
+        ),
+        (
+            ("build", "recipe.json", "--out", "b", "--model", "m"),
+            2,
+            "--model would have no effect with --agent expert",
+        ),
+        (
+            ("build", "recipe.json", "--out", "b", "--temperature", "1"),
+            2,
+            "it is for a server or a model",
+        ),
+        (
+            ("build", "recipe.json", "--out", "b", "--agent", "./no", "--retries", "1"),
+            2,
+            "--retries would have no effect",
+        ),
         (("build", "recipe.json", "--out", "b", "--agent", "./no"), 2, "there is no such folder"),
-        (("build", "recipe.json", "--out", "b", "--agent", "runs/frist"), 2, "no such folder. Did you mean 'first'?"),
-        (("build", "recipe.json", "--out", "b", "--agent", "some/where/else"), 2, "no such folder, nor 'some/where'"),
-        (("build", "recipe.json", "--out", "b", "--agent", "http://127.0.0.1:9"), 2, "the server did not say what it serves"),
-        (("build", "recipe.json", "--out", "b", "--agent", "http://h", "--api-key-env", "NO_KEY"), 2, "NO_KEY: that environment"),
+        (
+            ("build", "recipe.json", "--out", "b", "--agent", "runs/frist"),
+            2,
+            "no such folder. Did you mean 'first'?",
+        ),
+        (
+            ("build", "recipe.json", "--out", "b", "--agent", "some/where/else"),
+            2,
+            "no such folder, nor 'some/where'",
+        ),
+        (
+            ("build", "recipe.json", "--out", "b", "--agent", "http://127.0.0.1:9"),
+            2,
+            "the server did not say what it serves",
+        ),
+        (
+            (
+                "build",
+                "recipe.json",
+                "--out",
+                "b",
+                "--agent",
+                "http://h",
+                "--api-key-env",
+                "NO_KEY",
+            ),
+            2,
+            "NO_KEY: that environment",
+        ),
         (("build", "recipe.json", "--out", "b", "--encoder", "hashin"), 2, "hashin"),
         (("build", "recipe.json", "--out", "text", "--encoder", "hashing"), 2, "Step-Trace Buffer"),
         (("build", "recipe.json", "learn.rl=1", "--out", "b"), 2, "learn.rl"),
@@ -237,7 +404,9 @@ def test_bad_input_is_one_paragraph(
     message: str,
 ) -> None:
     monkeypatch.chdir(recipe.parent)
-    Path("text").write_text("This is a text of some length, which is no database of any kind. " * 20)
+    Path("text").write_text(
+        "This is a text of some length, which is no database of any kind. " * 20
+    )
     Path("empty.jsonl").write_text("")
     Path("runs/first/checkpoints").mkdir(parents=True)
     Path("good.jsonl").write_text('{"question": "q ?", "text": "<answer>1</answer>"}')
@@ -251,16 +420,31 @@ def test_bad_input_is_one_paragraph(
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"key": "k", "value": "v", "terminal": "false"}', "'terminal' is 'false', no true or false"),
+        (
+            '{"key": "k", "value": "v", "terminal": "false"}',
+            "'terminal' is 'false', no true or false",
+        ),
         ('{"key": "k", "value": "v", "position": 2.7}', "'position' is 2.7, no whole number"),
-        ('{"key": "k", "value": "v", "terminla": true}', "an unknown field 'terminla'. Did you mean 'terminal'?"),
+        (
+            '{"key": "k", "value": "v", "terminla": true}',
+            "an unknown field 'terminla'. Did you mean 'terminal'?",
+        ),
         ('{"key": "k"}', "no 'value'"),
     ],
 )
 def test_a_line_that_is_no_trace_is_refused(
     treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
 ) -> None:
-    assert treegraft("add", tmp_path / "b", "--encoder", "hashing", stdin='{"key": "k", "value": "v"}\n' + line) == 2
+    assert (
+        treegraft(
+            "add",
+            tmp_path / "b",
+            "--encoder",
+            "hashing",
+            stdin='{"key": "k", "value": "v"}\n' + line,
+        )
+        == 2
+    )
     error = " ".join(capsys.readouterr().err.split())
     assert "stdin, line 2" in error and message in error
     assert not list(tmp_path.glob("b*"))

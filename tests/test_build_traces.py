@@ -1,4 +1,5 @@
-"""Filling the Step-Trace Buffer: which trajectories are kept, what is counted, and what is left after a stop."""
+"""Filling the Step-Trace Buffer: which trajectories are kept, what is counted, and what is left
+after a stop."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from treegraft.traces.keys import retrieval_key, says_something, split_steps
 
 WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
 LOOK_UP = StepContent(
-    thought="look\n it  up", calls=(ToolCall("search", " e9 r2 "),), observations=(Observation(text="r2 of e9\tis e41"),)
+    thought="look\n it  up",
+    calls=(ToolCall("search", " e9 r2 "),),
+    observations=(Observation(text="r2 of e9\tis e41"),),
 )
 
 
@@ -69,9 +72,13 @@ class Numbered:
         pass
 
 
-def build(path: Path, agent: Any, tasks: Sequence[Task] | None = None, **options: Any) -> tuple[BuildReport, list[Any]]:
+def build(
+    path: Path, agent: Any, tasks: Sequence[Task] | None = None, **options: Any
+) -> tuple[BuildReport, list[Any]]:
     with TraceBuffer(path, "hashing") as buffer:
-        report = asyncio.run(build_traces(tasks or world().train_tasks(), agent, SCORER, format(), buffer, **options))
+        report = asyncio.run(
+            build_traces(tasks or world().train_tasks(), agent, SCORER, format(), buffer, **options)
+        )
         return report, list(buffer)
 
 
@@ -79,18 +86,32 @@ def build(path: Path, agent: Any, tasks: Sequence[Task] | None = None, **options
 
 
 def test_a_key_by_hand() -> None:
-    assert retrieval_key(" r5 of\nr2 of e9 ? ", [LOOK_UP]) == "r5 of r2 of e9 ?\nlook it up\nsearch e9 r2\nr2 of e9 is e41"
+    assert (
+        retrieval_key(" r5 of\nr2 of e9 ? ", [LOOK_UP])
+        == "r5 of r2 of e9 ?\nlook it up\nsearch e9 r2\nr2 of e9 is e41"
+    )
     assert retrieval_key("q", []) == "q"
-    two = StepContent(calls=(ToolCall("a", "1"), ToolCall("b", "2")), observations=(Observation(text="x"), Observation(text="y")))
+    two = StepContent(
+        calls=(ToolCall("a", "1"), ToolCall("b", "2")),
+        observations=(Observation(text="x"), Observation(text="y")),
+    )
     assert retrieval_key("q", [two]) == "q\na 1\nx\nb 2\ny"
 
 
 def test_a_trajectory_is_split_into_steps_under_what_stood_before() -> None:
     last = StepContent(thought="so", answer="e41")
-    first, second = split_steps("t", "q ?", [LOOK_UP, last], reward=0.5, source="s", trajectory="3", policy_version=7)
+    first, second = split_steps(
+        "t", "q ?", [LOOK_UP, last], reward=0.5, source="s", trajectory="3", policy_version=7
+    )
     assert (first.key, first.position, first.terminal, first.value) == ("q ?", 0, False, LOOK_UP)
-    assert (second.key, second.position, second.terminal) == ("q ?\nlook it up\nsearch e9 r2\nr2 of e9 is e41", 1, True)
-    assert {(t.task_id, t.reward, t.source, t.trajectory, t.policy_version) for t in (first, second)} == {("t", 0.5, "s", "3", 7)}
+    assert (second.key, second.position, second.terminal) == (
+        "q ?\nlook it up\nsearch e9 r2\nr2 of e9 is e41",
+        1,
+        True,
+    )
+    assert {
+        (t.task_id, t.reward, t.source, t.trajectory, t.policy_version) for t in (first, second)
+    } == {("t", 0.5, "s", "3", 7)}
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
@@ -98,14 +119,20 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 @settings(max_examples=50, deadline=None)
 @given(texts, texts, texts, texts)
-def test_white_space_does_not_change_a_key(question: str, thought: str, body: str, result: str) -> None:
+def test_white_space_does_not_change_a_key(
+    question: str, thought: str, body: str, result: str
+) -> None:
     def step(space: str) -> StepContent:
         calls = (ToolCall("search", f"{space}{body}{space}"),)
-        return StepContent(thought=space + thought, calls=calls, observations=(Observation(text=result + space),))
+        return StepContent(
+            thought=space + thought, calls=calls, observations=(Observation(text=result + space),)
+        )
 
     assert retrieval_key(question, [step("")]) == retrieval_key(f" {question}\n", [step(" \n")])
     assert all(
-        line == " ".join(line.split()) != "" for line in retrieval_key(question, [step(" ")]).split("\n") if question.strip()
+        line == " ".join(line.split()) != ""
+        for line in retrieval_key(question, [step(" ")]).split("\n")
+        if question.strip()
     )
 
 
@@ -120,17 +147,27 @@ def test_a_step_without_text_says_nothing() -> None:
 
 def test_the_best_are_kept_and_the_others_counted(tmp_path: Path) -> None:
     report, traces = build(tmp_path / "b", Numbered({1, 3, 4, 6}), num_samples=8, num_best=3)
-    assert (report.num_tasks, report.num_attempts, report.num_kept, report.num_surplus, report.num_too_low) == (6, 48, 18, 6, 24)
+    assert (
+        report.num_tasks,
+        report.num_attempts,
+        report.num_kept,
+        report.num_surplus,
+        report.num_too_low,
+    ) == (6, 48, 18, 6, 24)
     assert report.mean_reward == pytest.approx(4 * 1.0 / 8)
     assert (report.num_new, report.num_duplicates, len(traces)) == (18, 0, 18)
     assert {int(trace.trajectory) for trace in traces} <= {1, 3, 4, 6}
-    assert all(trace.terminal and trace.position == 0 and trace.source == "numbered" for trace in traces)
-    # As a graft: the two retrieve tags, the thought between two tags, <answer> \boxed{ e1 } </answer>.
+    assert all(
+        trace.terminal and trace.position == 0 and trace.source == "numbered" for trace in traces
+    )
+    # As a graft: the two retrieve tags, the thought between two tags, <answer> \boxed{ e1 }
+    # </answer>.
     assert report.num_tokens == sum(2 + 2 + (int(trace.trajectory) + 1) + 5 for trace in traces)
 
 
 def test_the_tokenizer_is_used_in_one_thread_only(tmp_path: Path) -> None:
-    """It remembers how its last text was split: two threads at once turned questions into special tokens now and then."""
+    """It remembers how its last text was split: two threads at once turned questions into special
+    tokens now and then."""
     threads: set[str] = set()
 
     class Watched(TagsFormat):
@@ -144,7 +181,15 @@ def test_the_tokenizer_is_used_in_one_thread_only(tmp_path: Path) -> None:
 
     watched = Watched(format()._tokenizer, world().tools(), system_prompt="", require_think=False)
     with TraceBuffer(tmp_path / "b.sqlite", "hashing") as buffer:
-        build = build_traces(list(world().train_tasks()), Numbered({0, 1}), SCORER, watched, buffer, num_samples=2, num_best=1)
+        build = build_traces(
+            list(world().train_tasks()),
+            Numbered({0, 1}),
+            SCORER,
+            watched,
+            buffer,
+            num_samples=2,
+            num_best=1,
+        )
         report = asyncio.run(build)
     assert report.num_new > 0 and threads == {threading.current_thread().name}
 
@@ -153,14 +198,23 @@ def test_ties_are_broken_by_the_seed_and_nothing_else(tmp_path: Path) -> None:
     chosen = {}
     for name, seed, concurrency in (("a", 1, 16), ("b", 1, 2), ("c", 2, 16)):
         _, traces = build(
-            tmp_path / name, Numbered(set(range(8))), num_samples=8, num_best=2, seed=seed, max_concurrent=concurrency
+            tmp_path / name,
+            Numbered(set(range(8))),
+            num_samples=8,
+            num_best=2,
+            seed=seed,
+            max_concurrent=concurrency,
         )
         chosen[name] = [(trace.task_id, trace.trajectory) for trace in traces]
     assert chosen["a"] == chosen["b"] != chosen["c"]
 
 
 def test_failures_are_counted_by_reason_and_the_rest_is_kept(tmp_path: Path) -> None:
-    failed = {0: Attempt(error="no reply"), 1: Attempt(error="no reply"), 2: Attempt(error="nonsense", contents=(LOOK_UP,))}
+    failed = {
+        0: Attempt(error="no reply"),
+        1: Attempt(error="no reply"),
+        2: Attempt(error="nonsense", contents=(LOOK_UP,)),
+    }
     report, traces = build(tmp_path / "b", Numbered({3}, failed), num_samples=5, num_best=5)
     assert dict(report.failures) == {"no reply": 12, "nonsense": 6}
     assert (report.num_kept, report.num_too_low, len(traces)) == (6, 6, 6)
@@ -181,7 +235,10 @@ def test_an_agent_out_of_reach_ends_the_build_with_what_was_done(tmp_path: Path)
             return Attempt(error="no reply", is_outage=True)
 
     report = BuildReport()
-    with pytest.raises(EngineError, match=rf"'numbered' was not reached {OUTAGES} times in a row; the last: no reply"):
+    with pytest.raises(
+        EngineError,
+        match=rf"'numbered' was not reached {OUTAGES} times in a row; the last: no reply",
+    ):
         build(tmp_path / "b", Dying({0}), num_samples=OUTAGES // 2, report=report)
     assert (report.num_tasks, report.num_new) == (2, 1)
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
@@ -197,7 +254,11 @@ def test_tasks_that_are_done_are_skipped(tmp_path: Path) -> None:
 
 def test_a_stopped_build_keeps_whole_tasks_and_goes_on_to_the_same_buffer(tmp_path: Path) -> None:
     with TraceBuffer(tmp_path / "whole", "hashing") as buffer:
-        asyncio.run(build_traces(world().train_tasks(), Numbered({0, 1}), SCORER, format(), buffer, num_samples=2))
+        asyncio.run(
+            build_traces(
+                world().train_tasks(), Numbered({0, 1}), SCORER, format(), buffer, num_samples=2
+            )
+        )
         expected = buffer.fingerprint()
 
     async def stopped(buffer: TraceBuffer) -> None:
@@ -209,7 +270,16 @@ def test_a_stopped_build_keeps_whole_tasks_and_goes_on_to_the_same_buffer(tmp_pa
 
         agent = Numbered({0, 1})
         work = asyncio.create_task(
-            build_traces(world().train_tasks(), agent, SCORER, format(), buffer, num_samples=2, max_concurrent=2, on_progress=stop)
+            build_traces(
+                world().train_tasks(),
+                agent,
+                SCORER,
+                format(),
+                buffer,
+                num_samples=2,
+                max_concurrent=2,
+                on_progress=stop,
+            )
         )
         with pytest.raises(asyncio.CancelledError):
             await work
@@ -220,17 +290,34 @@ def test_a_stopped_build_keeps_whole_tasks_and_goes_on_to_the_same_buffer(tmp_pa
         done = {trace.task_id for trace in buffer}
         # One more task may have been on its way into the file.
         assert len(buffer) == 2 * len(done) in (4, 6)
-        asyncio.run(build_traces(world().train_tasks(), Numbered({0, 1}), SCORER, format(), buffer, num_samples=2, done=done))
+        asyncio.run(
+            build_traces(
+                world().train_tasks(),
+                Numbered({0, 1}),
+                SCORER,
+                format(),
+                buffer,
+                num_samples=2,
+                done=done,
+            )
+        )
         assert buffer.fingerprint() == expected
 
 
 def test_the_scripted_expert_fills_a_buffer(tmp_path: Path) -> None:
-    report, traces = build(tmp_path / "b", ScriptedAgent(world(), seed=0), num_samples=4, num_best=2, max_graft_tokens=8)
+    report, traces = build(
+        tmp_path / "b",
+        ScriptedAgent(world(), seed=0),
+        num_samples=4,
+        num_best=2,
+        max_graft_tokens=8,
+    )
     hops = [int(task.columns["hops"]) for task in world().train_tasks()]
     # There is one way to do it, so the second trajectory of each task is the first again.
     assert report.num_new == sum(hops) + len(hops) == report.num_duplicates
     assert report.mean_reward == 1.0
-    # <retrieve> <search> e r </search> <result> r of e is e </result> </retrieve> is too long for 8, an answer with its 7 is not.
+    # <retrieve> <search> e r </search> <result> r of e is e </result> </retrieve> is too long for
+    # 8, an answer with its 7 is not.
     assert report.num_too_long == sum(hops)
     by_task = [trace for trace in traces if trace.task_id == "search_world/train/1"]
     assert [trace.position for trace in by_task] == [0, 1, 2]
@@ -250,7 +337,10 @@ def test_tasks_without_an_expert_are_failures(tmp_path: Path) -> None:
 
 def test_attempts_become_paths_of_one_tree() -> None:
     task = world().train_tasks()[0]
-    steps = [StepContent(calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="e2"),)), StepContent(answer="e2")]
+    steps = [
+        StepContent(calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="e2"),)),
+        StepContent(answer="e2"),
+    ]
     tree = attempts_tree(format(), task, [steps, [StepContent(answer="e3")]])
     assert [step.id for step in tree.steps] == ["0", "0.0", "0.0.0", "0.1"]
     assert [leaf.answer for leaf in tree.leaves] == ["e2", "e3"]

@@ -14,7 +14,13 @@ from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
 from treegraft.settings.config import BUILT_IN, Config
 from treegraft.settings.foreign import FOREIGN_NAMES
 from treegraft.settings.idle import IDLE_RULES
-from treegraft.settings.load import config_json, describe, known_settings, load_config, refuse_ignored
+from treegraft.settings.load import (
+    config_json,
+    describe,
+    known_settings,
+    load_config,
+    refuse_ignored,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -26,7 +32,7 @@ def refused(source: object, *overrides: str) -> str:
     return str(caught.value)
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------
 
 
 def test_precedence_is_defaults_then_recipe_then_overrides(tmp_path: Path) -> None:
@@ -41,7 +47,13 @@ def test_precedence_is_defaults_then_recipe_then_overrides(tmp_path: Path) -> No
 def test_a_config_an_empty_mapping_and_an_empty_file_are_the_defaults(tmp_path: Path) -> None:
     empty = tmp_path / "empty.toml"
     empty.touch()
-    assert load_config({}) == load_config(Config()) == load_config(empty) == load_config(str(empty)) == Config()
+    assert (
+        load_config({})
+        == load_config(Config())
+        == load_config(empty)
+        == load_config(str(empty))
+        == Config()
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +87,9 @@ def test_an_override_into_a_table_of_free_keys() -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_loads_and_its_resolved_form_loads_back_equal(path: Path, tmp_path: Path) -> None:
+def test_every_recipe_loads_and_its_resolved_form_loads_back_equal(
+    path: Path, tmp_path: Path
+) -> None:
     config = load_config(path)
     resolved = tmp_path / "config.json"
     resolved.write_text(config_json(config), encoding="utf-8")
@@ -89,7 +103,9 @@ def test_every_recipe_loads_and_its_resolved_form_loads_back_equal(path: Path, t
     hops=st.lists(st.integers(1, 5), min_size=1),
     params=st.dictionaries(st.text(), st.integers() | st.text() | st.booleans()),
 )
-def test_resolved_form_is_exact(lr: float, betas: tuple[float, float], prompt: str | None, hops: list[int], params: dict) -> None:
+def test_resolved_form_is_exact(
+    lr: float, betas: tuple[float, float], prompt: str | None, hops: list[int], params: dict
+) -> None:
     config = Config.model_validate(
         {
             "learn": {"lr": lr, "betas": betas},
@@ -102,7 +118,7 @@ def test_resolved_form_is_exact(lr: float, betas: tuple[float, float], prompt: s
     assert load_config(config) == config
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def test_a_last_part_that_one_setting_has_stands_for_it() -> None:
@@ -171,8 +187,14 @@ def test_wrong_values(override: str, parts: list[str]) -> None:
 
 
 def test_one_paragraph_for_each_wrong_field() -> None:
-    message = refused({"run": {"seed": "x"}, "learn": {"lr": -1}, "model": {"lora": {"targets": 3}}})
-    assert [line.split("'")[1] for line in message.splitlines()] == ["run.seed", "model.lora.targets", "learn.lr"]
+    message = refused(
+        {"run": {"seed": "x"}, "learn": {"lr": -1}, "model": {"lora": {"targets": 3}}}
+    )
+    assert [line.split("'")[1] for line in message.splitlines()] == [
+        "run.seed",
+        "model.lora.targets",
+        "learn.lr",
+    ]
 
 
 def test_override_and_recipe_faults_say_where_they_come_from(tmp_path: Path) -> None:
@@ -182,7 +204,9 @@ def test_override_and_recipe_faults_say_where_they_come_from(tmp_path: Path) -> 
     assert refused(recipe, "run.seed=-2").startswith("command line")
 
 
-@pytest.mark.parametrize(("name", "text"), [("r.toml", "[run]\nseed = \n"), ("r.json", '{"run":\n oops}')])
+@pytest.mark.parametrize(
+    ("name", "text"), [("r.toml", "[run]\nseed = \n"), ("r.json", '{"run":\n oops}')]
+)
 def test_broken_files_name_the_line(name: str, text: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(text)
@@ -204,7 +228,10 @@ def test_missing_files(tmp_path: Path) -> None:
     ("data", "part"),
     [
         ({"model": {"tiny": {"num_heads": 4, "num_kv_heads": 3}}}, "model.tiny.num_kv_heads"),
-        ({"model": {"tiny": {"hidden_size": 100, "num_heads": 8, "num_kv_heads": 8}}}, "model.tiny.hidden_size"),
+        (
+            {"model": {"tiny": {"hidden_size": 100, "num_heads": 8, "num_kv_heads": 8}}},
+            "model.tiny.hidden_size",
+        ),
         ({"rollout": {"max_completion_tokens": 256}}, "model.tiny.max_context"),
         ({"eval": {"max_completion_tokens": 999}}, "eval.max_completion_tokens"),
         ({"reward": {"funcs": ["f1", "math"], "weights": [1.0]}}, "reward.weights"),
@@ -230,17 +257,32 @@ def test_missing_files(tmp_path: Path) -> None:
             "expected at most explore.num_leaves",
         ),
         (
-            {"buffer": {"path": "b"}, "explore": {"explorers": ["graft"], "num_leaves": 4, "graft": {"num_hybrid": 5}}},
+            {
+                "buffer": {"path": "b"},
+                "explore": {"explorers": ["graft"], "num_leaves": 4, "graft": {"num_hybrid": 5}},
+            },
             "explore.graft.num_hybrid: got 5",
         ),
         ({"explore": {"explorers": ["graft"]}}, "buffer.path: got none"),
-        ({"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", "encoder": "hasing"}}, "Did you mean 'hashing'?"),
         (
-            {"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", "sources": ["expert"], "grow": {"num_best": 1}}},
+            {"explore": {"explorers": ["graft"]}, "buffer": {"path": "b", "encoder": "hasing"}},
+            "Did you mean 'hashing'?",
+        ),
+        (
+            {
+                "explore": {"explorers": ["graft"]},
+                "buffer": {"path": "b", "sources": ["expert"], "grow": {"num_best": 1}},
+            },
             'add "self"',
         ),
-        ({"explore": {"explorers": ["independent", "entropy"]}}, 'expected "entropy" in the first place'),
-        ({"explore": {"explorers": ["entropy"], "entropy": {"num_starts": 0}}}, "explore.entropy.num_starts"),
+        (
+            {"explore": {"explorers": ["independent", "entropy"]}},
+            'expected "entropy" in the first place',
+        ),
+        (
+            {"explore": {"explorers": ["entropy"], "entropy": {"num_starts": 0}}},
+            "explore.entropy.num_starts",
+        ),
     ],
 )
 def test_contradictions(data: dict, part: str) -> None:
@@ -250,11 +292,21 @@ def test_contradictions(data: dict, part: str) -> None:
 def test_what_only_looks_contradictory_loads() -> None:
     load_config({"tasks": {"kind": "arithmetic"}, "rollout": {"max_tool_calls": 0}})
     load_config({"tasks": {"kind": "mine:Source"}, "reward": {"funcs": ["my_rewards:brief"]}})
-    load_config({"eval": {"greedy": False, "num_samples": 0, "every": 0, "at_start": False, "at_end": False}})
+    load_config(
+        {
+            "eval": {
+                "greedy": False,
+                "num_samples": 0,
+                "every": 0,
+                "at_start": False,
+                "at_end": False,
+            }
+        }
+    )
     load_config({"model": {"path": "some/model"}, "rollout": {"max_completion_tokens": 4096}})
 
 
-# --- law 10: nothing typed is without effect --------------------------------------------------------------------------
+# --- law 10: nothing typed is without effect ------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -285,25 +337,33 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     }
     load_config(presets)
     load_config(presets, ["warmup.num_steps=0", "model.lora.rank=0"])
-    load_config(presets, ["warmup.num_steps=3", "warmup.lr=0.2", "model.lora.rank=4", "model.lora.alpha=4"])
+    load_config(
+        presets, ["warmup.num_steps=3", "warmup.lr=0.2", "model.lora.rank=4", "model.lora.alpha=4"]
+    )
     load_config({}, ["learn.num_minibatches=2", "loss.clip_low=0.1"])
     assert "model.path is 'x/y'" in refused({"model": {"path": "x/y"}}, "model.tiny.num_layers=3")
     assert "model.tiny" in refused({}, "model.path=x/y", "model.tiny={num_layers=3}")
     assert "hierarchical" in refused({"reward": {"funcs": ["f1"]}}, "reward.accuracy=f1")
     graft = {"buffer": {"path": "b"}, "explore": {"explorers": ["graft"]}}
     load_config(graft, ["credit.retrieval_weight=0.1", "loss.shaping_weight=0.1"])
-    assert "retrieval_weight is 0" in refused(graft, "credit.retrieval_weight=0", "credit.retrieval_reward=no_timing")
+    assert "retrieval_weight is 0" in refused(
+        graft, "credit.retrieval_weight=0", "credit.retrieval_reward=no_timing"
+    )
     assert "loss.graft_coef is 0" in refused(graft, "loss.graft_form=luffy")
     assert "num_hybrid is 0" in refused(graft, "explore.graft.num_hybrid=0", "buffer.random_prob=1")
     assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
     assert "without one that branches" in refused(graft, "credit.attribution=hard")
     assert "without one that branches" in refused({}, "credit.leaf_weight=inverse_branching")
-    load_config(graft, ["loss.clip_high=0.01"])  # a grafted trajectory's ratio is above 1 from the start
+    load_config(
+        graft, ["loss.clip_high=0.01"]
+    )  # a grafted trajectory's ratio is above 1 from the start
     assert "ratio is exactly 1" in refused(graft, "loss.shaping_weight=0", "loss.clip_high=0.01")
     branch = {"explore": {"explorers": ["entropy"]}}
     load_config(branch, ["explore.entropy.rule=bernoulli", "normaliser=log_vocabulary"])
     load_config(branch, ["explore.entropy.threshold=0.6", "explore.entropy.entropy_weight=0.1"])
-    assert "tosses a coin" in refused(branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6")
+    assert "tosses a coin" in refused(
+        branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6"
+    )
     assert "however little" in refused(branch, "normaliser=log_vocabulary")
     assert "dr_grpo" in refused({"credit": {"advantage": "dr_grpo"}}, "credit.eps=0.1")
 
@@ -315,7 +375,7 @@ def test_evaluation_refuses_what_only_training_uses() -> None:
             refuse_ignored([override], "eval")
 
 
-# --- tables -----------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def test_tables_speak_of_settings_that_exist() -> None:
@@ -339,7 +399,10 @@ def test_metrics_have_meanings() -> None:
     assert meaning("eval/pass_at_4").startswith("share of tasks")
     assert meaning("eval/accuracy_sampled") == METRICS["eval/accuracy_sampled"]
     assert meaning("eval/accuracy_3 hops") == METRICS["eval/accuracy_{category}"]
-    assert meaning("reward/mean") == METRICS["reward/mean"] and meaning("reward/f1") == METRICS["reward/{func}"]
+    assert (
+        meaning("reward/mean") == METRICS["reward/mean"]
+        and meaning("reward/f1") == METRICS["reward/{func}"]
+    )
     assert meaning("time/tool_python_s") == METRICS["time/tool_{name}_s"]
     assert meaning("time/tool_search_cached_frac") == METRICS["time/tool_{name}_cached_frac"]
     assert find_meaning("eval/pass_at_x") is None
@@ -353,7 +416,11 @@ def test_project_file_agrees_with_the_package() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["version"] == treegraft.__version__
-    heads = [line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("## [")]
+    heads = [
+        line
+        for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("## [")
+    ]
     assert heads[0].startswith(f"## [{treegraft.__version__}]")
     assert dir(treegraft) == sorted(treegraft.__all__)
     with pytest.raises(AttributeError, match="nonsense"):

@@ -1,4 +1,5 @@
-"""Search over a corpus: rows by their place, BM25 against bm25s, dense against sorting, indexes that survive kills and changes."""
+"""Search over a corpus: rows by their place, BM25 against bm25s, dense against sorting, indexes
+that survive kills and changes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,20 @@ from treegraft.tools.search.lexical import LexicalIndex, words_of
 from treegraft.tools.search.tool import CorpusSearch, SearchTool, open_corpus
 
 TASK = Task(id="t", question="?", reference=())
-NAMES = ("Ash", "Birch", "Cedar", "Elm", "Fir", "Hazel", "Larch", "Maple", "Oak", "Pine", "Rowan", "Willow")
+NAMES = (
+    "Ash",
+    "Birch",
+    "Cedar",
+    "Elm",
+    "Fir",
+    "Hazel",
+    "Larch",
+    "Maple",
+    "Oak",
+    "Pine",
+    "Rowan",
+    "Willow",
+)
 
 
 def sentence(draw: random.Random, num_words: int = 12) -> str:
@@ -41,7 +55,10 @@ def sentence(draw: random.Random, num_words: int = 12) -> str:
 
 def write(path: Path, texts: Sequence[str]) -> Path:
     """Rows in the wiki-18 dump's form: a title in quotes, a line break, the text."""
-    rows = [json.dumps({"id": str(n), "contents": f'"{NAMES[n % 12]}"\n{text}'}) for n, text in enumerate(texts)]
+    rows = [
+        json.dumps({"id": str(n), "contents": f'"{NAMES[n % 12]}"\n{text}'})
+        for n, text in enumerate(texts)
+    ]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return path
 
@@ -59,7 +76,11 @@ def test_rows_are_read_by_their_place(tmp_path: Path) -> None:
     path = tmp_path / "c.jsonl"
     path.write_bytes(b"\n".join(lines))
     rows = list(read_rows(path))
-    assert [(row.offset, row.id, row.contents) for row in rows] == [(0, 7, "one"), (33, "b", "zwölf"), (70, "c", "")]
+    assert [(row.offset, row.id, row.contents) for row in rows] == [
+        (0, 7, "one"),
+        (33, "b", "zwölf"),
+        (70, "c", ""),
+    ]
     corpus = Corpus(path, np.array([row.offset for row in rows], np.uint64))
     assert [(p.id, p.contents, p.score) for p in corpus.read([2, 0, 1], [3.0, 2.0, 1.0])] == [
         ("c", "", 3.0),
@@ -79,10 +100,15 @@ def test_rows_are_read_by_their_place(tmp_path: Path) -> None:
 
 @settings(max_examples=12, deadline=None)
 @given(st.integers(1, 60), st.integers(0, 2**32 - 1))
-def test_scores_are_those_of_bm25s(tmp_path_factory: pytest.TempPathFactory, num: int, seed: int) -> None:
+def test_scores_are_those_of_bm25s(
+    tmp_path_factory: pytest.TempPathFactory, num: int, seed: int
+) -> None:
     draw = random.Random(seed)
     texts = [
-        " ".join(draw.choice(["oak", "elm", "the", "fir", "ash", "Oak,", "ÄSCHE", "松", "42"]) for _ in range(draw.randrange(9)))
+        " ".join(
+            draw.choice(["oak", "elm", "the", "fir", "ash", "Oak,", "ÄSCHE", "松", "42"])
+            for _ in range(draw.randrange(9))
+        )
         for _ in range(num)
     ]
     folder = tmp_path_factory.mktemp("bm25")
@@ -102,13 +128,17 @@ def test_scores_are_those_of_bm25s(tmp_path_factory: pytest.TempPathFactory, num
             expected = theirs.get_scores(known) if known else np.zeros(num)
             assert ours._scores_of(query) == pytest.approx(expected, rel=1e-5, abs=1e-6)
             ((rows, scores),) = ours.search([query], 5)
-            order = sorted((row for row in range(num) if expected[row] > 0), key=lambda row: (-ours._scores_of(query)[row], row))
+            order = sorted(
+                (row for row in range(num) if expected[row] > 0),
+                key=lambda row: (-ours._scores_of(query)[row], row),
+            )
             assert list(rows) == order[:5] and list(scores) == sorted(scores, reverse=True)
         ours.close()
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
-    """20 MB of text: what Python and numpy hold at the peak stays below 10 MB, and far below it while searching."""
+    """20 MB of text: what Python and numpy hold at the peak stays below 10 MB, and far below it
+    while searching."""
     path, draw = tmp_path / "large.jsonl", random.Random(0)
     filler = sentence(draw, 50) + " -" * 10_000
     with path.open("w") as file:
@@ -161,7 +191,9 @@ def test_the_nearest_passages_are_found_exactly(tmp_path: Path) -> None:
         cosines = (stored @ encoder.encode([query])[0].astype(np.float64)).clip(-1, 1).round(6)
         expected = sorted(range(300), key=lambda row: (-cosines[row], row))[:4]
         assert [passage.id for passage in passages] == [str(row) for row in expected]
-        assert [passage.score for passage in passages] == pytest.approx([cosines[row] for row in expected], abs=2e-6)
+        assert [passage.score for passage in passages] == pytest.approx(
+            [cosines[row] for row in expected], abs=2e-6
+        )
         assert [passage.contents for passage in passages] == [contents[row] for row in expected]
     assert found[0][0].id == "17" and found[0][0].score == pytest.approx(1.0, abs=1e-3)
     asyncio.run(search.close())
@@ -188,7 +220,8 @@ class Given:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DenseIndex, np.ndarray]]:
-    """21,500 vectors in lists, made in shards of 4,096; the making was broken off, and the folder moved."""
+    """21,500 vectors in lists, made in shards of 4,096; the making was broken off, and the folder
+    moved."""
     folder, vectors = tmp_path_factory.mktemp("large"), clustered(21_500, 16)
     vectors.tofile(folder / "vectors.f16")
     np.save(folder / "offsets.npy", np.arange(len(vectors), dtype=np.uint64))
@@ -198,7 +231,9 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[DenseIndex
         shards = [path.read_bytes() for path in dense.shard_paths(folder, len(vectors))]
         (folder / "lists-2.faiss").rename(folder / "lists-2.partial")
         dense.save_lists(vectors, folder)
-        assert [path.read_bytes() for path in dense.shard_paths(folder, len(vectors))] == shards and len(shards) == 6
+        assert [
+            path.read_bytes() for path in dense.shard_paths(folder, len(vectors))
+        ] == shards and len(shards) == 6
         index = DenseIndex(folder.rename(folder.with_name("moved")), Given(vectors), num_threads=2)
         yield index, vectors
         index.close()
@@ -213,7 +248,10 @@ def test_lists_on_disk_find_what_sorting_finds(large: tuple[DenseIndex, np.ndarr
         cosines = vectors.astype(np.float64) @ vectors[row].astype(np.float64)
         expected = np.lexsort((np.arange(len(vectors)), -cosines.clip(-1, 1).round(6)))[:5]
         hits += len(set(expected) & set(places))
-        assert list(scores) == pytest.approx(cosines[places].clip(-1, 1), abs=2e-6) and len(places) == 5
+        assert (
+            list(scores) == pytest.approx(cosines[places].clip(-1, 1), abs=2e-6)
+            and len(places) == 5
+        )
     assert hits >= 0.9 * 5 * len(rows)
 
 
@@ -226,12 +264,17 @@ def test_what_is_found_does_not_depend_on_the_company(large: tuple[DenseIndex, n
         assert list(rows) == list(alone) and list(scores) == list(alone_scores)
 
 
-# ---------------------------------------------------------------------- made once, and again when the corpus changes
+# ---------------------------------------------------------------------- made once, and again when t
 
 
 def build(path: Path, encoder: Counting) -> DenseIndex:
     home = index_home.index_home(path, "dense", "")
-    folder = find_or_make(path, home, {"encoder": "hashing"}, lambda made: DenseIndex.build(read_rows(path), made, encoder))
+    folder = find_or_make(
+        path,
+        home,
+        {"encoder": "hashing"},
+        lambda made: DenseIndex.build(read_rows(path), made, encoder),
+    )
     return DenseIndex(folder, encoder, num_threads=1)
 
 
@@ -279,7 +322,9 @@ index_home.find_or_make(path, index_home.index_home(path, "dense", ""), {"encode
 def test_a_build_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     draw, encoder = random.Random(3), Counting()
     path = write(tmp_path / "c.jsonl", [sentence(draw) for _ in range(80)])
-    child = subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     for _ in range(4):
         assert child.stdout.readline() == "block\n"
@@ -301,12 +346,16 @@ def test_a_build_that_is_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     index.close()
 
 
-def test_a_folder_that_cannot_be_written_to_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_written_to_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path / "c.jsonl", ["oak"])
     (tmp_path / "c.jsonl.dense").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     home = index_home.index_home(path, "dense", "")
-    assert home.parent == tmp_path / "cache" / "treegraft" and home.name.startswith("c.jsonl.dense-")
+    assert home.parent == tmp_path / "cache" / "treegraft" and home.name.startswith(
+        "c.jsonl.dense-"
+    )
     with pytest.raises(SettingError, match=r"tools\.search\.index_dir"):
         index_home.index_home(path, "dense", str(path))
 
@@ -341,11 +390,18 @@ def test_what_is_asked_meanwhile_is_answered_together(tmp_path: Path) -> None:
     async def work() -> None:
         first = asyncio.create_task(search.search(["0"], 1))
         await asyncio.sleep(0.01)
-        rest = [asyncio.create_task(search.search([str(n), str(-n)], 1 + n % 2)) for n in range(1, 7)]
+        rest = [
+            asyncio.create_task(search.search([str(n), str(-n)], 1 + n % 2)) for n in range(1, 7)
+        ]
         found = await asyncio.gather(first, *rest)
-        assert [[p.score for (p,) in answer] for answer in found] == [[0.0], *([n, -n] for n in range(1, 7))]
+        assert [[p.score for (p,) in answer] for answer in found] == [
+            [0.0],
+            *([n, -n] for n in range(1, 7)),
+        ]
         assert len(index.asked) == 3 and {top_k for _, top_k in index.asked[1:]} == {1, 2}
-        for outcome in await asyncio.gather(search.search(["bad"], 1), search.search(["bad"], 2), return_exceptions=True):
+        for outcome in await asyncio.gather(
+            search.search(["bad"], 1), search.search(["bad"], 2), return_exceptions=True
+        ):
             assert isinstance(outcome, DataError)
         assert (await search.search(["5"], 1))[0][0].score == 5.0
 
@@ -383,6 +439,8 @@ def test_minilm_finds_by_meaning(tmp_path: Path) -> None:
     texts = ["The cat sleeps on the sofa.", "Stock prices fell sharply.", "A recipe for apple pie."]
     path = write(tmp_path / "c.jsonl", texts)
     search = open_corpus(str(path), "dense")
-    found = asyncio.run(search.search(["a pet is napping", "the market crashed", "how to bake a dessert"], 1))
+    found = asyncio.run(
+        search.search(["a pet is napping", "the market crashed", "how to bake a dessert"], 1)
+    )
     assert [passages[0].id for passages in found] == ["0", "1", "2"]
     asyncio.run(search.close())

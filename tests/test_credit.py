@@ -28,7 +28,10 @@ def small_tree() -> Tree:
 
 def signs(tree: Tree) -> Tree:
     """Advantage 2 for what was right and -1 for what was wrong; the shared step carries 0.25."""
-    leaves = [replace(leaf, advantage=2.0 if leaf.reward else -1.0) if leaf.reward is not None else leaf for leaf in tree.leaves]
+    leaves = [
+        replace(leaf, advantage=2.0 if leaf.reward else -1.0) if leaf.reward is not None else leaf
+        for leaf in tree.leaves
+    ]
     steps = [replace(step, advantage=0.25) if step.id == "0.0" else step for step in tree.steps]
     return replace(tree, leaves=tuple(leaves), steps=tuple(steps))
 
@@ -42,13 +45,23 @@ def test_without_a_rule_the_settings_decide() -> None:
 
 
 def test_the_rule_reaches_the_tokens_by_hand() -> None:
-    """Contributions in order of the leaves: two shared tokens and one own; two shared and two own; nothing of the failed one."""
+    """Contributions in order of the leaves: two shared tokens and one own; two shared and two own;
+    nothing of the failed one."""
     (tree,) = credit_trees([small_tree()], NAMED, signs)
     assert [leaf.weight for leaf in tree.leaves] == [0.5, 0.5, 0.0]
     batch = pack_trees([tree])
     assert batch.carries_loss[batch.trajectories == 2].tolist() == [False]
     found = sorted(zip(batch.trajectories.tolist(), batch.advantages.tolist(), strict=True))
-    assert found == [(0, 0.25), (0, 0.25), (0, 2.0), (1, -1.0), (1, -1.0), (1, 0.25), (1, 0.25), (2, 0.0)]
+    assert found == [
+        (0, 0.25),
+        (0, 0.25),
+        (0, 2.0),
+        (1, -1.0),
+        (1, -1.0),
+        (1, 0.25),
+        (1, 0.25),
+        (2, 0.0),
+    ]
 
 
 def test_a_rule_sees_the_credit_of_the_settings() -> None:
@@ -66,7 +79,9 @@ def failing(tree: Tree) -> Tree:
 
 
 def with_advantage(value: float | None) -> Callable[[Tree], Tree]:
-    return lambda tree: replace(tree, leaves=tuple(replace(leaf, advantage=value) for leaf in tree.leaves))
+    return lambda tree: replace(
+        tree, leaves=tuple(replace(leaf, advantage=value) for leaf in tree.leaves)
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +94,9 @@ def with_advantage(value: float | None) -> Callable[[Tree], Tree]:
         (with_advantage(None), "leaf '0.0.0' has advantage None; expected a finite number"),
         (with_advantage(1.0), "leaf '0.1' has failed and left the group; expected advantage None"),
         (
-            lambda tree: replace(tree, steps=tuple(replace(step, advantage=math.inf) for step in tree.steps)),
+            lambda tree: replace(
+                tree, steps=tuple(replace(step, advantage=math.inf) for step in tree.steps)
+            ),
             "step '0' has advantage inf; expected a finite number or None",
         ),
     ],

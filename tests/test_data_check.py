@@ -1,4 +1,5 @@
-"""What `treegraft data check` and `data show` find, in rows made for it and in the shared data with their known defects."""
+"""What `treegraft data check` and `data show` find, in rows made for it and in the shared data with
+their known defects."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-LONG = "Which of the two directors of the film The Half-Way Girl was born first in the city of Vienna?"
+LONG = (
+    "Which of the two directors of the film The Half-Way Girl was born first in the city of Vienna?"
+)
 
 
 def test_each_defect_is_found_at_its_row(tmp_path: Path) -> None:
@@ -51,13 +54,23 @@ def test_each_defect_is_found_at_its_row(tmp_path: Path) -> None:
         "repeated question with another reference": [8],
         "odd reference (longer than 300 characters)": [9],
     }
-    assert next(one.example for one in file.findings if "control" in one.kind) == "Put it in \\x08oxed{}"
-    assert file.num_rows == 10 and (file.question_column, file.reference_column) == ("question", "answer")
+    assert (
+        next(one.example for one in file.findings if "control" in one.kind)
+        == "Put it in \\x08oxed{}"
+    )
+    assert file.num_rows == 10 and (file.question_column, file.reference_column) == (
+        "question",
+        "answer",
+    )
 
 
 def test_three_ways_of_standing_in_the_training_data(tmp_path: Path) -> None:
     train = write(
-        tmp_path / "train.jsonl", *({"question": text, "answer": "x"} for text in (LONG, "Who wrote it?", "什么时候开始的呢"))
+        tmp_path / "train.jsonl",
+        *(
+            {"question": text, "answer": "x"}
+            for text in (LONG, "Who wrote it?", "什么时候开始的呢")
+        ),
     )
     asked = [
         LONG,
@@ -75,9 +88,14 @@ def test_three_ways_of_standing_in_the_training_data(tmp_path: Path) -> None:
         (2, 0, "near"),
         (5, 2, "normalised"),
     ]
-    # 20 words ("Half-Way" is two) have 18 sequences of three; with another last word 17 are shared of 19.
+    # 20 words ("Half-Way" is two) have 18 sequences of three; with another last word 17 are shared
+    # of 19.
     assert len(words(LONG)) == 20
-    assert found.overlaps[2].similarity == pytest.approx(17 / 19) == jaccard(shingles(LONG), shingles(asked[2]))
+    assert (
+        found.overlaps[2].similarity
+        == pytest.approx(17 / 19)
+        == jaccard(shingles(LONG), shingles(asked[2]))
+    )
     (strict,) = check_data(train, [evals], near=0.95).contamination
     assert [one.how for one in strict.overlaps] == ["exact", "normalised", "normalised"]
 
@@ -85,7 +103,11 @@ def test_three_ways_of_standing_in_the_training_data(tmp_path: Path) -> None:
 def test_small_texts_have_shingles_too() -> None:
     assert shingles("") == frozenset() and shingles("Two words") == frozenset({"two words"})
     assert shingles("a b c d") == frozenset({"a b c", "b c d"})
-    assert normalised("\uff34\uff48\uff45  End!") == "theend" and words("第3章") == ["第", "3", "章"]
+    assert normalised("\uff34\uff48\uff45  End!") == "theend" and words("第3章") == [
+        "第",
+        "3",
+        "章",
+    ]
 
 
 def test_files_that_cannot_be_used_are_refused_first(tmp_path: Path) -> None:
@@ -100,8 +122,17 @@ def test_files_that_cannot_be_used_are_refused_first(tmp_path: Path) -> None:
         view_file(str(tmp_path / "c.jsonl"))
 
 
-def test_show_says_what_a_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{"extra": {"question": "x" * n}, "answer": None if n == 2 else n, "question": f"\x1b[31mq{n}"} for n in range(1, 5)]
+def test_show_says_what_a_file_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {
+            "extra": {"question": "x" * n},
+            "answer": None if n == 2 else n,
+            "question": f"\x1b[31mq{n}",
+        }
+        for n in range(1, 5)
+    ]
     source = write(tmp_path / "rows.jsonl", *rows)
     found = view_file(source, first=1, num=2)
     assert found.num_rows == 4 and [row["row"] for row in found.rows] == [1, 2]
@@ -112,7 +143,12 @@ def test_show_says_what_a_file_holds(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as ended:
         cli.main()
     printed = capsys.readouterr().out
-    assert not ended.value.code and "\x1b" not in printed and "extra.question" in printed and "row 0" in printed
+    assert (
+        not ended.value.code
+        and "\x1b" not in printed
+        and "extra.question" in printed
+        and "row 0" in printed
+    )
 
 
 def test_the_command_says_so_with_its_exit_code(
@@ -120,7 +156,12 @@ def test_the_command_says_so_with_its_exit_code(
 ) -> None:
     good = write(tmp_path / "a.jsonl", {"question": "q one", "answer": "1"})
     bad = write(tmp_path / "b.jsonl", {"question": "q two", "answer": "1"})
-    for arguments, code in ((["check", good], 0), (["check", good, bad], 0), (["check", good, good], 1), (["check", "none"], 2)):
+    for arguments, code in (
+        (["check", good], 0),
+        (["check", good, bad], 0),
+        (["check", good, good], 1),
+        (["check", "none"], 2),
+    ):
         monkeypatch.setattr(sys, "argv", ["treegraft", "data", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
@@ -130,12 +171,19 @@ def test_the_command_says_so_with_its_exit_code(
 
 @needs_data
 def test_the_known_defects_of_the_validation_file_are_found() -> None:
-    """The README of the data: corrupted prompts; AIME24, MATH500 and Bamboogle test questions stand in it."""
-    evals = [str(DATA / "benchmarks" / f"{name}.jsonl") for name in ("aime24", "math500", "bamboogle")]
+    """The README of the data: corrupted prompts; AIME24, MATH500 and Bamboogle test questions stand
+    in it."""
+    evals = [
+        str(DATA / "benchmarks" / f"{name}.jsonl") for name in ("aime24", "math500", "bamboogle")
+    ]
     found = check_data(str(DATA / "rl" / "valid.parquet"), evals)
     findings = {one.kind: one for one in found.files[0].findings}
     prompts = findings["control character in 'prompt.content'"]
-    assert found.files[0].num_rows == 180 and len(prompts.rows) == 180 and "\\x08oxed" in prompts.example
+    assert (
+        found.files[0].num_rows == 180
+        and len(prompts.rows) == 180
+        and "\\x08oxed" in prompts.example
+    )
     assert [len(one.overlaps) > 0 for one in found.contamination] == [True, True, True]
     assert len(found.contamination[0].overlaps) == 30, "all of AIME24"
 
@@ -143,12 +191,20 @@ def test_the_known_defects_of_the_validation_file_are_found() -> None:
 @needs_data
 @pytest.mark.slow
 def test_the_known_defects_of_the_training_file_are_found() -> None:
-    """The README of the data: one blank reference, 38 repeats, about 15 SimpleQA, 5 HotpotQA and 1 MATH500 questions."""
-    evals = [str(DATA / "benchmarks" / f"{name}.jsonl") for name in ("simpleqa", "hotpotqa", "math500")]
+    """The README of the data: one blank reference, 38 repeats, about 15 SimpleQA, 5 HotpotQA and 1
+    MATH500 questions."""
+    evals = [
+        str(DATA / "benchmarks" / f"{name}.jsonl") for name in ("simpleqa", "hotpotqa", "math500")
+    ]
     found = check_data(str(DATA / "rl" / "train_10k.parquet"), evals)
     findings = {one.kind: len(one.rows) for one in found.files[0].findings}
-    assert findings["control character in 'prompt.content'"] == 10_000 and findings["blank reference"] == 1
-    repeats = findings.get("repeated question", 0) + findings.get("repeated question with another reference", 0)
+    assert (
+        findings["control character in 'prompt.content'"] == 10_000
+        and findings["blank reference"] == 1
+    )
+    repeats = findings.get("repeated question", 0) + findings.get(
+        "repeated question with another reference", 0
+    )
     assert 38 <= repeats <= 60
     simpleqa, hotpotqa, math500 = (len(one.overlaps) for one in found.contamination)
     assert 14 <= simpleqa <= 25 and 5 <= hotpotqa <= 12 and 1 <= math500 <= 10

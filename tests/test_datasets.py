@@ -1,4 +1,5 @@
-"""Data sets: small files with one defect each, and the papers' real files where they are at hand."""
+"""Data sets: small files with one defect each, and the papers' real files where they are at
+hand."""
 
 from __future__ import annotations
 
@@ -16,8 +17,12 @@ from treegraft.settings.config import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
 
-DATA = Path(os.environ.get("TREEGRAFT_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data")
-needs_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"the papers' data sets are not at {DATA} (TREEGRAFT_DATA)")
+DATA = Path(
+    os.environ.get("TREEGRAFT_DATA") or Path(__file__).parents[1] / ".." / "shared" / "data"
+)
+needs_data = pytest.mark.skipif(
+    not DATA.is_dir(), reason=f"the papers' data sets are not at {DATA} (TREEGRAFT_DATA)"
+)
 
 
 def write(path: Path, rows: list[Any]) -> str:
@@ -30,7 +35,9 @@ def rows(num: int) -> list[dict[str, Any]]:
 
 
 def load(train: str, num_train: int = 100, num_eval: int = 2, **settings: Any) -> DatasetSource:
-    return DatasetSource(DatasetSettings(train=[train], **settings), num_train=num_train, num_eval=num_eval)
+    return DatasetSource(
+        DatasetSettings(train=[train], **settings), num_train=num_train, num_eval=num_eval
+    )
 
 
 def test_the_last_rows_are_held_out(tmp_path: Path) -> None:
@@ -60,7 +67,10 @@ def test_too_few_rows_to_hold_out(tmp_path: Path) -> None:
 
 def test_every_kind_of_reference(tmp_path: Path) -> None:
     answers = [7, "x", ["NYC", "New York", "NYC", ""], 2.5, "so\n#### 1,000", True]
-    path = write(tmp_path / "a.jsonl", [{"question": f"q{n}", "answer": answer} for n, answer in enumerate(answers)])
+    path = write(
+        tmp_path / "a.jsonl",
+        [{"question": f"q{n}", "answer": answer} for n, answer in enumerate(answers)],
+    )
     tasks = load(path, eval=[path]).train_tasks()
     assert [task.reference for task in tasks] == [
         ("7",),
@@ -72,13 +82,20 @@ def test_every_kind_of_reference(tmp_path: Path) -> None:
     ]
     marked = load(path, eval=[path], reference_after="####")
     assert [task.reference for task in marked.train_tasks()] == [("1,000",)]
-    assert "5 rows without the mark of tasks.dataset.reference_after were left out" in marked.report()[0]
+    assert (
+        "5 rows without the mark of tasks.dataset.reference_after were left out"
+        in marked.report()[0]
+    )
 
 
 def test_dots_reach_into_structs_and_other_columns_travel(tmp_path: Path) -> None:
     row = {"info": {"q": "who?", "level": 3}, "truth": {"a": "me"}, "kind": "qa", "source": "web"}
     path = write(tmp_path / "a.jsonl", [row])
-    settings = {"question_column": "info.q", "reference_column": "truth.a", "category_column": "kind"}
+    settings = {
+        "question_column": "info.q",
+        "reference_column": "truth.a",
+        "category_column": "kind",
+    }
     (task,) = load(path, eval=[path], **settings).train_tasks()
     assert (task.question, task.reference, task.category) == ("who?", ("me",), "qa")
     assert task.columns["source"] == "web"
@@ -104,7 +121,12 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
     ]
     path.write_bytes(b"\xef\xbb\xbf" + "\n".join(lines).encode() + b'\n{"question": "\xff"}\n')
     source = load(str(path), eval=[str(path)])
-    assert [task.question for task in source.train_tasks()] == ["0 + 1 ?", "0 + 1 ?", "\x0crac?", "1 + 1 ?"]
+    assert [task.question for task in source.train_tasks()] == [
+        "0 + 1 ?",
+        "0 + 1 ?",
+        "\x0crac?",
+        "1 + 1 ?",
+    ]
     report = "\n".join(load(str(path), num_eval=1).report())
     for sentence in (
         "a.jsonl: line 5 is not JSON",
@@ -124,13 +146,18 @@ def test_defects_are_counted_and_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"question_column": "qestion"}, "no column 'qestion'.*Did you mean 'question'.*answer, question"),
+        (
+            {"question_column": "qestion"},
+            "no column 'qestion'.*Did you mean 'question'.*answer, question",
+        ),
         ({"reference_column": "truth.a"}, r"no column 'truth\.a'"),
         ({"category_column": "kind"}, "no column 'kind'"),
         ({"reference_after": "####"}, "no usable row among 3"),
     ],
 )
-def test_what_no_row_has_is_an_error(tmp_path: Path, settings: dict[str, str], message: str) -> None:
+def test_what_no_row_has_is_an_error(
+    tmp_path: Path, settings: dict[str, str], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         load(write(tmp_path / "a.jsonl", rows(3)), **settings).train_tasks()
 
@@ -169,7 +196,9 @@ def test_variables_json_and_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pq.write_table(pa.Table.from_pylist(rows(4)), tmp_path / "b.parquet")
     monkeypatch.setenv("MY_DATA", str(tmp_path))
     first, second = load("$MY_DATA/a.json"), load("${MY_DATA}/b.parquet")
-    assert [task.reference for task in first.train_tasks()] == [task.reference for task in second.train_tasks()]
+    assert [task.reference for task in first.train_tasks()] == [
+        task.reference for task in second.train_tasks()
+    ]
     assert second.eval_tasks()[0].id == "b/2"
 
 
@@ -191,7 +220,12 @@ def test_the_hub_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.Mo
 def test_sources_of_the_same_name_have_ids_of_their_own(tmp_path: Path) -> None:
     for folder in "ab":
         (tmp_path / folder).mkdir()
-    settings = DatasetSettings(train=[write(tmp_path / "a" / "x.jsonl", rows(2)), write(tmp_path / "b" / "x.jsonl", rows(4))])
+    settings = DatasetSettings(
+        train=[
+            write(tmp_path / "a" / "x.jsonl", rows(2)),
+            write(tmp_path / "b" / "x.jsonl", rows(4)),
+        ]
+    )
     source = DatasetSource(settings, num_train=9, num_eval=1)
     # The second file repeats the first one's two rows.
     assert [task.id for task in source.train_tasks()] == ["x/0", "x/1", "x-2/2"]
@@ -206,14 +240,12 @@ def test_a_data_set_has_no_expert(tmp_path: Path) -> None:
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows(3))
     code = (
-        "import sys\n"
-        "from treegraft.settings.config import TasksSettings, DatasetSettings\n"
-        "from treegraft.tasks.build import build_tasks\n"
-        "heavy = {'torch', 'datasets', 'pyarrow', 'reasoning_gym', 'math_verify', 'sympy'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-        f"settings = TasksSettings(kind='dataset', num_eval=1, dataset=DatasetSettings(train=[{path!r}]))\n"
-        "assert len(build_tasks(settings, 0).train_tasks()) == 2\n"
-        "assert 'torch' not in sys.modules\n"
+        "import sys\nfrom treegraft.settings.config import TasksSettings, DatasetSettings\nfrom"
+        " treegraft.tasks.build import build_tasks\nheavy = {'torch', 'datasets', 'pyarrow',"
+        " 'reasoning_gym', 'math_verify', 'sympy'}\nassert not heavy & set(sys.modules), heavy &"
+        " set(sys.modules)\nsettings = TasksSettings(kind='dataset', num_eval=1,"
+        f" dataset=DatasetSettings(train=[{path!r}]))\nassert len(build_tasks(settings,"
+        " 0).train_tasks()) == 2\nassert 'torch' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
@@ -227,14 +259,19 @@ def test_the_papers_training_questions() -> None:
         reference_column="reward_model.ground_truth",
         category_column="ability",
     )
-    source = build_tasks(TasksSettings(kind="dataset", num_train=20_000, num_eval=200, dataset=settings), seed=0)
+    source = build_tasks(
+        TasksSettings(kind="dataset", num_train=20_000, num_eval=200, dataset=settings), seed=0
+    )
     # 10,000 rows; 1 has no reference; of the 38 repeated questions 29 repeat the reference too.
     assert len(source.train_tasks()) == 9970
     assert len(source.eval_tasks()) == 180
     assert {task.category for task in source.train_tasks()} == {"math", "qa"}
     report = source.report()
     assert "train_10k.parquet: 1 row without a reference was left out" in report
-    assert "train_10k.parquet: 29 rows with a question and reference that occurred before were left out" in report
+    assert (
+        "train_10k.parquet: 29 rows with a question and reference that occurred before were"
+        " left out" in report
+    )
     assert "valid.parquet: 180 rows with control characters in the column 'prompt'" in report
 
 
@@ -253,18 +290,25 @@ def test_the_papers_training_questions() -> None:
 )
 def test_the_benchmarks(name: str, num: int, settings: dict[str, str]) -> None:
     source = DatasetSource(
-        DatasetSettings(eval=[str(DATA / "benchmarks" / f"{name}.jsonl")], **settings), num_train=1, num_eval=5000
+        DatasetSettings(eval=[str(DATA / "benchmarks" / f"{name}.jsonl")], **settings),
+        num_train=1,
+        num_eval=5000,
     )
     tasks = source.eval_tasks()
     assert len(tasks) == num
-    assert all(task.question.strip() and all(reference.strip() for reference in task.reference) for task in tasks)
+    assert all(
+        task.question.strip() and all(reference.strip() for reference in task.reference)
+        for task in tasks
+    )
     with pytest.raises(SettingError, match=r"tasks\.dataset\.train is empty"):
         source.train_tasks()
 
 
 @needs_data
 def test_gsm8k_references_are_numbers() -> None:
-    settings = DatasetSettings(eval=[str(DATA / "benchmarks" / "gsm8k.jsonl")], reference_after="####")
+    settings = DatasetSettings(
+        eval=[str(DATA / "benchmarks" / "gsm8k.jsonl")], reference_after="####"
+    )
     tasks = DatasetSource(settings, num_train=1, num_eval=50).eval_tasks()
     assert tasks[0].reference == ("18",)
     assert all(task.reference[0].replace(",", "").isdigit() for task in tasks)

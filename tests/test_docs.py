@@ -1,4 +1,5 @@
-"""The documentation's site: it builds without a warning and fetches nothing, and its pages tell the truth about the code."""
+"""The documentation's site: it builds without a warning and fetches nothing, and its pages tell the
+truth about the code."""
 
 from __future__ import annotations
 
@@ -19,7 +20,14 @@ import pytest
 from tests.pages import DOCS, PAGES, ROOT, messages
 
 SOURCE = ROOT / "src" / "treegraft"
-LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src", "use": "href"}
+LOADS = {
+    "script": "src",
+    "img": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+    "use": "href",
+}
 """What a browser fetches by itself; a link is fetched where somebody follows it."""
 
 
@@ -36,10 +44,15 @@ def builder() -> ModuleType:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site, in a folder of its own."""
-    pytest.importorskip("zensical", reason="zensical is not installed: pip install 'treegraft[docs]'")
+    pytest.importorskip(
+        "zensical", reason="zensical is not installed: pip install 'treegraft[docs]'"
+    )
     folder = tmp_path_factory.mktemp("site") / "docs"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "build.py"), str(folder)], capture_output=True, text=True, timeout=300
+        [sys.executable, str(ROOT / "docs" / "build.py"), str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "issues found" not in (done.stdout + done.stderr).replace("No issues found", "")
@@ -72,21 +85,32 @@ class Fetched(HTMLParser):
 
 
 def test_every_page_is_built_and_fetches_nothing(site: Path, builder: ModuleType) -> None:
-    names = {path.name.replace(".md", ".html") for path in DOCS} | {f"reference/{name}.html" for name in builder.references()}
+    names = {path.name.replace(".md", ".html") for path in DOCS} | {
+        f"reference/{name}.html" for name in builder.references()
+    }
     assert {str(path.relative_to(site)) for path in site.rglob("*.html")} == names | {"404.html"}
     for path in site.rglob("*.html"):
         page = Fetched()
         page.feed(path.read_text(encoding="utf-8"))
-        assert [address for address in page.found if "//" in address and not address.startswith("data:")] == [], path.name
+        assert [
+            address for address in page.found if "//" in address and not address.startswith("data:")
+        ] == [], path.name
     for style in site.rglob("*.css"):
-        assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", style.read_text(encoding="utf-8")), style.name
+        assert not re.search(
+            r"url\(['\"]?(?:https?:)?//|@import", style.read_text(encoding="utf-8")
+        ), style.name
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
 def test_pages_in_a_browser(site: Path) -> None:
-    """Each page in both themes: nothing is asked of another host, nothing fails, nothing is wider than its column."""
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+    """Each page in both themes: nothing is asked of another host, nothing fails, nothing is wider
+    than its column."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")
     if chromium is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
@@ -98,11 +122,18 @@ def test_pages_in_a_browser(site: Path) -> None:
     too_wide: list[str] = []
     try:
         with playwright.sync_playwright() as started:
-            browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=180_000)
+            browser = started.chromium.launch(
+                executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=180_000
+            )
             for scheme in ("light", "dark"):
-                page = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=scheme).new_page()
+                page = browser.new_context(
+                    viewport={"width": 1280, "height": 900}, color_scheme=scheme
+                ).new_page()
                 page.on("request", lambda asked: asked_for.append(asked.url))
-                page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+                page.on(
+                    "console",
+                    lambda said: errors.append(said.text) if said.type == "error" else None,
+                )
                 for path in sorted(site.rglob("*.html")):
                     page.goto(f"{home}{path.relative_to(site)}")
                     too_wide += [f"{scheme} {path.name}: {wide}" for wide in page.evaluate(WIDE)]
@@ -111,23 +142,37 @@ def test_pages_in_a_browser(site: Path) -> None:
         server.shutdown()
         server.server_close()
     assert errors == [] and too_wide == []
-    assert len(asked_for) > 100 and [url for url in asked_for if not url.startswith((home, "data:", "blob:"))] == []
+    assert (
+        len(asked_for) > 100
+        and [url for url in asked_for if not url.startswith((home, "data:", "blob:"))] == []
+    )
 
 
 def test_a_bad_link_fails_the_build(builder: ModuleType, tmp_path: Path) -> None:
-    pytest.importorskip("zensical", reason="zensical is not installed: pip install 'treegraft[docs]'")
+    pytest.importorskip(
+        "zensical", reason="zensical is not installed: pip install 'treegraft[docs]'"
+    )
     builder.stage(tmp_path / "docs")
     start = tmp_path / "docs" / "docs" / "start.md"
-    start.write_text(start.read_text(encoding="utf-8") + "\n[nowhere](nowhere.md)\n", encoding="utf-8")
+    start.write_text(
+        start.read_text(encoding="utf-8") + "\n[nowhere](nowhere.md)\n", encoding="utf-8"
+    )
     done = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--strict"], cwd=tmp_path / "docs", capture_output=True, timeout=300
+        [sys.executable, "-m", "zensical", "build", "--strict"],
+        cwd=tmp_path / "docs",
+        capture_output=True,
+        timeout=300,
     )
     assert done.returncode != 0
 
 
 def test_every_page_has_its_place(builder: ModuleType) -> None:
-    listed = re.findall(r'"([\w/-]+\.md)"', (ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8"))
-    assert sorted(listed) == sorted([*(path.name for path in DOCS), *(f"reference/{name}.md" for name in builder.references())])
+    listed = re.findall(
+        r'"([\w/-]+\.md)"', (ROOT / "docs" / "zensical.toml").read_text(encoding="utf-8")
+    )
+    assert sorted(listed) == sorted(
+        [*(path.name for path in DOCS), *(f"reference/{name}.md" for name in builder.references())]
+    )
 
 
 def test_references_hold_everything(builder: ModuleType) -> None:
@@ -144,7 +189,10 @@ def test_references_hold_everything(builder: ModuleType) -> None:
     assert [name for name in FOREIGN_NAMES if f"| `{name}` |" not in pages["names"]] == []
     for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
         assert f"## treegraft {command}\n" in pages["commands"]
-    assert "| `--resume RUN_DIR` | Continue this run from its latest checkpoint. |" in pages["commands"]
+    assert (
+        "| `--resume RUN_DIR` | Continue this run from its latest checkpoint. |"
+        in pages["commands"]
+    )
 
 
 def test_types_are_said_in_plain_words(builder: ModuleType) -> None:
@@ -152,7 +200,8 @@ def test_types_are_said_in_plain_words(builder: ModuleType) -> None:
 
     fields = known_settings()
     said = {
-        name: builder.type_name(fields[name].annotation) for name in ("run.name", "model.dtype", "learn.betas", "reward.weights")
+        name: builder.type_name(fields[name].annotation)
+        for name in ("run.name", "model.dtype", "learn.betas", "reward.weights")
     }
     assert said == {
         "run.name": "text or none",
@@ -169,7 +218,9 @@ def templates() -> str:
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
-                parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "…" for part in node.values
+                ]
                 found.append("".join(map(str, parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 found.append(node.value)
@@ -203,4 +254,6 @@ def test_functions_named_on_the_pages_exist() -> None:
 def test_drawings_say_what_they_show() -> None:
     for path in (ROOT / "docs" / "assets").glob("*.svg"):
         text = path.read_text(encoding="utf-8")
-        assert 'role="img" aria-label="' in text and "http" not in text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        assert 'role="img" aria-label="' in text and "http" not in text.replace(
+            'xmlns="http://www.w3.org/2000/svg"', ""
+        )

@@ -1,4 +1,5 @@
-"""The native engine: right numbers, stops and limits, the same bits whatever else is under way, and every wait ends."""
+"""The native engine: right numbers, stops and limits, the same bits whatever else is under way, and
+every wait ends."""
 
 from __future__ import annotations
 
@@ -12,7 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.families import PACKABLE, UNPACKABLE, build_model, byte_tokenizer, chain_model, word_tokenizer
+from tests.families import (
+    PACKABLE,
+    UNPACKABLE,
+    build_model,
+    byte_tokenizer,
+    chain_model,
+    word_tokenizer,
+)
 from tests.trees import VOCABULARY
 
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
@@ -31,7 +39,14 @@ from treegraft.settings.config import EngineSettings
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def make_engine(family: str = "llama", *, model: Any = None, tokenizer: Any = None, seed: int = 0, **settings: Any) -> NativeEngine:
+def make_engine(
+    family: str = "llama",
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    seed: int = 0,
+    **settings: Any,
+) -> NativeEngine:
     model = model if model is not None else build_model(family, seed)
     settings = {"max_rows": 32, "deadline_s": 30.0, **settings}
     return NativeEngine(model, tokenizer or word_tokenizer(), EngineSettings(**settings))
@@ -56,7 +71,9 @@ def greedy(num: int, **fields: Any) -> Sampling:
     return Sampling(max_new_tokens=num, temperature=0.0, **fields)
 
 
-def complete_one(engine: NativeEngine, prefix: Sequence[int], sampling: Sampling, **options: Any) -> Completion:
+def complete_one(
+    engine: NativeEngine, prefix: Sequence[int], sampling: Sampling, **options: Any
+) -> Completion:
     async def work(engine: NativeEngine) -> Completion:
         return await engine.complete(prefix, sampling, noise_key=(0,), **options)
 
@@ -70,7 +87,8 @@ def complete_one(engine: NativeEngine, prefix: Sequence[int], sampling: Sampling
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("family", PACKABLE)
 def test_scores_are_those_of_a_plain_forward_pass(family: str, compiled: bool) -> None:
-    """Three branches of one path, at three temperatures, in one batch, against whole logits of the plain model."""
+    """Three branches of one path, at three temperatures, in one batch, against whole logits of the
+    plain model."""
     model, prompt = build_model(family), ids_of(70, 1)
     temperatures = (1.0, 0.6, 1.7)
     own = (ids_of(1, 2), ids_of(9, 3), ids_of(3, 4))
@@ -87,15 +105,21 @@ def test_scores_are_those_of_a_plain_forward_pass(family: str, compiled: bool) -
             )
         )
 
-    for n, completion in enumerate(run(make_engine(family, max_prefill_tokens=16, compile_kernels=compiled), work)):
+    for n, completion in enumerate(
+        run(make_engine(family, max_prefill_tokens=16, compile_kernels=compiled), work)
+    ):
         path = prompt + own[n] + completion.token_ids
         assert completion.entropy_kind is EntropyKind.EXACT and completion.policy_version == 0
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([path]), use_cache=False).logits[0].float()
         for index, token in enumerate(completion.token_ids):
-            row = torch.log_softmax(logits[len(prompt + own[n]) + index - 1] / temperatures[n], dim=-1)
+            row = torch.log_softmax(
+                logits[len(prompt + own[n]) + index - 1] / temperatures[n], dim=-1
+            )
             assert completion.sampling_logprobs[index] == pytest.approx(float(row[token]), abs=1e-4)
-            assert completion.entropies[index] == pytest.approx(float(-(row.exp() * row).sum()), abs=1e-4)
+            assert completion.entropies[index] == pytest.approx(
+                float(-(row.exp() * row).sum()), abs=1e-4
+            )
 
 
 def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_1() -> None:
@@ -104,7 +128,9 @@ def test_greedy_takes_the_most_likely_token_and_scores_it_at_temperature_1() -> 
     path = list(prefix)
     for token, logprob in zip(completion.token_ids, completion.sampling_logprobs, strict=True):
         with torch.no_grad():
-            row = torch.log_softmax(model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1], dim=-1)
+            row = torch.log_softmax(
+                model(input_ids=torch.tensor([path]), use_cache=False).logits[0, -1], dim=-1
+            )
         assert token == int(row.argmax()) and logprob == pytest.approx(float(row.max()), abs=1e-4)
         path.append(token)
 
@@ -119,16 +145,21 @@ def test_models_it_cannot_run_are_refused(family: str) -> None:
 
 
 def test_frequencies_agree_with_the_distribution() -> None:
-    """1500 draws from one distribution: chi-square over tokens with at least 5 expected, the rest as one cell."""
+    """1500 draws from one distribution: chi-square over tokens with at least 5 expected, the rest
+    as one cell."""
     model, prefix, count = build_model("llama"), ids_of(5, 7), 1500
     sampling = Sampling(max_new_tokens=1, temperature=0.8)
 
     async def work(engine: NativeEngine) -> list[Completion]:
-        return await asyncio.gather(*(engine.complete(prefix, sampling, noise_key=("chi", n)) for n in range(count)))
+        return await asyncio.gather(
+            *(engine.complete(prefix, sampling, noise_key=("chi", n)) for n in range(count))
+        )
 
     drawn = torch.tensor([c.token_ids[0] for c in run(make_engine(max_rows=256), work)])
     with torch.no_grad():
-        expected = count * torch.softmax(model(input_ids=torch.tensor([prefix])).logits[0, -1].double() / 0.8, dim=-1)
+        expected = count * torch.softmax(
+            model(input_ids=torch.tensor([prefix])).logits[0, -1].double() / 0.8, dim=-1
+        )
     observed = torch.bincount(drawn, minlength=VOCABULARY).double()
     common = expected >= 5
     cells = torch.cat([expected[common], expected[~common].sum()[None]])
@@ -145,27 +176,40 @@ def test_sampling_by_hand() -> None:
     tokens, logprobs, entropies = sample_tokens(logits, [0.0, 1.0, 0.5], [None, 5, 6])
     shares = torch.tensor([[0.25, 0.75], [0.25, 0.75], [0.1, 0.9]])
     assert tokens[0] == 1
-    torch.testing.assert_close(logprobs, shares.gather(1, tokens[:, None])[:, 0].log(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        logprobs, shares.gather(1, tokens[:, None])[:, 0].log(), atol=1e-6, rtol=0
+    )
     torch.testing.assert_close(entropies, -(shares * shares.log()).sum(-1), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies(compiled: bool) -> None:
-    """600 tokens are blocks of 256, 256 and 88; p falls with their number. Chi-square of 4,000 draws."""
+def test_a_large_vocabulary_is_drawn_from_in_two_steps_with_the_same_frequencies(
+    compiled: bool,
+) -> None:
+    """600 tokens are blocks of 256, 256 and 88; p falls with their number. Chi-square of 4,000
+    draws."""
     logits = -torch.arange(600) / 100.0
     count, kernels = 4000, kernels_for(16, torch.float32, "cpu") if compiled else None
-    tokens, logprobs, entropies = sample_tokens(logits.repeat(count, 1), [1.0] * count, list(range(count)), kernels)
+    tokens, logprobs, entropies = sample_tokens(
+        logits.repeat(count, 1), [1.0] * count, list(range(count)), kernels
+    )
     exact = torch.log_softmax(logits.double(), dim=-1)
     torch.testing.assert_close(logprobs.double(), exact[tokens], atol=1e-5, rtol=0)
-    torch.testing.assert_close(entropies.double(), -(exact.exp() * exact).sum().expand(count), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        entropies.double(), -(exact.exp() * exact).sum().expand(count), atol=1e-4, rtol=0
+    )
     for cells, index in ((3, tokens // 256), (60, tokens // 10)):
-        expected = count * torch.zeros(cells).double().index_add(0, torch.arange(600) // (256 if cells == 3 else 10), exact.exp())
+        expected = count * torch.zeros(cells).double().index_add(
+            0, torch.arange(600) // (256 if cells == 3 else 10), exact.exp()
+        )
         chi = float(((torch.bincount(index, minlength=cells) - expected) ** 2 / expected).sum())
         assert abs(chi - (cells - 1)) < 4 * (2 * (cells - 1)) ** 0.5
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest(compiled: bool) -> None:
+def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest(
+    compiled: bool,
+) -> None:
     """Greedy: the largest logit stands in a block of little weight."""
     logits = torch.randn(40, 700, generator=torch.Generator().manual_seed(1))
     logits[:, 650] = logits.amax(dim=-1) + 0.1
@@ -174,35 +218,56 @@ def test_rows_are_drawn_alike_in_any_company_and_greedy_ones_take_the_largest(co
     kernels = kernels_for(16, torch.float32, "cpu") if compiled else None
     together = sample_tokens(logits, temperatures, seeds, kernels)
     for row in (0, 1, 17, 39):
-        alone = sample_tokens(logits[row : row + 1].clone(), temperatures[row : row + 1], seeds[row : row + 1], kernels)
+        alone = sample_tokens(
+            logits[row : row + 1].clone(),
+            temperatures[row : row + 1],
+            seeds[row : row + 1],
+            kernels,
+        )
         assert all(torch.equal(a, b[row : row + 1]) for a, b in zip(alone, together, strict=True))
     assert (together[0][::3] == 650).all()
 
 
 def test_noise_depends_on_key_and_position_alone() -> None:
     assert keyed_seed((1, "train", 0), 3) == keyed_seed((1, "train", 0), 3)
-    seeds = {keyed_seed(key, position) for key in ((1,), (2,), ("1",), (1, 1), ("1, 1",)) for position in range(5)}
+    seeds = {
+        keyed_seed(key, position)
+        for key in ((1,), (2,), ("1",), (1, 1), ("1, 1",))
+        for position in range(5)
+    }
     assert len(seeds) == 25 and all(0 <= seed < 2**63 for seed in seeds)
     # A constant across processes and machines: blake2b of the text "((1,), 0)".
     import hashlib
 
-    assert keyed_seed((1,), 0) == int.from_bytes(hashlib.blake2b(b"((1,), 0)", digest_size=8).digest(), "little") >> 1
+    assert (
+        keyed_seed((1,), 0)
+        == int.from_bytes(hashlib.blake2b(b"((1,), 0)", digest_size=8).digest(), "little") >> 1
+    )
     noise = torch.zeros(1, 1000)
     one, two = (sample_tokens(noise, [1.0], [seed])[0].item() for seed in (11, 12))
-    assert one == sample_tokens(noise.repeat(3, 1), [1.0] * 3, [None, None, 11])[0][2].item() and one != two
+    assert (
+        one == sample_tokens(noise.repeat(3, 1), [1.0] * 3, [None, None, 11])[0][2].item()
+        and one != two
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt-neox", "gemma2"])
 def test_packed_weights_give_the_products_of_plain_ones_also_after_a_publish(family: str) -> None:
-    """bfloat16: log-probabilities of one greedy path with and without, before and after other weights; gpt-neox has biases."""
-    other = {name: tensor.bfloat16() for name, tensor in build_model(family, 5).state_dict().items()}
+    """bfloat16: log-probabilities of one greedy path with and without, before and after other
+    weights; gpt-neox has biases."""
+    other = {
+        name: tensor.bfloat16() for name, tensor in build_model(family, 5).state_dict().items()
+    }
 
     async def work(engine: NativeEngine) -> list[Completion]:
         before = await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))
         await engine.publish(other, 1)
         return [before, await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))]
 
-    packed, plain = (run(make_engine(model=build_model(family).bfloat16(), pack_weights=choice), work) for choice in (True, False))
+    packed, plain = (
+        run(make_engine(model=build_model(family).bfloat16(), pack_weights=choice), work)
+        for choice in (True, False)
+    )
     for ours, theirs in zip(packed, plain, strict=True):
         assert ours.sampling_logprobs == pytest.approx(theirs.sampling_logprobs, abs=0.05)
         assert ours.entropies == pytest.approx(theirs.entropies, abs=0.05)
@@ -223,7 +288,7 @@ def test_weights_are_packed_where_that_helps_and_only_there() -> None:
             torch.testing.assert_close(ours(rows), theirs(rows), atol=0.02, rtol=0.02)
 
 
-# ---------------------------------------------------------------------- the same bits in any company
+# ---------------------------------------------------------------------- the same bits in any compan
 
 Done = tuple[tuple[int, ...], float, Completion]
 Ask = tuple[tuple[int, ...], Sampling, tuple[Any, ...]]
@@ -236,7 +301,9 @@ def requests() -> list[Ask]:
         prompt = ids_of(length, prompt_seed)
         for n in range(5):
             own = ids_of((0, 1, 6, 20, 70)[n], 10 * prompt_seed + n)
-            sampling = Sampling(max_new_tokens=(9, 3, 14, 6, 11)[n], temperature=(1.0, 0.7, 0.0, 1.0, 1.3)[n])
+            sampling = Sampling(
+                max_new_tokens=(9, 3, 14, 6, 11)[n], temperature=(1.0, 0.7, 0.0, 1.0, 1.3)[n]
+            )
             asks.append((prompt + own, sampling, (prompt_seed, n)))
     return asks
 
@@ -276,8 +343,11 @@ def two_threads() -> Iterator[None]:
     ],
 )
 def test_completions_are_the_same_bits_in_any_company(family: str, compiled: bool) -> None:
-    """Alone; all at once; shuffled and staggered; in short chunks; with few rows, so that paths wait, are dropped and fed anew."""
-    assert_equal_in_any_company(lambda **options: make_engine(family, compile_kernels=compiled, **options))
+    """Alone; all at once; shuffled and staggered; in short chunks; with few rows, so that paths
+    wait, are dropped and fed anew."""
+    assert_equal_in_any_company(
+        lambda **options: make_engine(family, compile_kernels=compiled, **options)
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-wide", "qwen3"])
@@ -296,12 +366,16 @@ def test_completions_in_bfloat16_too_where_products_are_ours(family: str) -> Non
 def assert_equal_in_any_company(made: Callable[..., NativeEngine]) -> None:
     expected = run(made(), one_by_one)
 
-    def in_order(seed: int, spread_s: float) -> Callable[[NativeEngine], Awaitable[list[list[Completion]]]]:
+    def in_order(
+        seed: int, spread_s: float
+    ) -> Callable[[NativeEngine], Awaitable[list[list[Completion]]]]:
         async def work(engine: NativeEngine) -> list[list[Completion]]:
             draw = random.Random(seed)
             order = draw.sample(range(len(expected)), len(expected))
             asks = requests()
-            done = await asyncio.gather(*(ask(engine, asks[n], draw.random() * spread_s) for n in order))
+            done = await asyncio.gather(
+                *(ask(engine, asks[n], draw.random() * spread_s) for n in order)
+            )
             return [done[order.index(n)] for n in range(len(order))]
 
         return work
@@ -323,7 +397,8 @@ def assert_equal_in_any_company(made: Callable[..., NativeEngine]) -> None:
 
 
 def test_a_long_neighbour_changes_no_bit() -> None:
-    """Sums over more than some 384 positions are cut by their whole length, unless they are taken in spans."""
+    """Sums over more than some 384 positions are cut by their whole length, unless they are taken
+    in spans."""
     prompt, mine, sampling = ids_of(30, 1), ids_of(300, 2), Sampling(max_new_tokens=15)
 
     async def alone(engine: NativeEngine) -> Completion:
@@ -340,17 +415,29 @@ def test_a_long_neighbour_changes_no_bit() -> None:
 
 @pytest.mark.parametrize(("group", "width"), [(1, 8), (1, 64), (2, 64), (4, 128), (7, 32)])
 def test_attention_rounds_alike_in_any_company(group: int, width: int) -> None:
-    """A query's result, whatever stands in rows below it, slots beside it, or invisible positions after it."""
+    """A query's result, whatever stands in rows below it, slots beside it, or invisible positions
+    after it."""
     generator = torch.Generator().manual_seed(0)
     options = AttentionOptions(width**-0.5, None, None, None)
     keys, values = (torch.randn(3, 2, 1024, width, generator=generator) for _ in range(2))
     queries = torch.randn(3, 2, 40 * group, width, generator=generator)
     for num_visible in (5, 64, 200, 300):
         results = []
-        for slots, rows, length in ((1, 1, 320), (3, 1, 320), (1, 2, 320), (3, 9, 448), (2, 40, 1024), (1, 40, 512)):
+        for slots, rows, length in (
+            (1, 1, 320),
+            (3, 1, 320),
+            (1, 2, 320),
+            (3, 9, 448),
+            (2, 40, 1024),
+            (1, 40, 512),
+        ):
             visible = (torch.arange(length) < num_visible)[None]
             parts = partial_attention(
-                queries[:slots, :, : rows * group], keys[:slots, :, :length], values[:slots, :, :length], visible, options
+                queries[:slots, :, : rows * group],
+                keys[:slots, :, :length],
+                values[:slots, :, :length],
+                visible,
+                options,
             )
             results.append(merge_partials([parts], None)[0, :, :group])
         exact = torch.nn.functional.scaled_dot_product_attention(
@@ -362,7 +449,8 @@ def test_attention_rounds_alike_in_any_company(group: int, width: int) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_rows_round_alike_at_every_usable_number_of_them(num_threads: int) -> None:
-    """The feed-forward part of a layer, 512 wide: three threads cut 256 rows of it where no vector register ends."""
+    """The feed-forward part of a layer, 512 wide: three threads cut 256 rows of it where no vector
+    register ends."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
@@ -387,7 +475,11 @@ def test_a_branch_by_copy_equals_a_fresh_computation() -> None:
         path = prompt + first.token_ids
         more = Sampling(max_new_tokens=10)
         return await asyncio.gather(
-            *(engine.complete(path[: 20 + cut], more, noise_key=("branch", cut, n)) for cut in (12, 12, 5) for n in range(2))
+            *(
+                engine.complete(path[: 20 + cut], more, noise_key=("branch", cut, n))
+                for cut in (12, 12, 5)
+                for n in range(2)
+            )
         )
 
     together = run(make_engine(), branching)
@@ -396,7 +488,9 @@ def test_a_branch_by_copy_equals_a_fresh_computation() -> None:
         first = await engine.complete(prompt, Sampling(max_new_tokens=12), noise_key=(1,))
         await engine.publish(engine.model.state_dict(), 0)  # nothing is cached any more
         path = prompt + first.token_ids
-        return await engine.complete(path[: 20 + cut], Sampling(max_new_tokens=10), noise_key=("branch", cut, n))
+        return await engine.complete(
+            path[: 20 + cut], Sampling(max_new_tokens=10), noise_key=("branch", cut, n)
+        )
 
     async def all_apart(engine: NativeEngine) -> list[Completion]:
         return [await apart(engine, cut, n) for cut in (12, 12, 5) for n in range(2)]
@@ -411,19 +505,28 @@ def test_random_traffic_agrees_with_plain_forward_passes(seed: int) -> None:
 
 
 def assert_traffic_agrees(seed: int, **options: Any) -> None:
-    """Random trees of paths that come and go, weights that change in between, and a cache far too small for them."""
+    """Random trees of paths that come and go, weights that change in between, and a cache far too
+    small for them."""
     draw = random.Random(seed)
     weights = [build_model("qwen3", version).state_dict() for version in range(3)]
     finished: list[tuple[int, ...]] = []
 
-    async def grow(engine: NativeEngine, path: tuple[int, ...], depth: int, key: tuple[int, ...]) -> list[Done]:
+    async def grow(
+        engine: NativeEngine, path: tuple[int, ...], depth: int, key: tuple[int, ...]
+    ) -> list[Done]:
         await asyncio.sleep(draw.random() * 0.03)
-        sampling = Sampling(max_new_tokens=draw.randint(1, 20), temperature=draw.choice([0.7, 1.0, 1.5]))
+        sampling = Sampling(
+            max_new_tokens=draw.randint(1, 20), temperature=draw.choice([0.7, 1.0, 1.5])
+        )
         completion = await engine.complete(path, sampling, noise_key=key)
         finished.append(key)
         done: list[Done] = [(path, sampling.temperature, completion)]
         if depth:
-            longer = path + completion.token_ids[: draw.randint(1, 20)] + ids_of(draw.randint(0, 40), draw.randint(0, 3))
+            longer = (
+                path
+                + completion.token_ids[: draw.randint(1, 20)]
+                + ids_of(draw.randint(0, 40), draw.randint(0, 3))
+            )
             parts = [grow(engine, longer, depth - 1, (*key, n)) for n in range(draw.randint(1, 3))]
             for below in await asyncio.gather(*parts):
                 done += below
@@ -448,11 +551,20 @@ def assert_traffic_agrees(seed: int, **options: Any) -> None:
         model.load_state_dict(weights[completion.policy_version])
         path = prefix + completion.token_ids
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([path]), use_cache=False).logits[0, len(prefix) - 1 : -1] / temperature
+            logits = (
+                model(input_ids=torch.tensor([path]), use_cache=False).logits[
+                    0, len(prefix) - 1 : -1
+                ]
+                / temperature
+            )
         rows = torch.log_softmax(logits, dim=-1)
         expected = rows.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.sampling_logprobs), expected, atol=1e-4, rtol=0)
-        torch.testing.assert_close(torch.tensor(completion.entropies), -(rows.exp() * rows).sum(-1), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(completion.sampling_logprobs), expected, atol=1e-4, rtol=0
+        )
+        torch.testing.assert_close(
+            torch.tensor(completion.entropies), -(rows.exp() * rows).sum(-1), atol=1e-4, rtol=0
+        )
 
 
 # ---------------------------------------------------------------------- stops and limits
@@ -462,14 +574,26 @@ def spoken(text: str, *, tokenizer: Any, extra: Sequence[int] = (), **fields: An
     """What a model that says `text`, then the tokens `extra`, is cut to."""
     chain = [*tokenizer.encode(text, add_special_tokens=False), *extra]
     sampling = greedy(fields.pop("max_new_tokens", 60), **fields)
-    return complete_one(make_engine(model=chain_model(chain, len(tokenizer)), tokenizer=tokenizer), chain[:1], sampling)
+    return complete_one(
+        make_engine(model=chain_model(chain, len(tokenizer)), tokenizer=tokenizer),
+        chain[:1],
+        sampling,
+    )
 
 
 def test_a_stop_text_over_many_tokens_ends_a_completion() -> None:
     tokenizer = byte_tokenizer()
     completion = spoken("Q</search>TUV", tokenizer=tokenizer, stop=("</python>", "</search>"))
-    assert tokenizer.decode(list(completion.token_ids)) == "</search>" and completion.finish is StopReason.STOP
-    assert len(completion.token_ids) == len(completion.sampling_logprobs) == len(completion.entropies) == 9
+    assert (
+        tokenizer.decode(list(completion.token_ids)) == "</search>"
+        and completion.finish is StopReason.STOP
+    )
+    assert (
+        len(completion.token_ids)
+        == len(completion.sampling_logprobs)
+        == len(completion.entropies)
+        == 9
+    )
 
 
 def test_the_token_that_closes_a_stop_is_kept_whole() -> None:
@@ -485,16 +609,24 @@ def test_a_stop_text_in_the_prefix_does_not_count() -> None:
     chain = tokenizer.encode("h>XYZ", add_special_tokens=False)
     engine = make_engine(model=chain_model(chain, len(tokenizer)), tokenizer=tokenizer)
     completion = complete_one(engine, prefix, greedy(4, stop=("</search>",)))
-    assert tokenizer.decode(list(completion.token_ids))[:4] == ">XYZ" and completion.finish is StopReason.LENGTH
+    assert (
+        tokenizer.decode(list(completion.token_ids))[:4] == ">XYZ"
+        and completion.finish is StopReason.LENGTH
+    )
 
 
 def test_one_more_token_after_a_final_text() -> None:
     tokenizer = byte_tokenizer()
     end = tokenizer.eos_token_id
     ended = spoken("Q</answer>", tokenizer=tokenizer, extra=[end], final=("</answer>",))
-    assert ended.finish is StopReason.END and ended.token_ids[-1] == end and len(ended.token_ids) == 10
+    assert (
+        ended.finish is StopReason.END and ended.token_ids[-1] == end and len(ended.token_ids) == 10
+    )
     missed = spoken("Q</answer>XYZ", tokenizer=tokenizer, final=("</answer>",))
-    assert missed.finish is StopReason.STOP and tokenizer.decode(list(missed.token_ids)) == "</answer>X"
+    assert (
+        missed.finish is StopReason.STOP
+        and tokenizer.decode(list(missed.token_ids)) == "</answer>X"
+    )
     cut = spoken("Q</answer>XYZ", tokenizer=tokenizer, final=("</answer>",), max_new_tokens=9)
     assert cut.finish is StopReason.LENGTH and tokenizer.decode(list(cut.token_ids)) == "</answer>"
 
@@ -504,10 +636,14 @@ def test_limits_are_per_request_and_the_context_holds() -> None:
 
     async def work(engine: NativeEngine) -> list[Completion]:
         prefix = ids_of(6, 1)
-        return await asyncio.gather(*(engine.complete(prefix, Sampling(max_new_tokens=n), noise_key=(n,)) for n in limits))
+        return await asyncio.gather(
+            *(engine.complete(prefix, Sampling(max_new_tokens=n), noise_key=(n,)) for n in limits)
+        )
 
     done = run(make_engine(), work)
-    assert [len(c.token_ids) for c in done] == list(limits) and {c.finish for c in done} == {StopReason.LENGTH}
+    assert [len(c.token_ids) for c in done] == list(limits) and {c.finish for c in done} == {
+        StopReason.LENGTH
+    }
     # The models read 1024 tokens: 1020 leave room for 4, whatever was asked for.
     completion = complete_one(make_engine(), ids_of(1020, 2), Sampling(max_new_tokens=10**9))
     assert len(completion.token_ids) == 4 and completion.finish is StopReason.LENGTH
@@ -521,14 +657,23 @@ def test_stop_finder_looks_at_the_last_token_only() -> None:
         return finder.ends_with_any(tokenizer.encode(text, add_special_tokens=False), stops)
 
     assert ends("a</s>", "</s>") and ends("a</s>!", "</s>") and ends("</p>", "</s>", "</p>")
-    assert not ends("a</s>b", "</s>") and not ends("</s", "</s>") and not ends("a>", "</s>") and not ends("</s>")
+    assert (
+        not ends("a</s>b", "</s>")
+        and not ends("</s", "</s>")
+        and not ends("a>", "</s>")
+        and not ends("</s>")
+    )
     assert ends("é\U0001f600</s>", "</s>")
 
 
 def test_probes_hear_the_first_entropies() -> None:
     seen: list[Sequence[float]] = []
     completion = complete_one(
-        make_engine(), ids_of(5, 1), Sampling(max_new_tokens=9), probe_tokens=4, on_probe=lambda values: seen.append(values)
+        make_engine(),
+        ids_of(5, 1),
+        Sampling(max_new_tokens=9),
+        probe_tokens=4,
+        on_probe=lambda values: seen.append(values),
     )
     assert seen == [completion.entropies[:4]]
 
@@ -541,24 +686,42 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
     prefix, long, short = ids_of(40, 1), Sampling(max_new_tokens=40), Sampling(max_new_tokens=6)
 
     async def work(engine: NativeEngine) -> Any:
-        assert isinstance(engine, Engine) and engine.fingerprint == weights_fingerprint(old.state_dict())
-        running = [asyncio.create_task(engine.complete(prefix, long, noise_key=(n,))) for n in range(3)]
+        assert isinstance(engine, Engine) and engine.fingerprint == weights_fingerprint(
+            old.state_dict()
+        )
+        running = [
+            asyncio.create_task(engine.complete(prefix, long, noise_key=(n,))) for n in range(3)
+        ]
         await asyncio.sleep(0.01)
         publish = asyncio.create_task(engine.publish(new.state_dict(), 5))
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.complete(prefix, short, noise_key=(7,)))
         await publish
-        assert engine.policy_version == 5 and engine.fingerprint == weights_fingerprint(new.state_dict())
-        return await asyncio.gather(*running), await late, await engine.complete(prefix, short, noise_key=(7,))
+        assert engine.policy_version == 5 and engine.fingerprint == weights_fingerprint(
+            new.state_dict()
+        )
+        return (
+            await asyncio.gather(*running),
+            await late,
+            await engine.complete(prefix, short, noise_key=(7,)),
+        )
 
     before, late, after = run(make_engine(), work)
-    assert {c.policy_version for c in before} == {0} and late.policy_version == after.policy_version == 5
+    assert {c.policy_version for c in before} == {
+        0
+    } and late.policy_version == after.policy_version == 5
 
     async def fresh(engine: NativeEngine) -> list[Completion]:
-        return [await engine.complete(prefix, s, noise_key=(n,)) for s, n in ((short, 7), (long, 0), (long, 1), (long, 2))]
+        return [
+            await engine.complete(prefix, s, noise_key=(n,))
+            for s, n in ((short, 7), (long, 0), (long, 1), (long, 2))
+        ]
 
     on_new = run(make_engine(seed=1), fresh)[0]
-    assert (late.token_ids, late.sampling_logprobs) == (on_new.token_ids, on_new.sampling_logprobs) and late == after
+    assert (late.token_ids, late.sampling_logprobs) == (
+        on_new.token_ids,
+        on_new.sampling_logprobs,
+    ) and late == after
     assert before == run(make_engine(), fresh)[1:]
 
 
@@ -595,26 +758,36 @@ def test_a_death_reaches_every_waiter() -> None:
         break_after(engine, 3, gate)
         sampling = Sampling(max_new_tokens=30)
         # With two rows, one request waits for a row and one publish for an idle engine.
-        waiters = [asyncio.create_task(engine.complete(ids_of(5, n), sampling, noise_key=(n,))) for n in range(3)]
+        waiters = [
+            asyncio.create_task(engine.complete(ids_of(5, n), sampling, noise_key=(n,)))
+            for n in range(3)
+        ]
         await asyncio.sleep(0.2)
         publish = asyncio.create_task(engine.publish(engine.model.state_dict(), 1))
         await asyncio.sleep(0)
         gate.set()
         results = list(await asyncio.gather(*waiters, publish, return_exceptions=True))
-        for later in (engine.complete(ids_of(5, 9), sampling, noise_key=(9,)), engine.publish({}, 2)):
+        for later in (
+            engine.complete(ids_of(5, 9), sampling, noise_key=(9,)),
+            engine.publish({}, 2),
+        ):
             results.extend(await asyncio.gather(later, return_exceptions=True))
         engine.forget(ids_of(5, 1))
         return results
 
     results = run(make_engine(max_rows=2), work)
     assert len(results) == 6
-    assert all(isinstance(result, EngineError) and "the roof fell in" in str(result) for result in results)
+    assert all(
+        isinstance(result, EngineError) and "the roof fell in" in str(result) for result in results
+    )
 
 
 def test_closing_tells_those_who_wait() -> None:
     async def work(engine: NativeEngine) -> Any:
         slow_down(engine, 0.1)
-        task = asyncio.create_task(engine.complete(ids_of(5, 1), Sampling(max_new_tokens=900), noise_key=(1,)))
+        task = asyncio.create_task(
+            engine.complete(ids_of(5, 1), Sampling(max_new_tokens=900), noise_key=(1,))
+        )
         await asyncio.sleep(0.02)
         await engine.close()
         results = list(await asyncio.gather(task, return_exceptions=True))
@@ -623,12 +796,17 @@ def test_closing_tells_those_who_wait() -> None:
             await engine.complete((3,), greedy(1), noise_key=(1,))
         return results
 
-    assert all(isinstance(result, EngineError) and "closed" in str(result) for result in run(make_engine(), work))
+    assert all(
+        isinstance(result, EngineError) and "closed" in str(result)
+        for result in run(make_engine(), work)
+    )
 
 
 def test_a_request_that_is_given_up_frees_its_row() -> None:
     async def work(engine: NativeEngine) -> Completion:
-        task = asyncio.create_task(engine.complete(ids_of(5, 1), Sampling(max_new_tokens=1000), noise_key=(1,)))
+        task = asyncio.create_task(
+            engine.complete(ids_of(5, 1), Sampling(max_new_tokens=1000), noise_key=(1,))
+        )
         await asyncio.sleep(0.05)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -639,7 +817,8 @@ def test_a_request_that_is_given_up_frees_its_row() -> None:
 
 
 def test_a_long_prompt_is_taken_in_beside_rows_that_decode() -> None:
-    """Passes of at most 32 rows, four of which may decode: a prompt of 60 comes in as 28, 28 and 4."""
+    """Passes of at most 32 rows, four of which may decode: a prompt of 60 comes in as 28, 28 and
+    4."""
 
     async def work(engine: NativeEngine) -> list[str]:
         engine._buckets = (16, 32)
@@ -691,7 +870,9 @@ def test_a_deadline_is_kept_and_named() -> None:
         ((3,), 0, "max_new_tokens"),
     ],
 )
-def test_bad_requests_are_refused_at_once(prefix: tuple[int, ...], limit: int, message: str) -> None:
+def test_bad_requests_are_refused_at_once(
+    prefix: tuple[int, ...], limit: int, message: str
+) -> None:
     with pytest.raises(EngineError, match=message):
         complete_one(make_engine(), prefix, Sampling(max_new_tokens=limit))
 
@@ -701,7 +882,9 @@ def test_a_loop_that_is_gone_kills_nobody() -> None:
     engine = make_engine()
 
     async def leave() -> None:
-        task = asyncio.create_task(engine.complete(ids_of(5, 1), Sampling(max_new_tokens=200), noise_key=(1,)))
+        task = asyncio.create_task(
+            engine.complete(ids_of(5, 1), Sampling(max_new_tokens=200), noise_key=(1,))
+        )
         await asyncio.sleep(0.02)
         task.cancel()
 
@@ -724,7 +907,8 @@ def test_a_group_fills_its_prompt_once_and_a_continued_path_is_not_fed_again() -
     async def group(engine: NativeEngine) -> None:
         await asyncio.gather(*(engine.complete(prompt, sampling, noise_key=(n,)) for n in range(8)))
 
-    # 49 shared, then for each of 8 rows the prompt's last token and three sampled ones (the fourth is not fed).
+    # 49 shared, then for each of 8 rows the prompt's last token and three sampled ones (the fourth
+    # is not fed).
     assert num_rows_fed(group) == 49 + 8 * 4
 
     async def steps(engine: NativeEngine) -> None:
@@ -759,6 +943,9 @@ def test_one_row_is_enough_for_branches_of_one_prompt() -> None:
     prompt, sampling = ids_of(5, 1), Sampling(max_new_tokens=3)
 
     async def work(engine: NativeEngine) -> list[Completion]:
-        return [await engine.complete(prompt + ids_of(4, 2) + (n,), sampling, noise_key=(n,)) for n in (7, 8, 9)]
+        return [
+            await engine.complete(prompt + ids_of(4, 2) + (n,), sampling, noise_key=(n,))
+            for n in (7, 8, 9)
+        ]
 
     assert run(make_engine(max_rows=1), work) == run(make_engine(max_rows=9), work)

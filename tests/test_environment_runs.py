@@ -1,4 +1,5 @@
-"""Runs with environments, from recipe to record: training, evaluation, resume, and what is refused before it begins."""
+"""Runs with environments, from recipe to record: training, evaluation, resume, and what is refused
+before it begins."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from treegraft.train import train
 
 
 class Dice:
-    """Asynchronous, random by its seed, slow by chance: the sum must reach what the task asks for."""
+    """Asynchronous, random by its seed, slow by chance: the sum must reach what the task asks
+    for."""
 
     capability = "replay"
 
@@ -49,10 +51,15 @@ def make_engine(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
     def agent(path: str) -> str:
         num = path.count("</result>")
         last = path.split("</result>")[-2].split()[-1] if num else "e9"
-        return "<roll> </roll>" if num < 1 + int(last[1:]) % 3 else "<answer> \\boxed{ e1 } </answer>"
+        return (
+            "<roll> </roll>" if num < 1 + int(last[1:]) % 3 else "<answer> \\boxed{ e1 } </answer>"
+        )
 
     return ScriptedEngine(
-        agent, tokenizer, entropy=lambda path: float("</result>" in path), latency_s=lambda: random.random() / 200
+        agent,
+        tokenizer,
+        entropy=lambda path: float("</result>" in path),
+        latency_s=lambda: random.random() / 200,
     )
 
 
@@ -60,7 +67,11 @@ SETTINGS = tiny(
     run={"num_updates": 2},
     environment={"kind": "tests.test_environment_runs:Dice"},
     engine={"kind": "tests.test_environment_runs:make_engine"},
-    explore={"explorers": ["entropy"], "num_leaves": 4, "entropy": {"num_starts": 2, "probe_tokens": 2}},
+    explore={
+        "explorers": ["entropy"],
+        "num_leaves": 4,
+        "entropy": {"num_starts": 2, "probe_tokens": 2},
+    },
     reward={"funcs": ["environment"]},
     eval={"num_samples": 2},
     warmup={"num_steps": 0},
@@ -69,7 +80,9 @@ del SETTINGS["reward"]["accuracy"]
 
 
 def run(folder: Path, name: str, **changes: Any) -> Path:
-    return train({**SETTINGS, "run": {**SETTINGS["run"], "dir": str(folder), "name": name}, **changes}).run_dir
+    return train(
+        {**SETTINGS, "run": {**SETTINGS["run"], "dir": str(folder), "name": name}, **changes}
+    ).run_dir
 
 
 @pytest.fixture(scope="module")
@@ -82,19 +95,37 @@ def test_training_and_evaluation_with_an_environment(done: Path) -> None:
     leaves = [leaf for tree in trees for leaf in tree.leaves]
     assert len(leaves) == 24 and all(leaf.status is Status.COMPLETED for leaf in leaves)
     assert {leaf.reward for leaf in leaves} == {0.0, 1.0}
-    assert all(leaf.reward == leaf.environment_reward == leaf.reward_parts["environment"] for leaf in leaves)
-    assert all("\n" in tree.task.question for tree in trees), "the first observation stands in the prompt"
+    assert all(
+        leaf.reward == leaf.environment_reward == leaf.reward_parts["environment"]
+        for leaf in leaves
+    )
+    assert all("\n" in tree.task.question for tree in trees), (
+        "the first observation stands in the prompt"
+    )
     last = read_metrics(done)[-1]
     assert last["environment/num_replays"] == last["branch/num_branches"] > 0
-    assert last["environment/num_opened"] == last["branch/num_starts"] + last["environment/num_replays"]
-    assert last["environment/num_mismatches"] == last["environment/num_failures"] == last["rollout/failed_frac"] == 0
+    assert (
+        last["environment/num_opened"]
+        == last["branch/num_starts"] + last["environment/num_replays"]
+    )
+    assert (
+        last["environment/num_mismatches"]
+        == last["environment/num_failures"]
+        == last["rollout/failed_frac"]
+        == 0
+    )
     assert 0 <= last["eval/environment_reward"] <= 1
     # A hop question of search_world has a reference, and that decides what is correct.
-    assert all(leaf.is_correct is False or tree.task.reference[0] == "e1" for tree in trees for leaf in tree.leaves)
+    assert all(
+        leaf.is_correct is False or tree.task.reference[0] == "e1"
+        for tree in trees
+        for leaf in tree.leaves
+    )
 
 
 def test_siblings_agree_on_all_that_they_share(done: Path) -> None:
-    """Replays saw what the tree shows: a die that went on otherwise would give other sums below one step."""
+    """Replays saw what the tree shows: a die that went on otherwise would give other sums below one
+    step."""
     for tree in read_trees(done):
         for path in tree.trajectories():
             sums = [int(one.text[1:]) for content in path.contents for one in content.observations]
@@ -110,41 +141,68 @@ def test_two_runs_are_one_whatever_the_latencies(done: Path, tmp_path: Path) -> 
 
 
 def test_stopped_and_resumed_is_as_if_nothing_had_happened(done: Path, tmp_path: Path) -> None:
-    half = run(tmp_path, "first", run={**SETTINGS["run"], "num_updates": 1, "dir": str(tmp_path), "name": "first"})
+    half = run(
+        tmp_path,
+        "first",
+        run={**SETTINGS["run"], "num_updates": 1, "dir": str(tmp_path), "name": "first"},
+    )
     train(load_config(half / "config.json", ["run.num_updates=2"]), resume=half)
-    # Where the first part ended, its metrics hold the gain up to there, and a best checkpoint names its settings.
-    assert [name for name in differing(done, half) if not name.endswith(("state.json", "config.json", "metrics.jsonl"))] == []
+    # Where the first part ended, its metrics hold the gain up to there, and a best checkpoint names
+    # its settings.
+    assert [
+        name
+        for name in differing(done, half)
+        if not name.endswith(("state.json", "config.json", "metrics.jsonl"))
+    ] == []
 
 
 def test_eval_and_run_open_environments_of_their_own(done: Path) -> None:
     result = evaluate_checkpoint(done)
     assert result.metrics["eval/failed_frac"] == 0 and "eval/environment_reward" in result.metrics
     trajectory, _ = answer_question(done, "r2 of e3 ?")
-    assert trajectory.leaf.environment_reward in (0.0, 1.0) and trajectory.task.question.startswith("r2 of e3 ?\ne")
+    assert trajectory.leaf.environment_reward in (0.0, 1.0) and trajectory.task.question.startswith(
+        "r2 of e3 ?\ne"
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
         ({"environment": {"kind": "tests.worlds:LockedKeyDoor"}}, "whose capability is 'none'"),
-        ({"environment": {"kind": "tests.worlds:ReplayedKeyDoor", "capability": "none"}}, "whose capability is 'none'"),
+        (
+            {"environment": {"kind": "tests.worlds:ReplayedKeyDoor", "capability": "none"}},
+            "whose capability is 'none'",
+        ),
         ({"environment": {}}, "got 'environment', but environment.kind is empty"),
-        ({"environment": {"kind": "tests.test_environment_runs:Unrewarded"}}, "has no method get_reward"),
+        (
+            {"environment": {"kind": "tests.test_environment_runs:Unrewarded"}},
+            "has no method get_reward",
+        ),
         ({"environment": {"kind": "world"}}, "environment.kind: got 'world'"),
-        ({"environment": {"kind": "tests.test_environment_runs:Searching"}}, "two tools are named 'search'"),
+        (
+            {"environment": {"kind": "tests.test_environment_runs:Searching"}},
+            "two tools are named 'search'",
+        ),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_the_run(changes: dict[str, Any], part: str, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_refused_before_the_run(
+    changes: dict[str, Any], part: str, tmp_path: Path
+) -> None:
     with pytest.raises(SettingError, match=part):
         run(tmp_path, "refused", **changes)
     assert not (tmp_path / "refused").exists() and KeyDoor.live == []
 
 
 def test_rows_of_a_file_begin_environments(tmp_path: Path) -> None:
-    """Two rows with different keys: taking e1 is right in one of them, and no reference is needed."""
+    """Two rows with different keys: taking e1 is right in one of them, and no reference is
+    needed."""
     rows = [{"question": "e1 e2 ?", "key": "e1"}, {"question": "e2 e1 ?", "key": "e2"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dataset = {"train": [str(tmp_path / "rows.jsonl")], "eval": [str(tmp_path / "rows.jsonl")], "reference_column": ""}
+    dataset = {
+        "train": [str(tmp_path / "rows.jsonl")],
+        "eval": [str(tmp_path / "rows.jsonl")],
+        "reference_column": "",
+    }
     changes = {
         "tasks": {"kind": "dataset", "num_train": 2, "num_eval": 2, "dataset": dataset},
         "environment": {"kind": "tests.worlds:KeyDoor"},
@@ -166,9 +224,17 @@ def word_model(folder: Path) -> Path:
 
     tags = [f"<{slash}{name}>" for name in ("take", "unlock", "enter") for slash in ("", "/")]
     tokenizer = build_word_tokenizer(["e1", "e2", "?", "e5", *tags])
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 16}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+    }
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=96, **shape, **ends)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=96, **shape, **ends
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     return folder / "model"
@@ -188,12 +254,19 @@ def test_grafts_need_an_environment_that_can_be_tried() -> None:
             buffer={"path": "expert"},
         )
     )
-    with pytest.raises(SettingError, match="got 'graft' with an environment whose capability is 'none'"):
+    with pytest.raises(
+        SettingError, match="got 'graft' with an environment whose capability is 'none'"
+    ):
         assemble(config)
 
 
 def test_an_environment_without_branches_needs_no_capability(tmp_path: Path) -> None:
-    path = run(tmp_path, "plain", environment={"kind": "tests.worlds:LockedKeyDoor"}, explore={"num_leaves": 2})
+    path = run(
+        tmp_path,
+        "plain",
+        environment={"kind": "tests.worlds:LockedKeyDoor"},
+        explore={"num_leaves": 2},
+    )
     assert all(leaf.environment_reward == 0.0 for tree in read_trees(path) for leaf in tree.leaves)
     assert KeyDoor.live == []
 

@@ -1,4 +1,5 @@
-"""Stateful environments: each trajectory has its own, branches begin in the state of their step, failures stay on their leaf."""
+"""Stateful environments: each trajectory has its own, branches begin in the state of their step,
+failures stay on their leaf."""
 
 from __future__ import annotations
 
@@ -14,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.test_agents import serving, solve
 from tests.test_growth import OneTrace
-from tests.worlds import CopiedKeyDoor, Counter, Forgetful, Hanging, KeyDoor, LockedKeyDoor, OneThread, ReplayedKeyDoor
+from tests.worlds import (
+    CopiedKeyDoor,
+    Counter,
+    Forgetful,
+    Hanging,
+    KeyDoor,
+    LockedKeyDoor,
+    OneThread,
+    ReplayedKeyDoor,
+)
 
 from treegraft.core.errors import EngineError, SettingError, ToolUnavailable
 from treegraft.core.sessions import Session
@@ -42,8 +52,14 @@ WAY_IN = ("<take>w3</take>", "<unlock>w5</unlock>", "<enter>w5</enter>")
 
 @functools.cache
 def word_tokenizer() -> Any:
-    tags = [f"<{slash}{name}>" for name in ("take", "unlock", "enter", "add", "double", "look", "ask") for slash in ("", "/")]
-    return build_word_tokenizer([*tags, *(f"w{n}" for n in range(10)), *map(str, range(200)), "ValueError:", "no", "here"])
+    tags = [
+        f"<{slash}{name}>"
+        for name in ("take", "unlock", "enter", "add", "double", "look", "ask")
+        for slash in ("", "/")
+    ]
+    return build_word_tokenizer(
+        [*tags, *(f"w{n}" for n in range(10)), *map(str, range(200)), "ValueError:", "no", "here"]
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -55,12 +71,18 @@ def nothing_stays_open() -> Iterator[None]:
     assert KeyDoor.live == []
 
 
-def environments(made: type, *, deadline_s: float = 5.0, options: dict[str, Any] | None = None, **fields: Any) -> Environments:
-    chosen = EnvironmentSettings(kind="tests.worlds:X", deadline_s=deadline_s, options=options or {}, **fields)
+def environments(
+    made: type, *, deadline_s: float = 5.0, options: dict[str, Any] | None = None, **fields: Any
+) -> Environments:
+    chosen = EnvironmentSettings(
+        kind="tests.worlds:X", deadline_s=deadline_s, options=options or {}, **fields
+    )
     return Environments(ClassEnvironments(made, made.__name__, chosen), chosen)
 
 
-def make_toolbox(worlds: Environments, *, deadline_s: float = 5.0, max_output_chars: int = 200) -> Toolbox:
+def make_toolbox(
+    worlds: Environments, *, deadline_s: float = 5.0, max_output_chars: int = 200
+) -> Toolbox:
     return Toolbox(
         worlds.kind.tools,
         deadline_s=deadline_s,
@@ -107,7 +129,9 @@ def make(
 
 
 def grow(grower: Grower, task: Task = TASK) -> Tree:
-    return asyncio.run(grower.grow_all([task], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=1))[0]
+    return asyncio.run(
+        grower.grow_all([task], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=1)
+    )[0]
 
 
 def by_plan(*plan: str) -> Callable[[str], str]:
@@ -122,12 +146,19 @@ def by_plan(*plan: str) -> Callable[[str], str]:
 
 def seen(tree: Tree) -> list[list[str]]:
     """What each trajectory was told, call by call."""
-    return [[one.text for content in path.contents for one in content.observations] for path in tree.trajectories()]
+    return [
+        [one.text for content in path.contents for one in content.observations]
+        for path in tree.trajectories()
+    ]
 
 
 def counts(grower: Grower) -> dict[str, int]:
     metrics = grower.toolbox.take_metrics()
-    return {key.partition("/")[2]: int(value) for key, value in metrics.items() if key.startswith("environment/")}
+    return {
+        key.partition("/")[2]: int(value)
+        for key, value in metrics.items()
+        if key.startswith("environment/")
+    }
 
 
 # ---------------------------------------------------------------------- one trajectory
@@ -138,7 +169,9 @@ def test_each_trajectory_has_an_object_of_its_own() -> None:
     grower = make(KeyDoor, by_plan(*WAY_IN))
     tree = grow(grower)
     assert seen(tree) == [["w1 1", "w1 2", "w1 3"]] * 2
-    assert [(leaf.reward, leaf.environment_reward, leaf.is_correct) for leaf in tree.leaves] == [(1.0, 1.0, True)] * 2
+    assert [(leaf.reward, leaf.environment_reward, leaf.is_correct) for leaf in tree.leaves] == [
+        (1.0, 1.0, True)
+    ] * 2
     assert counts(grower) == {
         "num_opened": 2,
         "num_forks": 0,
@@ -158,15 +191,39 @@ def test_the_first_observation_stands_in_the_prompt() -> None:
 
 
 def test_what_the_agent_does_wrong_is_an_observation_and_part_of_the_state() -> None:
-    tree = grow(make(KeyDoor, by_plan("<take>w4</take>", "<take>w3</take>", "<unlock>w5</unlock>"), num_leaves=1))
+    tree = grow(
+        make(
+            KeyDoor,
+            by_plan("<take>w4</take>", "<take>w3</take>", "<unlock>w5</unlock>"),
+            num_leaves=1,
+        )
+    )
     assert seen(tree) == [["ValueError: no w4 here", "w1 2", "w1 3"]]
     assert tree.leaves[0].reward == 0.5 and tree.leaves[0].is_correct is False
 
 
 def test_reset_is_told_the_columns_it_names() -> None:
-    row = row_of(Task(id="t/1", question="q", reference=("a",), columns={"key": "w4", "question": "other", "seed": 3}))
-    assert row == {"key": "w4", "question": "q", "prompt": "q", "reference": ["a"], "task_id": "t/1", "seed": 3}
-    assert row_of(TASK)["seed"] == row_of(TASK)["seed"] != row_of(Task(id="t/2", question="", reference=()))["seed"]
+    row = row_of(
+        Task(
+            id="t/1",
+            question="q",
+            reference=("a",),
+            columns={"key": "w4", "question": "other", "seed": 3},
+        )
+    )
+    assert row == {
+        "key": "w4",
+        "question": "q",
+        "prompt": "q",
+        "reference": ["a"],
+        "task_id": "t/1",
+        "seed": 3,
+    }
+    assert (
+        row_of(TASK)["seed"]
+        == row_of(TASK)["seed"]
+        != row_of(Task(id="t/2", question="", reference=()))["seed"]
+    )
 
 
 def test_an_object_is_used_in_one_thread() -> None:
@@ -190,12 +247,17 @@ def unsure_after_two(path: str) -> float:
 KINDS = (KeyDoor, CopiedKeyDoor, ReplayedKeyDoor)
 
 
-@pytest.mark.parametrize("allocate", [Rounds, lambda budget: Shares(budget, 1)], ids=["rounds", "shares"])
+@pytest.mark.parametrize(
+    "allocate", [Rounds, lambda budget: Shares(budget, 1)], ids=["rounds", "shares"]
+)
 @pytest.mark.parametrize("made", KINDS)
 def test_a_branch_begins_in_the_state_of_its_step(made: type, allocate: Any) -> None:
-    """One start takes the key, unlocks, and grows unsure; it and its branches each make move 3 on their own."""
+    """One start takes the key, unlocks, and grows unsure; it and its branches each make move 3 on
+    their own."""
     explorer = EntropyBranching(num_starts=1, num_branches=2, probe_tokens=2)
-    grower = make(made, by_plan(*WAY_IN), explorer, entropy=unsure_after_two, num_leaves=3, allocate=allocate)
+    grower = make(
+        made, by_plan(*WAY_IN), explorer, entropy=unsure_after_two, num_leaves=3, allocate=allocate
+    )
     tree = grow(grower)
     assert [step.id for step in tree.steps[1:]] == [
         *("0.0", "0.0.0", "0.0.0.0", "0.0.0.0.0", "0.0.0.1", "0.0.0.1.0", "0.0.0.2", "0.0.0.2.0"),
@@ -204,7 +266,8 @@ def test_a_branch_begins_in_the_state_of_its_step(made: type, allocate: Any) -> 
     assert [leaf.reward for leaf in tree.leaves] == [1.0] * 3
     assert tree.budget.num_tool_calls == 5
     found = counts(grower)
-    # Two branches of one point: one copy for the point, which the last branch takes, one for the other.
+    # Two branches of one point: one copy for the point, which the last branch takes, one for the
+    # other.
     expected = {"num_opened": 3, "num_replays": 2, "num_replayed_calls": 4, "num_forks": 0}
     if made is not ReplayedKeyDoor:
         expected = {"num_opened": 1, "num_replays": 0, "num_replayed_calls": 0, "num_forks": 2}
@@ -212,10 +275,20 @@ def test_a_branch_begins_in_the_state_of_its_step(made: type, allocate: Any) -> 
 
 
 def test_a_wish_that_is_not_granted_costs_a_copy_and_nothing_else() -> None:
-    grower = make(KeyDoor, by_plan(*WAY_IN), EntropyBranching(num_starts=2, probe_tokens=2), entropy=unsure_after_two)
+    grower = make(
+        KeyDoor,
+        by_plan(*WAY_IN),
+        EntropyBranching(num_starts=2, probe_tokens=2),
+        entropy=unsure_after_two,
+    )
     assert seen(grow(grower)) == [["w1 1", "w1 2", "w1 3"]] * 2
     assert counts(grower)["num_forks"] == 2
-    grower = make(ReplayedKeyDoor, by_plan(*WAY_IN), EntropyBranching(num_starts=2, probe_tokens=2), entropy=unsure_after_two)
+    grower = make(
+        ReplayedKeyDoor,
+        by_plan(*WAY_IN),
+        EntropyBranching(num_starts=2, probe_tokens=2),
+        entropy=unsure_after_two,
+    )
     assert len(grow(grower).leaves) == 2
     assert counts(grower)["num_replays"] == 0
 
@@ -223,7 +296,13 @@ def test_a_wish_that_is_not_granted_costs_a_copy_and_nothing_else() -> None:
 def test_steps_behind_too_many_calls_do_not_branch() -> None:
     for limit, num_replays in ((1, 0), (2, 1)):
         explorer = EntropyBranching(num_starts=1, probe_tokens=2)
-        grower = make(ReplayedKeyDoor, by_plan(*WAY_IN), explorer, entropy=unsure_after_two, world={"max_replay_calls": limit})
+        grower = make(
+            ReplayedKeyDoor,
+            by_plan(*WAY_IN),
+            explorer,
+            entropy=unsure_after_two,
+            world={"max_replay_calls": limit},
+        )
         tree = grow(grower)
         assert len(tree.leaves) == 2 and all(leaf.reward == 1.0 for leaf in tree.leaves)
         assert counts(grower)["num_replays"] == num_replays
@@ -231,7 +310,9 @@ def test_steps_behind_too_many_calls_do_not_branch() -> None:
 
 def test_a_replay_that_finds_something_else_fails_its_own_leaf() -> None:
     plan = by_plan("<take>w3</take>", "<unlock>w5</unlock>")
-    grower = make(Forgetful, plan, EntropyBranching(num_starts=1, probe_tokens=2), entropy=unsure_after_two)
+    grower = make(
+        Forgetful, plan, EntropyBranching(num_starts=1, probe_tokens=2), entropy=unsure_after_two
+    )
     tree = grow(grower)
     assert [leaf.status for leaf in tree.leaves] == [Status.COMPLETED, Status.FAILED]
     error = tree.leaves[1].error or ""
@@ -286,7 +367,14 @@ def test_trees_do_not_depend_on_latencies() -> None:
             world={"capability": "fork"},
         )
         tree = grow(grower)
-        found.append(([step.id for step in tree.steps], seen(tree), [leaf.reward for leaf in tree.leaves], counts(grower)))
+        found.append(
+            (
+                [step.id for step in tree.steps],
+                seen(tree),
+                [leaf.reward for leaf in tree.leaves],
+                counts(grower),
+            )
+        )
     assert found[0] == found[1] == found[2]
     assert found[0][3]["num_forks"] > 0
 
@@ -296,14 +384,26 @@ def test_trees_do_not_depend_on_latencies() -> None:
 
 def graft_of(*pairs: tuple[str, str, str]) -> OneTrace:
     value = StepContent(
-        calls=tuple(ToolCall(name, body) for name, body, _ in pairs), observations=tuple(Observation(text=t) for *_, t in pairs)
+        calls=tuple(ToolCall(name, body) for name, body, _ in pairs),
+        observations=tuple(Observation(text=t) for *_, t in pairs),
     )
-    return OneTrace(Trace(key="w0", value=value, reward=1.0, source="expert", task_id="t/9", position=1, terminal=False))
+    return OneTrace(
+        Trace(
+            key="w0",
+            value=value,
+            reward=1.0,
+            source="expert",
+            task_id="t/9",
+            position=1,
+            terminal=False,
+        )
+    )
 
 
 @pytest.mark.parametrize("made", KINDS)
 def test_a_graft_is_done_in_the_environment_before_it_is_shown(made: type) -> None:
-    """The agent takes the key, the graft unlocks the door, the agent goes in: as move 3 of one world."""
+    """The agent takes the key, the graft unlocks the door, the agent goes in: as move 3 of one
+    world."""
     explorer = HybridRollout(num_hybrid=1, num_leaves=1, probability=1.0)
 
     def reply(path: str) -> str:
@@ -313,15 +413,27 @@ def test_a_graft_is_done_in_the_environment_before_it_is_shown(made: type) -> No
 
     grower = make(made, reply, explorer, num_leaves=1, retriever=graft_of(("unlock", "w5", "w1 2")))
     tree = grow(grower)
-    assert [step.origin.name for step in tree.steps[1:]] == ["POLICY", "RETRIEVED", "POLICY", "POLICY"]
+    assert [step.origin.name for step in tree.steps[1:]] == [
+        "POLICY",
+        "RETRIEVED",
+        "POLICY",
+        "POLICY",
+    ]
     assert seen(tree) == [["w1 1", "w1 2", "w1 3"]] and tree.leaves[0].reward == 1.0
     assert counts(grower)["num_untrue_grafts"] == 1  # unlocking again would be move 4
 
 
 def test_a_graft_that_the_environment_contradicts_is_left_out() -> None:
-    """The door does not open without a key, so a step that says it did is not attached, and changes nothing."""
+    """The door does not open without a key, so a step that says it did is not attached, and changes
+    nothing."""
     explorer = HybridRollout(num_hybrid=1, num_leaves=1, probability=1.0)
-    grower = make(KeyDoor, by_plan(*WAY_IN), explorer, num_leaves=1, retriever=graft_of(("unlock", "w5", "w1 9")))
+    grower = make(
+        KeyDoor,
+        by_plan(*WAY_IN),
+        explorer,
+        num_leaves=1,
+        retriever=graft_of(("unlock", "w5", "w1 9")),
+    )
     tree = grow(grower)
     assert seen(tree) == [["w1 1", "w1 2", "w1 3"]] and len(tree.steps) == 5
     assert counts(grower)["num_untrue_grafts"] == 3
@@ -334,7 +446,13 @@ def test_a_graft_without_acts_changes_nothing_and_a_text_is_never_believed() -> 
             await sessions.prepare(1)
             session = await sessions.start(0).open()
             same = await session.rehearse(
-                [StepContent(thought="hm", calls=(ToolCall("search", "w1"),), observations=(Observation(text=""),))]
+                [
+                    StepContent(
+                        thought="hm",
+                        calls=(ToolCall("search", "w1"),),
+                        observations=(Observation(text=""),),
+                    )
+                ]
             )
             return same is session, await session.rehearse(["a text"])
 
@@ -364,7 +482,13 @@ def test_an_environment_that_hangs_or_fails_is_a_failed_leaf(where: str, part: s
             Second.num_made += 1
             super().__init__(where=where if Second.num_made == 2 else "")
 
-    grower = make(Second, by_plan("<look></look>"), world={"deadline_s": 0.2}, call_deadline_s=0.2, num_leaves=3)
+    grower = make(
+        Second,
+        by_plan("<look></look>"),
+        world={"deadline_s": 0.2},
+        call_deadline_s=0.2,
+        num_leaves=3,
+    )
     began = time.monotonic()
     tree = grow(grower)
     assert time.monotonic() - began < 5
@@ -379,7 +503,12 @@ def test_a_copy_that_fails_is_a_failed_branch() -> None:
         def fork(self) -> KeyDoor:
             raise OSError("no disk")
 
-    grower = make(Unique, by_plan(*WAY_IN), EntropyBranching(num_starts=1, probe_tokens=2), entropy=unsure_after_two)
+    grower = make(
+        Unique,
+        by_plan(*WAY_IN),
+        EntropyBranching(num_starts=1, probe_tokens=2),
+        entropy=unsure_after_two,
+    )
     tree = grow(grower)
     assert [(leaf.step_id, leaf.status) for leaf in tree.leaves] == [
         ("0.0.0.0.0", Status.COMPLETED),
@@ -406,7 +535,14 @@ def test_an_object_that_hangs_in_its_copy_is_lost_with_the_branch() -> None:
 
 def test_no_first_trajectory_begins_and_all_fail() -> None:
     with pytest.raises(EngineError, match="all 2 trajectories"):
-        grow(make(Hanging, by_plan("<look></look>"), options={"where": "reset"}, world={"deadline_s": 0.1}))
+        grow(
+            make(
+                Hanging,
+                by_plan("<look></look>"),
+                options={"where": "reset"},
+                world={"deadline_s": 0.1},
+            )
+        )
 
 
 def test_a_beginning_that_differs_is_refused() -> None:
@@ -421,7 +557,9 @@ def test_a_beginning_that_differs_is_refused() -> None:
     grower = make(Fickle, by_plan(), num_leaves=2)
     tree = grow(grower)
     assert [leaf.status for leaf in tree.leaves].count(Status.FAILED) == 1
-    assert "expected a beginning that depends on the row alone" in next(leaf.error or "" for leaf in tree.leaves if leaf.error)
+    assert "expected a beginning that depends on the row alone" in next(
+        leaf.error or "" for leaf in tree.leaves if leaf.error
+    )
     assert counts(grower)["num_mismatches"] == 1
 
 
@@ -432,7 +570,9 @@ def test_a_first_observation_that_fits_no_prompt_fails_the_leaves() -> None:
             return "w1 " * 100
 
     grower = make(Endless, by_plan())
-    grower.format = TagsFormat(word_tokenizer(), environments(Endless).kind.tools, system_prompt="", max_context=50)
+    grower.format = TagsFormat(
+        word_tokenizer(), environments(Endless).kind.tools, system_prompt="", max_context=50
+    )
     with pytest.raises(EngineError, match="makes no prompt"):
         grow(grower)
 
@@ -471,10 +611,13 @@ def test_an_endpoint_acts_in_environments_of_its_own() -> None:
 
 ACTS = st.sampled_from([("take", "w3"), ("take", "w4"), ("unlock", "w5"), ("enter", "w5")])
 SHAPES = st.lists(st.tuples(st.integers(0, 30), st.lists(ACTS, max_size=3)), min_size=1, max_size=8)
-"""A random tree: each entry opens a branch at an earlier place (modulo how many there are) and acts there."""
+"""A random tree: each entry opens a branch at an earlier place (modulo how many there are) and acts
+there."""
 
 
-async def walk(made: type, shape: Sequence[tuple[int, Sequence[tuple[str, str]]]]) -> list[tuple[list[str], float | None]]:
+async def walk(
+    made: type, shape: Sequence[tuple[int, Sequence[tuple[str, str]]]]
+) -> list[tuple[list[str], float | None]]:
     """What each branch of a random tree was told on its whole way, and what it earned."""
     box = make_toolbox(environments(made))
     found = []
@@ -497,7 +640,9 @@ async def walk(made: type, shape: Sequence[tuple[int, Sequence[tuple[str, str]]]
     return found
 
 
-def from_scratch(shape: Sequence[tuple[int, Sequence[tuple[str, str]]]]) -> list[tuple[list[str], float]]:
+def from_scratch(
+    shape: Sequence[tuple[int, Sequence[tuple[str, str]]]],
+) -> list[tuple[list[str], float]]:
     """The same, each branch's whole way on a plain object of its own."""
     ways: list[list[tuple[str, str]]] = [[]]
     found = []
@@ -521,7 +666,9 @@ def from_scratch(shape: Sequence[tuple[int, Sequence[tuple[str, str]]]]) -> list
 
 @settings(max_examples=25, deadline=None)
 @given(SHAPES)
-def test_fork_copy_and_replay_see_what_a_fresh_run_sees(shape: list[tuple[int, list[tuple[str, str]]]]) -> None:
+def test_fork_copy_and_replay_see_what_a_fresh_run_sees(
+    shape: list[tuple[int, list[tuple[str, str]]]],
+) -> None:
     expected = from_scratch(shape)
     for made in KINDS:
         assert asyncio.run(walk(made, shape)) == expected
@@ -535,8 +682,16 @@ def test_capabilities() -> None:
     def found(made: type, capability: str = "auto") -> str:
         return environments(made, capability=capability).kind.capability.value
 
-    assert [found(made) for made in (KeyDoor, ReplayedKeyDoor, LockedKeyDoor, Counter)] == ["fork", "replay", "none", "none"]
-    assert found(Counter, "replay") == "replay" and capability_of(Hanging, "", EnvironmentSettings()) == "fork"
+    assert [found(made) for made in (KeyDoor, ReplayedKeyDoor, LockedKeyDoor, Counter)] == [
+        "fork",
+        "replay",
+        "none",
+        "none",
+    ]
+    assert (
+        found(Counter, "replay") == "replay"
+        and capability_of(Hanging, "", EnvironmentSettings()) == "fork"
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Scores of evaluations: pairs judged by hand, the published cases of math-verify and SQuAD, intervals, pass@k."""
+"""Scores of evaluations: pairs judged by hand, the published cases of math-verify and SQuAD,
+intervals, pass@k."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from treegraft.rollout.measure import pass_at_k
 from treegraft.tasks.scoring import exact_match_squad, f1, f1_characters, is_correct
 
 BY_HAND = (*COMPUTATION, *KNOWLEDGE, *WEB)
-needs_data = pytest.mark.skipif(not (DATA / "benchmarks").is_dir(), reason=f"no evaluation sets in {DATA}")
+needs_data = pytest.mark.skipif(
+    not (DATA / "benchmarks").is_dir(), reason=f"no evaluation sets in {DATA}"
+)
 
 
 def wrong(pairs: tuple[Pair, ...]) -> list[str]:
@@ -33,7 +36,9 @@ def wrong(pairs: tuple[Pair, ...]) -> list[str]:
 def test_pairs_judged_by_hand() -> None:
     assert len(BY_HAND) + len(FROM_DATA) + len(LIMITS) >= 200
     assert {name for name, *_ in (*BY_HAND, *FROM_DATA)} == set(SETS)
-    assert len({(name, str(reference), answer) for name, reference, answer, *_ in BY_HAND}) == len(BY_HAND)
+    assert len({(name, str(reference), answer) for name, reference, answer, *_ in BY_HAND}) == len(
+        BY_HAND
+    )
     assert wrong(BY_HAND) == []
 
 
@@ -54,7 +59,8 @@ def test_what_the_rule_cannot_see_is_known() -> None:
     assert len(wrong(LIMITS)) == len(LIMITS)
 
 
-# Of math-verify's own tests (0.9.0, tests/test_all.py): those where gold and answer are bare expressions, with their verdicts.
+# Of math-verify's own tests (0.9.0, tests/test_all.py): those where gold and answer are bare
+# expressions, with their verdicts.
 MATH_VERIFY = [
     ("-5", "-5", True),
     ("7425000", "7,425,000", True),
@@ -94,7 +100,11 @@ MATH_VERIFY = [
     ("$x <= 1$", "$-x >= -1$", True),
     ("$2x+4y-3=0$", "$y=-\\frac{1}{2}x+\\frac{3}{4}$", True),
     ("$x^2/4 + y^2/3 = 1$", "$x^2/16 + y^2/12 = 1/4$", True),
-    (r"$\begin{pmatrix}1 & 2 \\ 3 & 4\end{pmatrix}$", r"$\begin{pmatrix}1 & 2 \\ 3 & 5\end{pmatrix}$", False),
+    (
+        r"$\begin{pmatrix}1 & 2 \\ 3 & 4\end{pmatrix}$",
+        r"$\begin{pmatrix}1 & 2 \\ 3 & 5\end{pmatrix}$",
+        False,
+    ),
     ("$\\frac{1}{12}$", "$0.0833333333333333$", True),
     ("$(1,\\frac{9}{2})$", "$(1,4.5)$", True),
     ("$\\frac{x+2}{7}$", "$\\frac{x}{7}+\\frac{2}{7}$", True),
@@ -108,7 +118,11 @@ MATH_VERIFY = [
 
 
 def test_mathematics_agrees_with_math_verifys_own_cases() -> None:
-    different = [(gold, answer) for gold, answer, verdict in MATH_VERIFY if is_correct(answer, gold) is not verdict]
+    different = [
+        (gold, answer)
+        for gold, answer, verdict in MATH_VERIFY
+        if is_correct(answer, gold) is not verdict
+    ]
     assert different == []
 
 
@@ -120,7 +134,8 @@ def test_mathematics_agrees_with_math_verifys_own_cases() -> None:
         ("1999", ["1976"], 0.0, 0.0),
         ("Beyonce", ["Beyoncé and Bruno Mars"], 0.0, 0.0),
         ("climate change", ["climate change"], 1.0, 1.0),
-        # By the definition (arXiv 1606.05250, sec. 6.1): 2 common words of 2 and of 3, F1 = 2 (1)(2/3) / (5/3) = 4/5.
+        # By the definition (arXiv 1606.05250, sec. 6.1): 2 common words of 2 and of 3, F1 = 2
+        # (1)(2/3) / (5/3) = 4/5.
         ("New York", ["New York City"], 0.0, 0.8),
         ("the   New, York!", ["new york"], 1.0, 1.0),
         ("rock", ["rock n roll"], 0.0, 0.5),
@@ -141,11 +156,19 @@ def test_squads_scores(answer: str, references: list[str], em: float, score: flo
 @pytest.mark.parametrize(
     ("answer", "reference", "score"),
     [
-        ("陈俊亮", "陈俊亮和王莉", 2 * (3 / 3) * (3 / 6) / (3 / 3 + 3 / 6)),  # 3 characters of 3 and of 6
+        (
+            "陈俊亮",
+            "陈俊亮和王莉",
+            2 * (3 / 3) * (3 / 6) / (3 / 3 + 3 / 6),
+        ),  # 3 characters of 3 and of 6
         ("王莉和陈俊亮", "陈俊亮和王莉", 1.0),  # a bag has no order
         ("《梦想世界3》", "梦想世界3", 1.0),
         ("何凯明", "何恺明", 2 / 3),
-        ("Bill McColl教授", "Bill McColl", 2 * (2 / 4) * 1 / (2 / 4 + 1)),  # two words and two characters
+        (
+            "Bill McColl教授",
+            "Bill McColl",
+            2 * (2 / 4) * 1 / (2 / 4 + 1),
+        ),  # two words and two characters
         ("没有", "肖亮", 0.0),
     ],
 )
@@ -153,7 +176,10 @@ def test_f1_of_chinese_counts_characters(answer: str, reference: str, score: flo
     assert f1_characters(answer, reference) == pytest.approx(score)
 
 
-@given(st.text(st.characters(max_codepoint=0x2FF), max_size=20), st.text(st.characters(max_codepoint=0x2FF), max_size=20))
+@given(
+    st.text(st.characters(max_codepoint=0x2FF), max_size=20),
+    st.text(st.characters(max_codepoint=0x2FF), max_size=20),
+)
 @settings(max_examples=60, deadline=None)
 def test_without_chinese_f1_is_squads(one: str, other: str) -> None:
     assert f1_characters(one, other) == f1(one, other)
@@ -163,21 +189,29 @@ def test_without_chinese_f1_is_squads(one: str, other: str) -> None:
 
 
 def test_bootstrap_of_a_coin_by_hand() -> None:
-    """100 items, 40 of them right: the standard error is sqrt(0.4 * 0.6 / 100) = 0.049, so about 0.4 +- 1.96 * 0.049."""
+    """100 items, 40 of them right: the standard error is sqrt(0.4 * 0.6 / 100) = 0.049, so about
+    0.4 +- 1.96 * 0.049."""
     found = bootstrap([1.0] * 40 + [0.0] * 60)
     error = 1.96 * math.sqrt(0.4 * 0.6 / 100)
     assert found.mean == pytest.approx(0.4)
-    assert found.low == pytest.approx(0.4 - error, abs=0.015) and found.high == pytest.approx(0.4 + error, abs=0.015)
-    assert bootstrap([0.25] * 7) == bootstrap([0.25] * 7, seed=3) and bootstrap([0.25] * 7).low == 0.25
+    assert found.low == pytest.approx(0.4 - error, abs=0.015) and found.high == pytest.approx(
+        0.4 + error, abs=0.015
+    )
+    assert (
+        bootstrap([0.25] * 7) == bootstrap([0.25] * 7, seed=3) and bootstrap([0.25] * 7).low == 0.25
+    )
     assert found == bootstrap([1.0] * 40 + [0.0] * 60)
 
 
 def test_the_mean_over_sets_weighs_them_equally() -> None:
     found = stratified_bootstrap([[1.0] * 10, [0.0] * 1000])
     assert (found.mean, found.low, found.high) == (0.5, 0.5, 0.5)
-    # Half of the first set is right: only its part of the mean varies, by half of its standard error of sqrt(.25 / 100) = .05.
+    # Half of the first set is right: only its part of the mean varies, by half of its standard
+    # error of sqrt(.25 / 100) = .05.
     mixed = stratified_bootstrap([[1.0, 0.0] * 50, [0.0] * 10])
-    assert mixed.mean == 0.25 and mixed.high - mixed.low == pytest.approx(2 * 1.96 * 0.05 / 2, abs=0.01)
+    assert mixed.mean == 0.25 and mixed.high - mixed.low == pytest.approx(
+        2 * 1.96 * 0.05 / 2, abs=0.01
+    )
     with pytest.raises(ValueError, match="without values"):
         stratified_bootstrap([[1.0], []])
 
@@ -188,8 +222,14 @@ def test_pass_at_k_is_the_share_of_choices_with_a_right_one(num: int, data: st.D
     right = data.draw(st.integers(0, num))
     k = data.draw(st.integers(1, num))
     choices = list(itertools.combinations(range(num), k))
-    assert pass_at_k(num, right, k) == pytest.approx(sum(min(choice) < right for choice in choices) / len(choices))
+    assert pass_at_k(num, right, k) == pytest.approx(
+        sum(min(choice) < right for choice in choices) / len(choices)
+    )
 
 
 def test_which_k_are_reported() -> None:
-    assert pass_ks(1) == [1] and pass_ks(5) == [1, 2, 3, 4, 5] and pass_ks(16) == [1, 2, 3, 4, 5, 8, 16]
+    assert (
+        pass_ks(1) == [1]
+        and pass_ks(5) == [1, 2, 3, 4, 5]
+        and pass_ks(16) == [1, 2, 3, 4, 5, 8, 16]
+    )

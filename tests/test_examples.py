@@ -18,7 +18,8 @@ PRINTED = {
     "own_credit": "0.0      -0.17  ['e12']",
     "own_reward": "{'exact_match': 1.0, 'own_reward:thrift': -2.0} -> 0.8, advantage +0.47",
 }
-"""A line of each. The advantage: rewards 0, 0.9, 0.8 have mean 17/30 and sample deviation 0.4933; (0.8 - 0.5667) / 0.4933."""
+"""A line of each. The advantage: rewards 0, 0.9, 0.8 have mean 17/30 and sample deviation 0.4933;
+(0.8 - 0.5667) / 0.4933."""
 
 
 @pytest.fixture
@@ -37,7 +38,9 @@ def test_each_example_is_tested() -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("name", PRINTED)
-def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = EXAMPLES / f"{name}.py"
     assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
     monkeypatch.chdir(EXAMPLES)

@@ -1,4 +1,5 @@
-"""What explorers decide, and who gets branches where the budget is short: rules by hand, no engine."""
+"""What explorers decide, and who gets branches where the budget is short: rules by hand, no
+engine."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from treegraft.explore.independent import Independent
 KEY = (0, "train", 1, "t/0", "0.0.0")
 
 
-def step(step_id: str, entropies: Sequence[float], origin: Origin = Origin.POLICY, results: int = 2) -> Step:
+def step(
+    step_id: str, entropies: Sequence[float], origin: Origin = Origin.POLICY, results: int = 2
+) -> Step:
     """A step with these entropies and some tokens of a result behind them."""
     count = len(entropies)
     return Step(
@@ -54,14 +57,17 @@ def wanted(found: Branch | None) -> int:
 
 
 def test_threshold_branches_where_entropy_rose() -> None:
-    """Baseline 1.0 and 0.5 nats, then 1.5 and 0.6: the change is 0.6, over a normaliser of 2 it is 0.3, P = 0.5 + 0.2 · 0.3."""
+    """Baseline 1.0 and 0.5 nats, then 1.5 and 0.6: the change is 0.6, over a normaliser of 2 it is
+    0.3, P = 0.5 + 0.2 · 0.3."""
     explorer = EntropyBranching(num_branches=3, probe_tokens=2, normaliser=2.0)
     found = explorer.after_probe(path(step("0.0", [1.0, 0.5, 9.0])), [1.5, 0.6])
     assert found is not None and found.num == 3
     assert found.cause.entropy_change == pytest.approx(0.3)
     assert found.cause.probability == pytest.approx(0.56)
     assert found.cause.rule == "threshold"
-    assert wanted(explorer.after_probe(path(step("0.0", [1.0, 0.5])), [1.0, 0.5])) == 0  # P = τ does not exceed it
+    assert (
+        wanted(explorer.after_probe(path(step("0.0", [1.0, 0.5])), [1.0, 0.5])) == 0
+    )  # P = τ does not exceed it
     assert wanted(explorer.after_probe(path(step("0.0", [1.0, 0.5])), [0.9, 0.5])) == 0
 
 
@@ -73,7 +79,8 @@ def test_the_normaliser_cannot_matter_where_base_and_threshold_agree() -> None:
 
 
 def test_the_baseline_is_the_roots_first_step_for_branches_too() -> None:
-    """Deep on a branch, the step before the probe (2.0 nats) does not matter; the start's (0.1) does."""
+    """Deep on a branch, the step before the probe (2.0 nats) does not matter; the start's (0.1)
+    does."""
     explorer = EntropyBranching(probe_tokens=1)
     view = path(step("0.2", [0.1]), step("0.2.1", [2.0]))
     assert wanted(explorer.after_probe(view, [0.2])) > 0
@@ -83,15 +90,26 @@ def test_the_baseline_is_the_roots_first_step_for_branches_too() -> None:
 def test_bernoulli_tosses_a_keyed_coin_with_that_probability() -> None:
     explorer = EntropyBranching(probe_tokens=1, rule="bernoulli", normaliser=1.0)
     first = path(step("0.0", [0.0]))
-    hits = [wanted(explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0])) > 0 for n in range(4000)]
+    hits = [
+        wanted(explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0])) > 0
+        for n in range(4000)
+    ]
     assert 0.7 - 0.03 < sum(hits) / 4000 < 0.7 + 0.03  # 0.5 + 0.2 · 1
-    assert hits == [wanted(explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0])) > 0 for n in range(4000)]
-    assert all(wanted(explorer.after_probe(PathView(first.steps, (n,)), [9.0])) for n in range(200))  # clipped to 1
-    assert not any(wanted(explorer.after_probe(PathView(first.steps, (n,)), [-9.0])) for n in range(200))  # clipped to 0
+    assert hits == [
+        wanted(explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0])) > 0
+        for n in range(4000)
+    ]
+    assert all(
+        wanted(explorer.after_probe(PathView(first.steps, (n,)), [9.0])) for n in range(200)
+    )  # clipped to 1
+    assert not any(
+        wanted(explorer.after_probe(PathView(first.steps, (n,)), [-9.0])) for n in range(200)
+    )  # clipped to 0
 
 
 def test_the_lagging_statistic_looks_at_the_step_that_called() -> None:
-    """The released code: no change after the first result by construction, and one result late afterwards."""
+    """The released code: no change after the first result by construction, and one result late
+    afterwards."""
     explorer = EntropyBranching(probe_tokens=1, statistic="lagging")
     assert explorer.probe_tokens == 0
     assert wanted(explorer.after_probe(path(step("0.0", [1.0])), ())) == 0
@@ -104,9 +122,17 @@ def test_the_lagging_statistic_looks_at_the_step_that_called() -> None:
 def test_the_first_starts_never_retrieve_and_a_coin_decides_for_the_others() -> None:
     explorer = HybridRollout(num_hybrid=8, num_leaves=16)
     assert [explorer.is_hybrid(n) for n in range(16)] == [False] * 8 + [True] * 8
-    asked = [explorer.before_step(path(step(f"0.{n}", [0.0]), key=(n, k))) for n in range(8) for k in range(20)]
+    asked = [
+        explorer.before_step(path(step(f"0.{n}", [0.0]), key=(n, k)))
+        for n in range(8)
+        for k in range(20)
+    ]
     assert asked == [Generate()] * 160
-    asked = [explorer.before_step(path(step(f"0.{n}", [0.0]), key=(n, k))) for n in range(8, 16) for k in range(500)]
+    asked = [
+        explorer.before_step(path(step(f"0.{n}", [0.0]), key=(n, k)))
+        for n in range(8, 16)
+        for k in range(500)
+    ]
     assert 0.46 < asked.count(Graft()) / 4000 < 0.54
 
 
@@ -114,17 +140,27 @@ def test_shares_of_hybrids_keep_with_fewer_starts_and_with_back_fill() -> None:
     """Of 16 leaves 4 hybrid, 8 starts: the last 2 of 8; the same of those that fill up."""
     explorer = HybridRollout(num_hybrid=4, num_leaves=16, num_starts=8)
     assert [n for n in range(16) if explorer.is_hybrid(n)] == [6, 7, 14, 15]
-    assert [n for n in range(4) if HybridRollout(num_hybrid=4, num_leaves=4).is_hybrid(n)] == [0, 1, 2, 3]
+    assert [n for n in range(4) if HybridRollout(num_hybrid=4, num_leaves=4).is_hybrid(n)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert not any(HybridRollout(num_hybrid=0, num_leaves=4).is_hybrid(n) for n in range(4))
     counts = [
-        sum(HybridRollout(num_hybrid=h, num_leaves=16, num_starts=8).is_hybrid(n) for n in range(8)) for h in (0, 1, 3, 5, 16)
+        sum(HybridRollout(num_hybrid=h, num_leaves=16, num_starts=8).is_hybrid(n) for n in range(8))
+        for h in (0, 1, 3, 5, 16)
     ]
     assert counts == [0, 1, 2, 3, 8]  # rounded half up, at least one
 
 
 def test_whole_trajectories_are_grafted_once() -> None:
     explorer = HybridRollout(num_hybrid=1, num_leaves=1, probability=1.0, whole=True)
-    first, graft, own = step("0.0", [0.0]), step("0.0.0", [0.0], Origin.RETRIEVED, 0), step("0.0.0.0", [0.0])
+    first, graft, own = (
+        step("0.0", [0.0]),
+        step("0.0.0", [0.0], Origin.RETRIEVED, 0),
+        step("0.0.0.0", [0.0]),
+    )
     assert explorer.before_step(path(first)) == Graft(whole=True)
     assert explorer.before_step(path(first, graft, own)) == Generate()
 
@@ -134,13 +170,17 @@ def test_whole_trajectories_are_grafted_once() -> None:
 
 def test_explorers_compose_in_order() -> None:
     entropy = EntropyBranching(num_starts=2, probe_tokens=3)
-    both = Composed([entropy, HybridRollout(num_hybrid=4, num_leaves=4, num_starts=2, probability=1.0)])
+    both = Composed(
+        [entropy, HybridRollout(num_hybrid=4, num_leaves=4, num_starts=2, probability=1.0)]
+    )
     assert both.starts(4) == Start(2)
     assert both.probe_tokens == 3
     assert both.before_step(path(step("0.0", [0.0]))) == Graft()
     twice = Composed([entropy, EntropyBranching(num_branches=4, probe_tokens=1)])
     found = twice.after_probe(path(step("0.0", [0.0] * 3)), [0.0, 1.0, 1.0])
-    assert found is not None and found.num == 1  # the second sees one token only, and that did not change
+    assert (
+        found is not None and found.num == 1
+    )  # the second sees one token only, and that did not change
     found = twice.after_probe(path(step("0.0", [0.0] * 3)), [1.0, 1.0, 1.0])
     assert found is not None and found.num == 5
     assert Composed([Independent(), HybridRollout()]).probe_tokens is None
@@ -186,7 +226,10 @@ def test_a_leaf_that_ends_is_not_waited_for_and_one_that_is_ahead_is_kept() -> N
 
 
 def test_a_short_budget_goes_by_the_order_in_the_tree_or_by_entropy() -> None:
-    for ranking, expected in (("order", [((0, 0), 2), ((0, 1), 1)]), ("entropy", [((0, 2), 2), ((0, 1), 1)])):
+    for ranking, expected in (
+        ("order", [((0, 0), 2), ((0, 1), 1)]),
+        ("entropy", [((0, 2), 2), ((0, 1), 1)]),
+    ):
         budget = Budget(6)
         budget.grant(Start(3))
         rounds = Rounds(budget, ranking)  # type: ignore[arg-type]
@@ -221,8 +264,11 @@ def test_shares_answer_at_once_from_the_starts_own_part() -> None:
     assert budget.state.num_leaves == 6
 
 
-def simulate(allocation: Allocation, budget: Budget, num_starts: int, order: random.Random, depth: int) -> list[Any]:
-    """Grows a tree of leaves that all propose, by a fixed rule on their place, in an arbitrary order of arrival."""
+def simulate(
+    allocation: Allocation, budget: Budget, num_starts: int, order: random.Random, depth: int
+) -> list[Any]:
+    """Grows a tree of leaves that all propose, by a fixed rule on their place, in an arbitrary
+    order of arrival."""
     opened: list[tuple[int, ...]] = []
     live: dict[tuple[int, ...], int] = {}
 
@@ -246,7 +292,11 @@ def simulate(allocation: Allocation, budget: Budget, num_starts: int, order: ran
             allocation.end(leaf)
         else:
             place = (*leaf, *(0,) * (reached - len(leaf) + 1))[: reached + 1]
-            wish = branch(1 + sum(place) % 2, change=float(sum(place) % 3)) if (sum(place) + reached) % 3 else None
+            wish = (
+                branch(1 + sum(place) % 2, change=float(sum(place) % 3))
+                if (sum(place) + reached) % 3
+                else None
+            )
             allocation.propose(leaf, reached, place, wish)
             live[leaf] = reached + 1
         open_all()
@@ -256,13 +306,19 @@ def simulate(allocation: Allocation, budget: Budget, num_starts: int, order: ran
 
 @pytest.mark.parametrize("kind", ["order", "entropy", "shares"])
 @given(seed=st.integers(0, 10_000), num_starts=st.integers(1, 5), extra=st.integers(0, 9))
-def test_law_12_grants_do_not_depend_on_arrival(kind: str, seed: int, num_starts: int, extra: int) -> None:
+def test_law_12_grants_do_not_depend_on_arrival(
+    kind: str, seed: int, num_starts: int, extra: int
+) -> None:
     grown = []
     for attempt in range(3):
         budget = Budget(num_starts + extra)
         budget.grant(Start(num_starts))
-        allocation: Allocation = Shares(budget, num_starts) if kind == "shares" else Rounds(budget, kind)  # type: ignore[arg-type]
-        grown.append(simulate(allocation, budget, num_starts, random.Random(seed * 3 + attempt), depth=3))
+        allocation: Allocation = (
+            Shares(budget, num_starts) if kind == "shares" else Rounds(budget, kind)
+        )  # type: ignore[arg-type]
+        grown.append(
+            simulate(allocation, budget, num_starts, random.Random(seed * 3 + attempt), depth=3)
+        )
     assert grown[0] == grown[1] == grown[2]
 
 

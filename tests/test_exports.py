@@ -18,7 +18,16 @@ import treegraft
 SOURCE = Path(treegraft.__file__).parent
 
 NAMES = {
-    "treegraft.core.types": ("Task", "Step", "Tree", "Trajectory", "Origin", "Status", "Trace", "StepContent"),
+    "treegraft.core.types": (
+        "Task",
+        "Step",
+        "Tree",
+        "Trajectory",
+        "Origin",
+        "Status",
+        "Trace",
+        "StepContent",
+    ),
     "treegraft.algo.rapo": ("retrieval_reward", "combined_advantages", "shaping_factor"),
     "treegraft.algo.arpo": ("entropy_change", "branch_probability", "shared_advantages"),
     "treegraft.traces.buffer": ("TraceBuffer",),
@@ -36,13 +45,28 @@ SIGNATURES = {
     "treegraft.policy.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
     "treegraft.algo.advantages:group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
     "treegraft.algo.rapo:retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
-    "treegraft.algo.rapo:combined_advantages": ["outcome_advantages", "retrieval_rewards", "weight=0.2", "eps=1e-06"],
+    "treegraft.algo.rapo:combined_advantages": [
+        "outcome_advantages",
+        "retrieval_rewards",
+        "weight=0.2",
+        "eps=1e-06",
+    ],
     "treegraft.algo.rapo:shaping_factor": ["retrieved_frac", "weight=0.05"],
     "treegraft.algo.arpo:entropy_change": ["current", "initial", "normaliser"],
     "treegraft.algo.arpo:branch_probability": ["change", "base=0.5", "weight=0.2"],
     "treegraft.algo.arpo:shared_advantages": ["advantages", "descendants"],
     "treegraft.core.types:Trace": [
-        *("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory=''", "policy_version=None"),
+        *(
+            "key",
+            "value",
+            "reward",
+            "source",
+            "task_id",
+            "position",
+            "terminal",
+            "trajectory=''",
+            "policy_version=None",
+        ),
     ],
     "treegraft.traces.buffer:TraceBuffer": ["path", "encoder='minilm'"],
     "treegraft.tasks.scoring:exact_match": ["prediction", "reference"],
@@ -51,10 +75,17 @@ SIGNATURES = {
     "treegraft.runs.record:read_trees": ["path"],
     "treegraft.core.types:Tree.trajectories": ["self"],
     "treegraft.policy.learn.pack:TreeBatch.per_trajectory": ["self", "values"],
-    "treegraft.policy.engine.scripted:ScriptedEngine": ["replies", "tokenizer", "*logprob", "*entropy", "*latency_s"],
+    "treegraft.policy.engine.scripted:ScriptedEngine": [
+        "replies",
+        "tokenizer",
+        "*logprob",
+        "*entropy",
+        "*latency_s",
+    ],
     "treegraft.train:train": ["config", "*recipe", "*resume", "*display"],
 }
-"""Parameters in order; a star marks those that only a keyword reaches, "=" a default that is promised."""
+"""Parameters in order; a star marks those that only a keyword reaches, "=" a default that is
+promised."""
 
 
 def find(path: str) -> Any:
@@ -88,7 +119,15 @@ def test_signatures(path: str) -> None:
 def test_a_trajectory_has_the_flat_lists() -> None:
     from treegraft.core.types import Trajectory
 
-    for name in ("token_ids", "sampled_mask", "loss_mask", "logprobs", "entropies", "reward", "status"):
+    for name in (
+        "token_ids",
+        "sampled_mask",
+        "loss_mask",
+        "logprobs",
+        "entropies",
+        "reward",
+        "status",
+    ):
         assert isinstance(inspect.getattr_static(Trajectory, name), property)
 
 
@@ -107,7 +146,8 @@ def test_the_root_package_lists_what_it_has() -> None:
 
 
 def test_scores_of_packed_trees_come_per_trajectory() -> None:
-    """The names above, used together: two leaves share a step, whose token is scored once and given to both."""
+    """The names above, used together: two leaves share a step, whose token is scored once and given
+    to both."""
     import torch
 
     from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
@@ -140,7 +180,9 @@ def test_scores_of_packed_trees_come_per_trajectory() -> None:
         ),
         leaves=tuple(Leaf(step_id=name, status=Status.COMPLETED) for name in ("0.0.0", "0.0.1")),
     )
-    model = build_tiny_model(TinySettings(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1), 16, 1, 0, 0).eval()
+    model = build_tiny_model(
+        TinySettings(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1), 16, 1, 0, 0
+    ).eval()
     batch = pack_trees([tree])
     with torch.no_grad():
         logprobs, entropies = token_scores(model, batch)
@@ -152,16 +194,22 @@ def test_scores_of_packed_trees_come_per_trajectory() -> None:
             torch.testing.assert_close(values, expected, atol=1e-5, rtol=0)
 
 
-def definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+def definitions(
+    tree: ast.Module,
+) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
     for node in tree.body:
-        is_named = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith("_")
+        is_named = isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        ) and not node.name.startswith("_")
         if is_named and not is_overload(node):
             yield node
 
 
 def is_overload(node: ast.AST) -> bool:
     """Whether this is one of a function's signatures; the function itself comes last."""
-    return any(ast.unparse(decorator) == "overload" for decorator in getattr(node, "decorator_list", ()))
+    return any(
+        ast.unparse(decorator) == "overload" for decorator in getattr(node, "decorator_list", ())
+    )
 
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -176,7 +224,11 @@ def test_every_public_function_and_class_is_described() -> None:
             if not ast.get_docstring(node) and not is_table:
                 missing.append(f"{path.relative_to(SOURCE)}: {node.name}")
             if isinstance(node, ast.ClassDef) and not is_protocol(node):
-                missing += [f"{path.relative_to(SOURCE)}: {node.name}.{m.name}" for m in methods(node) if needs_words(m)]
+                missing += [
+                    f"{path.relative_to(SOURCE)}: {node.name}.{m.name}"
+                    for m in methods(node)
+                    if needs_words(m)
+                ]
     assert missing == []
 
 
@@ -185,24 +237,34 @@ def is_protocol(node: ast.ClassDef) -> bool:
 
 
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        member for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 PROTOCOLS = [
-    n for f in FILES for n in definitions(ast.parse(f.read_text("utf-8"))) if isinstance(n, ast.ClassDef) and is_protocol(n)
+    n
+    for f in FILES
+    for n in definitions(ast.parse(f.read_text("utf-8")))
+    if isinstance(n, ast.ClassDef) and is_protocol(n)
 ]
 PROMISED = {method.name for node in PROTOCOLS for method in methods(node)}
 """Methods that a protocol describes, once for all that have it."""
 
 
 def needs_words(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a public method says neither itself nor through a protocol what it does; a property names itself."""
-    is_property = any(isinstance(mark, ast.Name) and mark.id == "property" for mark in method.decorator_list)
+    """Whether a public method says neither itself nor through a protocol what it does; a property
+    names itself."""
+    is_property = any(
+        isinstance(mark, ast.Name) and mark.id == "property" for mark in method.decorator_list
+    )
     is_known = method.name.startswith("_") or is_property or method.name in PROMISED
     return not is_known and not ast.get_docstring(method)
 
 
-SOURCE_LINE = re.compile(r"arXiv[: ]\d{4}\.\d{5}|\b[A-Z]\w+ (?:et al\.|& [A-Z]\w+)?,? ?.*\b(?:19|20)\d\d\b")
+SOURCE_LINE = re.compile(
+    r"arXiv[: ]\d{4}\.\d{5}|\b[A-Z]\w+ (?:et al\.|& [A-Z]\w+)?,? ?.*\b(?:19|20)\d\d\b"
+)
 """An arXiv number, or an author with a year."""
 
 

@@ -1,4 +1,5 @@
-"""Fault injection: groups whose tools hang, crash, flood, lie or are down: none is lost, none waits on, and counts are right."""
+"""Fault injection: groups whose tools hang, crash, flood, lie or are down: none is lost, none waits
+on, and counts are right."""
 
 from __future__ import annotations
 
@@ -111,19 +112,38 @@ EXPECTED = {
     "down": None,
 }
 """What the tool comes to, by fault; None where it is looked at below."""
-ERRORS = ("hang", "deaf", "crash", "refuse", "exit", "panic", "cancel", "mute", "odd", "loud", "down")
+ERRORS = (
+    "hang",
+    "deaf",
+    "crash",
+    "refuse",
+    "exit",
+    "panic",
+    "cancel",
+    "mute",
+    "odd",
+    "loud",
+    "down",
+)
 
 
 def grow(names: list[str]) -> tuple[dict[str, Tree], dict[str, float], float]:
     tools = [FunctionTool(search)]
-    box = Toolbox(tools, deadline_s=DEADLINE_S, max_output_chars=MAX_CHARS, cache=False, max_concurrent=64)
+    box = Toolbox(
+        tools, deadline_s=DEADLINE_S, max_output_chars=MAX_CHARS, cache=False, max_concurrent=64
+    )
     grower = Grower(
         ScriptedEngine(by_step, word_tokenizer()),
         TagsFormat(word_tokenizer(), tools, system_prompt="", require_think=False),
         box,
         Independent(),
         Limits(
-            num_leaves=NUM_LEAVES, temperature=1.0, max_completion_tokens=200, max_agent_steps=4, max_tool_calls=3, deadline_s=60.0
+            num_leaves=NUM_LEAVES,
+            temperature=1.0,
+            max_completion_tokens=200,
+            max_agent_steps=4,
+            max_tool_calls=3,
+            deadline_s=60.0,
         ),
         leave,
     )
@@ -131,7 +151,9 @@ def grow(names: list[str]) -> tuple[dict[str, Tree], dict[str, float], float]:
 
     async def run() -> tuple[list[Tree], dict[str, float], float]:
         began = time.monotonic()
-        trees = await grower.grow_all(tasks, noise_key=(0, "train", 0), group_prefix="0", max_live_trees=len(tasks))
+        trees = await grower.grow_all(
+            tasks, noise_key=(0, "train", 0), group_prefix="0", max_live_trees=len(tasks)
+        )
         took = time.monotonic() - began
         metrics = box.take_metrics()
         await box.close()

@@ -1,4 +1,5 @@
-"""FlexAttention over packed trees: exact against a dense mask, refused where it is not. test_learner runs the laws through it."""
+"""FlexAttention over packed trees: exact against a dense mask, refused where it is not.
+test_learner runs the laws through it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from treegraft.policy.learn.flex import flex_distance, proven_flex, tree_block_mask
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: FlexAttention is not compiled here
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # of torch: FlexAttention is not compiled here
 
 CPU = torch.device("cpu")
 
@@ -30,13 +33,30 @@ def _backward_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def seen_by(ends: list[int], positions: list[int], window: int | None) -> list[str]:
     count = torch.arange(len(ends))
     mask = tree_block_mask(torch.tensor(ends), torch.tensor(positions), window)
-    return ["".join("x" if x else "." for x in row) for row in mask.mask_mod(None, None, count[:, None], count[None]).tolist()]  # type: ignore[arg-type]
+    return [
+        "".join("x" if x else "." for x in row)
+        for row in mask.mask_mod(None, None, count[:, None], count[None]).tolist()
+    ]  # type: ignore[arg-type]
 
 
 def test_a_mask_by_hand() -> None:
     """A prompt of two tokens with branches of two and one, and another tree of one token."""
-    assert seen_by([5, 5, 4, 4, 5, 6], [0, 1, 2, 3, 2, 0], None) == ["x.....", "xx....", "xxx...", "xxxx..", "xx..x.", ".....x"]
-    assert seen_by([5, 5, 4, 4, 5, 6], [0, 1, 2, 3, 2, 0], 2) == ["x.....", "xx....", ".xx...", "..xx..", ".x..x.", ".....x"]
+    assert seen_by([5, 5, 4, 4, 5, 6], [0, 1, 2, 3, 2, 0], None) == [
+        "x.....",
+        "xx....",
+        "xxx...",
+        "xxxx..",
+        "xx..x.",
+        ".....x",
+    ]
+    assert seen_by([5, 5, 4, 4, 5, 6], [0, 1, 2, 3, 2, 0], 2) == [
+        "x.....",
+        "xx....",
+        ".xx...",
+        "..xx..",
+        ".x..x.",
+        ".....x",
+    ]
 
 
 def test_outputs_and_gradients_are_those_of_a_dense_mask() -> None:
@@ -51,7 +71,10 @@ def test_outputs_and_gradients_are_those_of_a_dense_mask() -> None:
     ],
 )
 def test_what_fails_or_is_off_is_not_used(
-    made: Callable[[Any], Any], notice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    made: Callable[[Any], Any],
+    notice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     compiled = torch.compile
     makers: list[Callable[[Any], Any]] = [lambda flex: flex]
@@ -69,10 +92,14 @@ def test_what_fails_or_is_off_is_not_used(
     assert notice in caplog.text and "dense masks" in caplog.text
 
 
-def test_the_proof_needs_gradients_wherever_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_proof_needs_gradients_wherever_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Without gradients, and within a layer whose activations are computed again."""
     compiled = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: f if f is flex_attention else compiled(f, **options))
+    monkeypatch.setattr(
+        torch, "compile", lambda f, **options: f if f is flex_attention else compiled(f, **options)
+    )
     with torch.no_grad():
         assert proven_flex(16, torch.float32, CPU) is flex_attention
     proven_flex.cache_clear()

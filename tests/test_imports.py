@@ -28,11 +28,20 @@ from treegraft.core.types import (
 from treegraft.rollout.formats.tags import read_trajectory
 from treegraft.runs.record import write_trees
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.imports import Columns, ImportReport, import_files, read_messages, read_steps, read_trace
+from treegraft.traces.imports import (
+    Columns,
+    ImportReport,
+    import_files,
+    read_messages,
+    read_steps,
+    read_trace,
+)
 
 
 def step(body: str, result: str, thought: str = "", name: str = "search") -> StepContent:
-    return StepContent(thought=thought, calls=(ToolCall(name, body),), observations=(Observation(text=result),))
+    return StepContent(
+        thought=thought, calls=(ToolCall(name, body),), observations=(Observation(text=result),)
+    )
 
 
 LOOKED_UP = step("e9 r2", "r2 of e9 is e41")
@@ -41,7 +50,9 @@ LOOKED_UP = step("e9 r2", "r2 of e9 is e41")
 def load(tmp_path: Path, rows: list[Any], **options: Any) -> tuple[ImportReport, list[Trace]]:
     """Imports rows: objects as JSON, bytes as they are."""
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows))
+    path.write_bytes(
+        b"\n".join(row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows)
+    )
     with TraceBuffer(tmp_path / "b", "hashing") as buffer:
         return import_files([path], buffer, **options), list(buffer)
 
@@ -53,15 +64,23 @@ def load(tmp_path: Path, rows: list[Any], **options: Any) -> tuple[ImportReport,
     ("text", "steps"),
     [
         (
-            "<search> e9 r2 </search><result> r2 of e9 is e41 </result><answer> \\boxed{ e41 } </answer><|im_end|>",
+            (
+                "<search> e9 r2 </search><result> r2 of e9 is e41 </result><answer> \\boxed{ e41 }"
+                " </answer><|im_end|>"
+            ),
             (LOOKED_UP, StepContent(answer="e41")),
         ),
-        ("so <think>a</think> then\n<answer>e41</answer>", (StepContent(thought="so\na\nthen", answer="e41"),)),
+        (
+            "so <think>a</think> then\n<answer>e41</answer>",
+            (StepContent(thought="so\na\nthen", answer="e41"),),
+        ),
         (
             "<think>a</think><browse>b</browse>\n<result>c</result> <result>d</result>",
             (
                 StepContent(
-                    thought="a", calls=(ToolCall("browse", "b"),), observations=(Observation(text="c"), Observation(text="d"))
+                    thought="a",
+                    calls=(ToolCall("browse", "b"),),
+                    observations=(Observation(text="c"), Observation(text="d")),
                 ),
             ),
         ),
@@ -80,14 +99,32 @@ def test_tag_text_is_read(text: str, steps: tuple[StepContent, ...]) -> None:
     assert read_trajectory(text) == steps
 
 
-@pytest.mark.parametrize("text", ["", "e41", "<search>q</search>", "<think>a</think>", "<answer>1", "<result>r</result>"])
+@pytest.mark.parametrize(
+    "text", ["", "e41", "<search>q</search>", "<think>a</think>", "<answer>1", "<result>r</result>"]
+)
 def test_text_without_a_whole_step_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="neither a tool call with its result nor an answer"):
         read_trajectory(text)
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.sampled_from(["<a>", "</a>", "<result>", "</result>", "<think>", "</think>", "<answer>", "</answer>", "x "])))
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "<a>",
+                "</a>",
+                "<result>",
+                "</result>",
+                "<think>",
+                "</think>",
+                "<answer>",
+                "</answer>",
+                "x ",
+            ]
+        )
+    )
+)
 def test_any_tag_text_is_read_or_refused(parts: list[str]) -> None:
     try:
         steps = read_trajectory("".join(parts))
@@ -112,22 +149,45 @@ def call(name: str, arguments: Any) -> dict[str, Any]:
 def test_messages_with_tool_calls() -> None:
     messages = [
         {"role": "system", "content": "be good"},
-        {"role": "user", "content": [{"type": "text", "text": "r2 of "}, {"type": "text", "text": "e9 ?"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call("search", '{"query": "e9 r2"}')]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "r2 of "}, {"type": "text", "text": "e9 ?"}],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call("search", '{"query": "e9 r2"}')],
+        },
         {"role": "tool", "tool_call_id": "1", "content": "r2 of e9 is e41"},
         {"role": "assistant", "content": "<think>so</think>It is \\boxed{e41}."},
     ]
-    assert read_messages(messages) == ("r2 of e9 ?", (LOOKED_UP, StepContent(thought="so", answer="e41")))
+    assert read_messages(messages) == (
+        "r2 of e9 ?",
+        (LOOKED_UP, StepContent(thought="so", answer="e41")),
+    )
 
 
 def test_arguments_that_are_not_one_text_stay_json() -> None:
-    several = [call("f", '{"a": 1, "b": "x"}'), call("g", {"a": "x"}), call("h", "no json"), call("i", "")]
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "reasoning_content": "hm", "tool_calls": several}]
+    several = [
+        call("f", '{"a": 1, "b": "x"}'),
+        call("g", {"a": "x"}),
+        call("h", "no json"),
+        call("i", ""),
+    ]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "reasoning_content": "hm", "tool_calls": several},
+    ]
     shown = [{"role": "tool", "content": text} for text in ("1", "2", "3", "4")]
-    ((one,), question) = reversed(read_messages([*messages, *shown]))
+    (one,), question = reversed(read_messages([*messages, *shown]))
     assert question == "q"
     assert one.thought == "hm"
-    assert [(c.name, c.body) for c in one.calls] == [("f", '{"a": 1, "b": "x"}'), ("g", "x"), ("h", "no json"), ("i", "")]
+    assert [(c.name, c.body) for c in one.calls] == [
+        ("f", '{"a": 1, "b": "x"}'),
+        ("g", "x"),
+        ("h", "no json"),
+        ("i", ""),
+    ]
     assert [o.text for o in one.observations] == ["1", "2", "3", "4"]
 
 
@@ -149,8 +209,14 @@ def test_messages_with_tags() -> None:
         ([], "no question"),
         ([{"role": "assistant", "content": "hi"}], "the first message has the role 'assistant'"),
         ([{"role": "user", "content": "q"}], "no steps"),
-        ([{"role": "user", "content": "q"}, {"role": "user", "content": "q"}], "message 2 of the role 'user' is a second question"),
-        ([{"role": "user", "content": "q"}, {"role": "tool", "content": "r"}], "a tool's message without a call"),
+        (
+            [{"role": "user", "content": "q"}, {"role": "user", "content": "q"}],
+            "message 2 of the role 'user' is a second question",
+        ),
+        (
+            [{"role": "user", "content": "q"}, {"role": "tool", "content": "r"}],
+            "a tool's message without a call",
+        ),
         ([{"role": "user", "content": 7}], "content is 7, expected text"),
     ],
 )
@@ -171,7 +237,10 @@ def test_rows_of_steps() -> None:
 
 
 def test_a_broken_line_is_named_and_the_others_are_imported(tmp_path: Path) -> None:
-    good = {"question": "r2 of e9 ?", "text": "<search>e9 r2</search><result>r2 of e9 is e41</result><answer>e41</answer>"}
+    good = {
+        "question": "r2 of e9 ?",
+        "text": "<search>e9 r2</search><result>r2 of e9 is e41</result><answer>e41</answer>",
+    }
     bad = {
         b'{"question": ': "not JSON: Expecting value at column 13",
         b"\xff\xfe": "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
@@ -183,7 +252,9 @@ def test_a_broken_line_is_named_and_the_others_are_imported(tmp_path: Path) -> N
         b'{"question": "q", "steps": []}': "no steps",
         b'{"question": "q", "steps": [{}]}': "step 1 says nothing",
         b'{"question": "q", "steps": [{"calls": [{"name": "a"}]}]}': "no 'body'",
-        b'{"question": "q", "text": "<answer>1</answer>", "reward": "high"}': "could not convert string to float: 'high'",
+        b'{"question": "q", "text": "<answer>1</answer>", "reward": "high"}': (
+            "could not convert string to float: 'high'"
+        ),
         b'{"question": "q", "text": "<answer>1</answer>", "reward": NaN}': "the reward is nan",
         b'{"question": "q", "steps": 7}': "'int' object is not iterable",
         b"[" * 100_000: "",
@@ -197,7 +268,10 @@ def test_a_broken_line_is_named_and_the_others_are_imported(tmp_path: Path) -> N
     for problem, reason in zip(report.problems, bad.values(), strict=True):
         assert problem.reason.startswith(reason), problem
         assert problem.reason
-    assert str(report.problems[0]) == f"{tmp_path / 'rows.jsonl'}, line 2: not JSON: Expecting value at column 13"
+    assert (
+        str(report.problems[0])
+        == f"{tmp_path / 'rows.jsonl'}, line 2: not JSON: Expecting value at column 13"
+    )
 
 
 def test_reward_task_and_source_of_rows(tmp_path: Path) -> None:
@@ -220,7 +294,12 @@ def test_reward_task_and_source_of_rows(tmp_path: Path) -> None:
         ("q 3 ?", 0.5, "7", "rows"),
         ("q 5 ?", 0.5, "x", "rows"),
     ]
-    assert (report.num_trajectories, report.num_surplus, report.num_too_low, report.num_new) == (6, 1, 1, 4)
+    assert (report.num_trajectories, report.num_surplus, report.num_too_low, report.num_new) == (
+        6,
+        1,
+        1,
+        4,
+    )
     assert len({t.trajectory for t in traces}) == 4
 
 
@@ -249,7 +328,11 @@ def tree(task_id: str, rewards: list[float | None], graft: bool = False) -> Tree
             sampling_logprobs=(0.0,),
             entropies=(0.0,),
             content=content,
-            cause=GraftCause(source="s", task_id="", reward=1.0, similarity=1.0) if origin is Origin.RETRIEVED else StartCause(),
+            cause=(
+                GraftCause(source="s", task_id="", reward=1.0, similarity=1.0)
+                if origin is Origin.RETRIEVED
+                else StartCause()
+            ),
         )
 
     steps = [made("0", StepContent(thought=f"{task_id} ?"), Origin.PROMPT)]
@@ -260,14 +343,18 @@ def tree(task_id: str, rewards: list[float | None], graft: bool = False) -> Tree
         steps.append(made(f"0.{start}.0", step(f"e{start}", "r", thought="b"), origin))
         status = Status.FAILED if reward is None else Status.COMPLETED
         steps.append(made(f"0.{start}.0.0", StepContent(answer=str(start)), Origin.POLICY))
-        leaves.append(Leaf(step_id=f"0.{start}.0.0", status=status, reward=reward, answer=str(start)))
+        leaves.append(
+            Leaf(step_id=f"0.{start}.0.0", status=status, reward=reward, answer=str(start))
+        )
     task = Task(id=task_id, question=f"{task_id} ?", reference=())
     return Tree(task=task, group_id=task_id, steps=tuple(steps), leaves=tuple(leaves))
 
 
 def test_a_run_folder_gives_the_best_of_each_task_in_all_its_updates(tmp_path: Path) -> None:
     run = tmp_path / "first_run"
-    write_trees(run / "trees" / "update-000001.jsonl", [tree("a", [0.5, None, 0.0]), tree("b", [-1.0])])
+    write_trees(
+        run / "trees" / "update-000001.jsonl", [tree("a", [0.5, None, 0.0]), tree("b", [-1.0])]
+    )
     write_trees(run / "trees" / "update-000002.jsonl", [tree("a", [1.0, 0.25, 0.75])])
     with (run / "trees" / "update-000001.jsonl").open("a") as file:
         file.write('{"group_id": "x", "leaves": [], "steps": []}\n')
@@ -281,20 +368,27 @@ def test_a_run_folder_gives_the_best_of_each_task_in_all_its_updates(tmp_path: P
     }
     assert [t.position for t in traces] == [0, 1, 2] * 2
     assert (report.num_trajectories, report.num_too_low, report.num_surplus) == (6, 2, 2)
-    assert [(problem.path.name, problem.line) for problem in report.problems] == [("update-000001.jsonl", 3)]
+    assert [(problem.path.name, problem.line) for problem in report.problems] == [
+        ("update-000001.jsonl", 3)
+    ]
 
 
 def test_files_of_one_name_keep_their_trajectories_apart(tmp_path: Path) -> None:
     for folder, question in (("a", "one ?"), ("b", "two ?")):
         (tmp_path / folder).mkdir()
         text = f"<search>{question}</search><result>r</result><answer>1</answer>"
-        (tmp_path / folder / "chats.jsonl").write_text(json.dumps({"question": question, "text": text}) + "\n")
+        (tmp_path / folder / "chats.jsonl").write_text(
+            json.dumps({"question": question, "text": text}) + "\n"
+        )
     with TraceBuffer(tmp_path / "buffer", "hashing") as buffer:
         files = [tmp_path / folder / "chats.jsonl" for folder in ("a", "b")]
         assert import_files(files, buffer).num_new == 4
         assert import_files(files, buffer).num_new == 0
         assert buffer.stats().num_trajectories == 2
-        assert all(len({step.key.partition("\n")[0] for step in steps}) == 1 for steps in buffer.trajectories())
+        assert all(
+            len({step.key.partition("\n")[0] for step in steps}) == 1
+            for steps in buffer.trajectories()
+        )
 
 
 def test_grafted_steps_of_a_run_are_history_but_no_traces(tmp_path: Path) -> None:
@@ -318,17 +412,35 @@ def test_a_path_with_nothing_to_read_is_refused_before_any_work(tmp_path: Path, 
 
 # One trace
 
-DEFAULTS = Trace(key="", value="", reward=0.5, source="hand", task_id="", position=0, terminal=False)
+DEFAULTS = Trace(
+    key="", value="", reward=0.5, source="hand", task_id="", position=0, terminal=False
+)
 
 
 def test_one_trace_from_a_line() -> None:
     text = read_trace('{"key": "q ?", "value": "look it up"}', 1, DEFAULTS)
-    assert (text.value, text.reward, text.source, text.terminal) == ("look it up", 0.5, "hand", False)
-    whole = read_trace('{"key": "q ?", "value": {"answer": "1"}, "position": 2, "task_id": "t", "reward": 1}', 1, DEFAULTS)
-    assert (whole.value, whole.terminal, whole.position, whole.task_id) == (StepContent(answer="1"), True, 2, "t")
+    assert (text.value, text.reward, text.source, text.terminal) == (
+        "look it up",
+        0.5,
+        "hand",
+        False,
+    )
+    whole = read_trace(
+        '{"key": "q ?", "value": {"answer": "1"}, "position": 2, "task_id": "t", "reward": 1}',
+        1,
+        DEFAULTS,
+    )
+    assert (whole.value, whole.terminal, whole.position, whole.task_id) == (
+        StepContent(answer="1"),
+        True,
+        2,
+        "t",
+    )
 
 
-@pytest.mark.parametrize("line", ["", "{}", '{"key": "q"}', '{"key": 1, "value": "x"}', '{"key": "q", "value": 7}', "[]"])
+@pytest.mark.parametrize(
+    "line", ["", "{}", '{"key": "q"}', '{"key": 1, "value": "x"}', '{"key": "q", "value": 7}', "[]"]
+)
 def test_a_line_that_is_no_trace_is_refused(line: str) -> None:
     with pytest.raises(DataError, match=r"stdin, line 3: .*; expected JSON of a trace"):
         read_trace(line, 3, DEFAULTS)

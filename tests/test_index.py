@@ -1,4 +1,5 @@
-"""Nearest vectors: exactly against a loop, by lists around centroids against exactly, and the file that keeps the latter."""
+"""Nearest vectors: exactly against a loop, by lists around centroids against exactly, and the file
+that keeps the latter."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from hypothesis import strategies as st
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import Trace
-from treegraft.tools.search.nearest import BLOCK, FLAT_LIMIT, IvfIndex, num_fitted, num_indexed, search_exactly, search_rows
+from treegraft.tools.search.nearest import (
+    BLOCK,
+    FLAT_LIMIT,
+    IvfIndex,
+    num_fitted,
+    num_indexed,
+    search_exactly,
+    search_rows,
+)
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keeper import IndexKeeper
 from treegraft.traces.rows import Added, Rows, RowTable
@@ -31,14 +40,27 @@ def vectors() -> Vectors:
     """[NUM + 200, DIM] around NUM_CLUSTERS centres; the last 200 are for queries."""
     draw = np.random.default_rng(0)
     centres = draw.normal(size=(NUM_CLUSTERS, DIM))
-    return unit(centres[draw.integers(0, NUM_CLUSTERS, NUM + 200)] + 0.5 * draw.normal(size=(NUM + 200, DIM)))
+    return unit(
+        centres[draw.integers(0, NUM_CLUSTERS, NUM + 200)]
+        + 0.5 * draw.normal(size=(NUM + 200, DIM))
+    )
 
 
 def rows_of(vectors: Vectors) -> Rows:
     num = len(vectors)
     table = RowTable(vectors.shape[1])
     hashes = [f"{number:032x}" for number in range(num)]
-    table.append(Added(range(num), vectors, [True] * num, [False] * num, ["task"] * num, ["source"] * num, hashes))
+    table.append(
+        Added(
+            range(num),
+            vectors,
+            [True] * num,
+            [False] * num,
+            ["task"] * num,
+            ["source"] * num,
+            hashes,
+        )
+    )
     return table.rows
 
 
@@ -62,19 +84,25 @@ def built(rows: Rows) -> IvfIndex:
 def test_exact_search_agrees_with_sorting(num: int, k: int, num_queries: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     # Coordinates of a few values, so that many rows are equally near.
-    stored, queries = unit(draw.integers(1, 3, (num, 3)) * 1.0), unit(draw.integers(1, 3, (num_queries, 3)) * 1.0)
+    stored, queries = (
+        unit(draw.integers(1, 3, (num, 3)) * 1.0),
+        unit(draw.integers(1, 3, (num_queries, 3)) * 1.0),
+    )
     masks = draw.random((num_queries, num)) < 0.7
     found = search_exactly(stored, queries, list(masks), k)
     for query, mask, (places, similarities) in zip(queries, masks, found, strict=True):
         cosines = {
-            row: round(sum(float(a) * float(b) for a, b in zip(stored[row], query, strict=True)), 6) for row in np.flatnonzero(mask)
+            row: round(sum(float(a) * float(b) for a, b in zip(stored[row], query, strict=True)), 6)
+            for row in np.flatnonzero(mask)
         }
         expected = sorted(cosines, key=lambda row: (-cosines[row], row))[:k]
         assert list(places) == expected
         assert list(similarities) == pytest.approx([cosines[row] for row in expected], abs=2e-6)
 
 
-def test_what_is_found_does_not_depend_on_the_company(rows: Rows, vectors: Vectors, built: IvfIndex) -> None:
+def test_what_is_found_does_not_depend_on_the_company(
+    rows: Rows, vectors: Vectors, built: IvfIndex
+) -> None:
     queries, base = vectors[NUM : NUM + 100], np.arange(NUM) % 3 > 0
     for index, k in ((None, 1), (None, 7), (built, 7)):
         together = search_rows(rows, index, queries, base, [base] * 100, k)
@@ -83,24 +111,38 @@ def test_what_is_found_does_not_depend_on_the_company(rows: Rows, vectors: Vecto
             assert (alone[0] == places).all() and (alone[1] == similarities).all()
 
 
-def test_few_eligible_rows_are_searched_exactly(rows: Rows, vectors: Vectors, built: IvfIndex) -> None:
+def test_few_eligible_rows_are_searched_exactly(
+    rows: Rows, vectors: Vectors, built: IvfIndex
+) -> None:
     base = np.arange(NUM) % 1000 == 7
     queries = vectors[NUM : NUM + 20]
     exact = search_exactly(rows.vectors, queries, [base] * 20, 3)
     found = search_rows(rows, built, queries, base, [base] * 20, 3)
-    assert all((a[0] == b[0]).all() and (a[1] == b[1]).all() for a, b in zip(exact, found, strict=True))
+    assert all(
+        (a[0] == b[0]).all() and (a[1] == b[1]).all() for a, b in zip(exact, found, strict=True)
+    )
 
 
 # ---------------------------------------------------------------------- lists around centroids
 
 
 def test_watermarks_are_functions_of_the_number_of_rows() -> None:
-    assert num_indexed(FLAT_LIMIT) == 0 and num_indexed(FLAT_LIMIT + 1) == FLAT_LIMIT - FLAT_LIMIT % BLOCK
+    assert (
+        num_indexed(FLAT_LIMIT) == 0
+        and num_indexed(FLAT_LIMIT + 1) == FLAT_LIMIT - FLAT_LIMIT % BLOCK
+    )
     assert num_indexed(45_056) == 45_056 and num_indexed(45_057) == 45_056
-    assert [num_fitted(num) for num in (20_001, 39_999, 40_000, 170_000)] == [20_000, 20_000, 40_000, 160_000]
+    assert [num_fitted(num) for num in (20_001, 39_999, 40_000, 170_000)] == [
+        20_000,
+        20_000,
+        40_000,
+        160_000,
+    ]
 
 
-def test_the_index_finds_the_nearest_nearly_always(rows: Rows, vectors: Vectors, built: IvfIndex) -> None:
+def test_the_index_finds_the_nearest_nearly_always(
+    rows: Rows, vectors: Vectors, built: IvfIndex
+) -> None:
     assert built.num_rows == num_indexed(NUM) < NUM
     queries, everything = vectors[NUM:], np.ones(NUM, bool)
     exact = search_exactly(rows.vectors, queries, [everything] * 200, 1)
@@ -115,18 +157,24 @@ def test_rows_behind_the_index_are_found(rows: Rows, built: IvfIndex) -> None:
         assert (places[0], similarities[0]) == (row, 1.0)
 
 
-def test_only_eligible_rows_are_found_and_as_many_as_wanted(rows: Rows, vectors: Vectors, built: IvfIndex) -> None:
+def test_only_eligible_rows_are_found_and_as_many_as_wanted(
+    rows: Rows, vectors: Vectors, built: IvfIndex
+) -> None:
     draw = np.random.default_rng(1)
     for share in (0.5, 0.01, 0.0002):
         mask = draw.random(NUM) < share
         for query in vectors[NUM : NUM + 10]:
             places, similarities = built.search(rows, query, mask, 5)
-            assert mask[places].all() and len(set(places)) == len(places) == min(5, np.count_nonzero(mask))
+            assert mask[places].all() and len(set(places)) == len(places) == min(
+                5, np.count_nonzero(mask)
+            )
             assert list(similarities) == sorted(similarities, reverse=True)
     assert len(built.search(rows, vectors[NUM], np.zeros(NUM, bool), 5)[0]) == 0
 
 
-def test_every_way_of_growing_ends_in_the_same_index(rows: Rows, vectors: Vectors, built: IvfIndex) -> None:
+def test_every_way_of_growing_ends_in_the_same_index(
+    rows: Rows, vectors: Vectors, built: IvfIndex
+) -> None:
     index: IvfIndex | None = None
     for num in (20_500, 24_000, 40_100, NUM):
         index = IvfIndex.build(rows_of(vectors[:num]), index, lambda: False)
@@ -135,7 +183,10 @@ def test_every_way_of_growing_ends_in_the_same_index(rows: Rows, vectors: Vector
     again = IvfIndex.from_bytes(built.to_bytes(), built.num_fitted)
     everything = np.ones(NUM, bool)
     for query in vectors[NUM : NUM + 20]:
-        assert (again.search(rows, query, everything, 9)[0] == built.search(rows, query, everything, 9)[0]).all()
+        assert (
+            again.search(rows, query, everything, 9)[0]
+            == built.search(rows, query, everything, 9)[0]
+        ).all()
 
 
 def test_building_stops_when_told(rows: Rows) -> None:
@@ -154,7 +205,9 @@ def settled(path: Path, rows: Rows) -> IndexKeeper:
     return keeper
 
 
-def test_a_saved_index_is_taken_up_and_a_damaged_or_foreign_one_is_not(rows: Rows, vectors: Vectors, tmp_path: Path) -> None:
+def test_a_saved_index_is_taken_up_and_a_damaged_or_foreign_one_is_not(
+    rows: Rows, vectors: Vectors, tmp_path: Path
+) -> None:
     path = tmp_path / "i"
     settled(path, rows).stop()
     assert [file.name for file in tmp_path.iterdir()] == ["i"]
@@ -168,10 +221,27 @@ def test_a_saved_index_is_taken_up_and_a_damaged_or_foreign_one_is_not(rows: Row
     assert loads(rows) and loads(more)
     assert not loads(rows_of(vectors[:30_000])) and not loads(rows, "another")
     others = RowTable(DIM)
-    others.append(Added(range(NUM), vectors[:NUM], [True] * NUM, [False] * NUM, [""] * NUM, [""] * NUM, ["other"] * NUM))
+    others.append(
+        Added(
+            range(NUM),
+            vectors[:NUM],
+            [True] * NUM,
+            [False] * NUM,
+            [""] * NUM,
+            [""] * NUM,
+            ["other"] * NUM,
+        )
+    )
     assert not loads(others.rows)
     whole = path.read_bytes()
-    for damaged in (whole[:-1], whole[:-9] + b"x" + whole[-8:], b"", b"{}\n", b"\xff\xfe\n" + whole, b"x" * 9000):
+    for damaged in (
+        whole[:-1],
+        whole[:-9] + b"x" + whole[-8:],
+        b"",
+        b"{}\n",
+        b"\xff\xfe\n" + whole,
+        b"x" * 9000,
+    ):
         path.write_bytes(damaged)
         assert not loads(rows)
     # And is made again, the same.
@@ -211,7 +281,10 @@ class Numbered:
 
 
 def traces(numbers: range) -> list[Trace]:
-    return [Trace(str(number), "v", 1.0, "expert", f"task {number // 4}", number % 4, number % 4 == 3) for number in numbers]
+    return [
+        Trace(str(number), "v", 1.0, "expert", f"task {number // 4}", number % 4, number % 4 == 3)
+        for number in numbers
+    ]
 
 
 def test_a_large_buffer_is_indexed_in_the_background(vectors: Vectors, tmp_path: Path) -> None:
@@ -224,7 +297,10 @@ def test_a_large_buffer_is_indexed_in_the_background(vectors: Vectors, tmp_path:
         filtered = buffer.search(queries, 3, exclude_tasks=[one[0][0].task_id for one in found])
         for one, without in zip(found, filtered, strict=True):
             assert not any(trace.terminal for trace, _ in [*one, *without])
-            assert one[0][0].task_id not in {trace.task_id for trace, _ in without} and len(without) == 3
+            assert (
+                one[0][0].task_id not in {trace.task_id for trace, _ in without}
+                and len(without) == 3
+            )
         buffer.add(traces(range(num, num + 3000)), update=1)
         # At once, before the index holds them: a row is its own nearest.
         last = str(num + 2998)

@@ -18,7 +18,12 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from treegraft.policy.engine import kernels as module
 from treegraft.policy.engine.blocks import BlockPool, PathCache
-from treegraft.policy.engine.forward import FusedForward, HookedForward, build_forward, shape_problem
+from treegraft.policy.engine.forward import (
+    FusedForward,
+    HookedForward,
+    build_forward,
+    shape_problem,
+)
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
 from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass, kernels_for, padded_width
@@ -48,23 +53,34 @@ SHAPES = st.tuples(st.sampled_from([2, 8, 16, 40, 64, 128]), st.integers(1, 3), 
 def test_products_of_any_shape_whose_rows_do_not_depend_on_each_other(
     rows: int, inputs: int, outputs: int, has_bias: bool, dtype: torch.dtype, num_threads: int
 ) -> None:
-    """Against float64; and a row alone, in any company and anywhere in it has the same bits. The rows are a slice of wider ones."""
+    """Against float64; and a row alone, in any company and anywhere in it has the same bits. The
+    rows are a slice of wider ones."""
     kernels = compiled(16, dtype)
     if not kernels.product_step:
         pytest.skip("no products of ours for this processor")
     draw = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, inputs + 6, generator=draw).to(dtype)[:, 4 : 4 + inputs]
-    weight, bias = torch.randn(outputs, inputs, generator=draw).to(dtype), torch.randn(outputs, generator=draw).to(dtype)
+    weight, bias = (
+        torch.randn(outputs, inputs, generator=draw).to(dtype),
+        torch.randn(outputs, generator=draw).to(dtype),
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         laid_out = kernels.lay_out(weight)
         result = kernels.product(x, laid_out, bias if has_bias else None, outputs)
-        alone = torch.cat([kernels.product(row[None], laid_out, bias if has_bias else None, outputs) for row in x.flip(0)]).flip(0)
+        alone = torch.cat(
+            [
+                kernels.product(row[None], laid_out, bias if has_bias else None, outputs)
+                for row in x.flip(0)
+            ]
+        ).flip(0)
     finally:
         torch.set_num_threads(before)
     exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
-    torch.testing.assert_close(result.double(), exact, atol=1e-4 if dtype == torch.float32 else 0.05, rtol=0.01)
+    torch.testing.assert_close(
+        result.double(), exact, atol=1e-4 if dtype == torch.float32 else 0.05, rtol=0.01
+    )
     assert torch.equal(result, alone)
 
 
@@ -87,25 +103,44 @@ def test_attention_over_blocks(
     dtype: torch.dtype,
     num_threads: int,
 ) -> None:
-    """Tokens at any positions, each on its own path of blocks in any order, against softmax in float64; padding rows are 0."""
+    """Tokens at any positions, each on its own path of blocks in any order, against softmax in
+    float64; padding rows are 0."""
     width, kv_heads, group = shape
     kernels, heads = compiled(width, dtype), kv_heads * group
     generator = torch.Generator().manual_seed(len(positions))
     num_blocks = 4 * len(positions)
     keys = torch.randn(num_blocks, kv_heads, width, BLOCK, generator=generator).to(dtype)
-    values = torch.randn(num_blocks, kv_heads, BLOCK, padded_width(width), generator=generator).to(dtype)
-    query = torch.randn(len(positions) + 1, heads, width, generator=generator).to(dtype).transpose(0, 1)
+    values = torch.randn(num_blocks, kv_heads, BLOCK, padded_width(width), generator=generator).to(
+        dtype
+    )
+    query = (
+        torch.randn(len(positions) + 1, heads, width, generator=generator).to(dtype).transpose(0, 1)
+    )
     sinks = torch.randn(heads, generator=generator) if has_sinks else None
     table = torch.randperm(num_blocks, generator=generator).view(len(positions), 4).int()
     rows = torch.tensor([*range(len(positions)), -1], dtype=torch.int32)
     at = torch.tensor([*positions, 0], dtype=torch.int32)
-    batch = Pass(table.data_ptr(), 4, rows.data_ptr(), at.data_ptr(), len(rows), heads, kv_heads, num_threads)
-    out = kernels.attend(batch, query, keys, values, scaling=0.3, window=window, softcap=softcap, sinks=sinks)
+    batch = Pass(
+        table.data_ptr(), 4, rows.data_ptr(), at.data_ptr(), len(rows), heads, kv_heads, num_threads
+    )
+    out = kernels.attend(
+        batch, query, keys, values, scaling=0.3, window=window, softcap=softcap, sinks=sinks
+    )
     assert not out[-1].any()
     for index, position in enumerate(positions):
         path = table[index].long()
-        own_keys = keys[path].permute(1, 2, 0, 3).reshape(kv_heads, width, -1).double()[..., : position + 1]
-        own_values = values[path].permute(1, 0, 2, 3).reshape(kv_heads, 4 * BLOCK, -1).double()[:, : position + 1, :width]
+        own_keys = (
+            keys[path]
+            .permute(1, 2, 0, 3)
+            .reshape(kv_heads, width, -1)
+            .double()[..., : position + 1]
+        )
+        own_values = (
+            values[path]
+            .permute(1, 0, 2, 3)
+            .reshape(kv_heads, 4 * BLOCK, -1)
+            .double()[:, : position + 1, :width]
+        )
         scores = query[:, index].double().view(kv_heads, group, width) @ own_keys * 0.3
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -115,16 +150,22 @@ def test_attention_over_blocks(
             scores = torch.cat([scores, sinks.double().view(kv_heads, group, 1)], dim=-1)
         weights = torch.softmax(scores, dim=-1)[..., : position + 1]
         expected = (weights @ own_values).view(heads, width)
-        torch.testing.assert_close(out[index].double(), expected, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=1e-2)
+        torch.testing.assert_close(
+            out[index].double(), expected, atol=2e-6 if dtype == torch.float32 else 2e-2, rtol=1e-2
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [16, 30, 576])
 def test_norm_and_gate(size: int, dtype: torch.dtype) -> None:
     kernels, generator = compiled(16, dtype), torch.Generator().manual_seed(0)
-    x, added, both = (torch.randn(5, n, generator=generator).to(dtype) for n in (size, size, 2 * size))
+    x, added, both = (
+        torch.randn(5, n, generator=generator).to(dtype) for n in (size, size, 2 * size)
+    )
     weight = torch.randn(size, generator=generator).to(dtype)
-    close: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    close: dict[str, Any] = (
+        {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.05, "rtol": 0.02}
+    )
     state, total = x.clone(), x + added
     normed = kernels.norm(state, added, weight, 1e-5)
     torch.testing.assert_close(state, total)
@@ -136,13 +177,17 @@ def test_norm_and_gate(size: int, dtype: torch.dtype) -> None:
         **close,
     )
     gate, up = both.chunk(2, dim=-1)
-    torch.testing.assert_close(kernels.gate(gate, up).float(), torch.nn.functional.silu(gate.float()) * up.float(), **close)
+    torch.testing.assert_close(
+        kernels.gate(gate, up).float(), torch.nn.functional.silu(gate.float()) * up.float(), **close
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gates_far_from_zero(dtype: torch.dtype) -> None:
     """silu(x) is x or nothing there; e^100 is no float32."""
-    gate = torch.tensor([[-1e4, -180.0, -100.0, -90.0, -50.0, 50.0, 90.0, 100.0, 180.0, 1e4]]).to(dtype)
+    gate = torch.tensor([[-1e4, -180.0, -100.0, -90.0, -50.0, 50.0, 90.0, 100.0, 180.0, 1e4]]).to(
+        dtype
+    )
     found = compiled(16, dtype).gate(gate, torch.ones_like(gate)).float()
     torch.testing.assert_close(found, torch.where(gate > 0, gate, 0.0).float(), atol=1e-18, rtol=0)
 
@@ -159,14 +204,20 @@ def test_a_layer_of_another_shape_is_refused() -> None:
     options = AttentionOptions(1.0, None, None, None)
     query, key = torch.zeros(2 * kv_heads, 3, width), torch.zeros(kv_heads, 3, width)
     assert plan.attend(0, query, key, key, options).shape == (3, 2 * kv_heads, width)
-    for wrong in (torch.zeros(kv_heads + 1, 3, width), torch.zeros(kv_heads, 3, width + 2), key.bfloat16()):
+    for wrong in (
+        torch.zeros(kv_heads + 1, 3, width),
+        torch.zeros(kv_heads, 3, width + 2),
+        key.bfloat16(),
+    ):
         with pytest.raises(ValueError, match="a layer has"):
             plan.attend(0, query, wrong, key, options)
 
 
 def test_a_model_that_no_pass_fits_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("llama")
-    monkeypatch.setattr("treegraft.policy.engine.forward._distance_problem", lambda *_: "they are wrong")
+    monkeypatch.setattr(
+        "treegraft.policy.engine.forward._distance_problem", lambda *_: "they are wrong"
+    )
     assert build_forward(model, pack=True, compile_kernels=True) == (None, "they are wrong")
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -174,8 +225,18 @@ def test_a_model_that_no_pass_fits_is_left_as_it_was(monkeypatch: pytest.MonkeyP
 def test_positions_that_would_change_the_rotation_of_others_are_out_of_reach() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
-    size = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 8}
-    size |= {"max_position_embeddings": 96, "original_max_position_embeddings": 48, "pad_token_id": 0}
+    size = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 8,
+    }
+    size |= {
+        "max_position_embeddings": 96,
+        "original_max_position_embeddings": 48,
+        "pad_token_id": 0,
+    }
     assert max_context(Phi3ForCausalLM(Phi3Config(**size, rope_parameters=rope))) == 48
     assert max_context(Phi3ForCausalLM(Phi3Config(**size))) == 96
 
@@ -188,17 +249,34 @@ def test_threads_are_torchs_whatever_other_packages_bring() -> None:
 
 
 def test_rotation_and_storing() -> None:
-    """One head of width 4, by hand: (1, 2, 3, 4) turned by a quarter in its first plane (1, 3), not at all in (2, 4)."""
+    """One head of width 4, by hand: (1, 2, 3, 4) turned by a quarter in its first plane (1, 3), not
+    at all in (2, 4)."""
     kernels = compiled(4)
     query, key, value = (torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]) for _ in range(3))
     keys, values = torch.zeros(3, 1, 4, BLOCK), torch.zeros(3, 1, BLOCK, 16)
     table, rows, at = (torch.tensor(x, dtype=torch.int32) for x in ([[1, 2]], [0], [70]))
     batch = Pass(table.data_ptr(), 2, rows.data_ptr(), at.data_ptr(), 1, 1, 1, 1)
     kernels.store(
-        batch, query, key, value, keys, values, (torch.tensor([[0.0, 1.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0, 1.0, 0.0]]))
+        batch,
+        query,
+        key,
+        value,
+        keys,
+        values,
+        (torch.tensor([[0.0, 1.0, 0.0, 1.0]]), torch.tensor([[1.0, 0.0, 1.0, 0.0]])),
     )
-    assert query.flatten().tolist() == [-3.0, 2.0, 1.0, 4.0] and key.flatten().tolist() == [1.0, 2.0, 3.0, 4.0]
-    assert keys[2, 0, :, 6].tolist() == [-3.0, 2.0, 1.0, 4.0] and values[2, 0, 6, :4].tolist() == [1.0, 2.0, 3.0, 4.0]
+    assert query.flatten().tolist() == [-3.0, 2.0, 1.0, 4.0] and key.flatten().tolist() == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
+    assert keys[2, 0, :, 6].tolist() == [-3.0, 2.0, 1.0, 4.0] and values[2, 0, 6, :4].tolist() == [
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
     assert int(keys.count_nonzero()) == 4 and int(values.count_nonzero()) == 4
 
 
@@ -249,10 +327,14 @@ def test_without_a_compiler_torchs_operators_do_it(
         forward, problem = build_forward(build_model("llama"), pack=True, compile_kernels=True)
     assert problem is None and isinstance(forward, HookedForward) and forward.kernels is None
     assert "running on torch's operators alone" in caplog.text
-    assert ("did not compile them" if compiler == "/bin/false" else "no C compiler was found") in caplog.text
+    assert (
+        "did not compile them" if compiler == "/bin/false" else "no C compiler was found"
+    ) in caplog.text
 
 
-def test_a_folder_that_others_may_write_to_is_not_loaded_from(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_others_may_write_to_is_not_loaded_from(
+    fresh: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = fresh / "treegraft" / "kernels"
     folder.mkdir(parents=True)
     os.chmod(folder, 0o777)
@@ -262,4 +344,7 @@ def test_a_folder_that_others_may_write_to_is_not_loaded_from(fresh: Path, caplo
 
 
 def test_other_devices_and_types_have_none() -> None:
-    assert kernels_for(8, torch.float32, "cuda") is None and kernels_for(8, torch.float16, "cpu") is None
+    assert (
+        kernels_for(8, torch.float32, "cuda") is None
+        and kernels_for(8, torch.float16, "cpu") is None
+    )

@@ -1,4 +1,5 @@
-"""Laws 1 to 3: packed trees against trajectories trained apart, by an independent slow implementation of each objective."""
+"""Laws 1 to 3: packed trees against trajectories trained apart, by an independent slow
+implementation of each objective."""
 
 from __future__ import annotations
 
@@ -36,7 +37,12 @@ BRANCHING = Part.of(
     "ppppp",
     Part.of(
         "sstt",
-        Part.of("sstrf", Part("ss", reward=1.0), Part("sSs", reward=0.0), Part("s", reward=-1.0, status=Status.TRUNCATED)),
+        Part.of(
+            "sstrf",
+            Part("ss", reward=1.0),
+            Part("sSs", reward=0.0),
+            Part("s", reward=-1.0, status=Status.TRUNCATED),
+        ),
         Part("sss", reward=0.25, temperature=0.7),
         temperature=1.3,
     ),
@@ -49,15 +55,24 @@ FLAT = Part.of("pp", Part("sss", reward=0.5), Part("s", reward=0.5))
 
 
 def example_trees(count: int = 2, **credit: Any) -> list[Tree]:
-    parts = [BRANCHING, FLAT, Part.of("ppp", Part("sts", reward=1.0), Part("ss", reward=0.0)), BRANCHING][:count]
-    return [assign_credit(build_tree(part, task_id=f"t/{n}", seed=n), **credit) for n, part in enumerate(parts)]
+    parts = [
+        BRANCHING,
+        FLAT,
+        Part.of("ppp", Part("sts", reward=1.0), Part("ss", reward=0.0)),
+        BRANCHING,
+    ][:count]
+    return [
+        assign_credit(build_tree(part, task_id=f"t/{n}", seed=n), **credit)
+        for n, part in enumerate(parts)
+    ]
 
 
 # ---------------------------------------------------------------------- the slow way
 
 
 def plain_scores(model: Any, path: Trajectory) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and entropies of a trajectory's sampled tokens, from its own forward pass with whole logits."""
+    """Log-probabilities and entropies of a trajectory's sampled tokens, from its own forward pass
+    with whole logits."""
     temperatures = [step.temperature or 1.0 for step in path.steps for _ in step.token_ids]
     logits = model(input_ids=torch.tensor([path.token_ids]), use_cache=False).logits[0].float()
     logprobs, entropies = [], []
@@ -71,7 +86,12 @@ def plain_scores(model: Any, path: Trajectory) -> tuple[torch.Tensor, torch.Tens
 
 
 def slow_loss(
-    model: Any, trees: Sequence[Tree], loss: LossSettings, constant: float, old: Any = None, reference: Any = None
+    model: Any,
+    trees: Sequence[Tree],
+    loss: LossSettings,
+    constant: float,
+    old: Any = None,
+    reference: Any = None,
 ) -> torch.Tensor:
     """The published objectives, one trajectory and one token at a time.
 
@@ -81,8 +101,12 @@ def slow_loss(
     total = torch.zeros((), dtype=torch.float32)
     paths = [path for tree in trees for path in tree.trajectories()]
     counted = [path for path in paths if LEARNING_RULES[path.status].in_denominator]
-    num_groups = sum(any(LEARNING_RULES[leaf.status].in_denominator for leaf in tree.leaves) for tree in trees)
-    token_mean = sum(path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps) for path in counted)
+    num_groups = sum(
+        any(LEARNING_RULES[leaf.status].in_denominator for leaf in tree.leaves) for tree in trees
+    )
+    token_mean = sum(
+        path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps) for path in counted
+    )
     for path in paths:
         mask = [m for m, sampled in zip(path.loss_mask, path.sampled_mask, strict=True) if sampled]
         if not any(mask):
@@ -100,7 +124,11 @@ def slow_loss(
             anchor = None if reference is None else plain_scores(reference, path)[0]
         advantage = path.leaf.advantage or 0.0
         origins = path.origins[len(path.prompt_ids) :]
-        sampled_at = [p for p, sampled in zip(path.sampling_logprobs, path.sampled_mask, strict=True) if sampled]
+        sampled_at = [
+            p
+            for p, sampled in zip(path.sampling_logprobs, path.sampled_mask, strict=True)
+            if sampled
+        ]
         shaping = 1 + loss.shaping_weight * origins.count(Origin.RETRIEVED) / len(origins)
         for index, has_loss in enumerate(mask):
             if not has_loss:
@@ -111,7 +139,9 @@ def slow_loss(
             if loss.dual_clip is not None and advantage < 0:
                 objective = torch.maximum(objective, torch.tensor(loss.dual_clip * advantage))
             if loss.engine_ratio_cap is not None:
-                objective = objective * min(math.exp(float(before[index]) - sampled_at[index]), loss.engine_ratio_cap)
+                objective = objective * min(
+                    math.exp(float(before[index]) - sampled_at[index]), loss.engine_ratio_cap
+                )
             if anchor is not None:
                 gap = anchor[index] - logprobs[index]
                 objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
@@ -120,7 +150,12 @@ def slow_loss(
 
 
 def gradient_of(model: Any) -> torch.Tensor:
-    return torch.cat([torch.zeros(w.numel()) if w.grad is None else w.grad.float().flatten() for w in model.parameters()])
+    return torch.cat(
+        [
+            torch.zeros(w.numel()) if w.grad is None else w.grad.float().flatten()
+            for w in model.parameters()
+        ]
+    )
 
 
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -148,8 +183,12 @@ class Descent:
         return float(self.gradients[-1].norm())
 
 
-def make_learner(model: Any, loss: LossSettings | None = None, lr: float = 0.0, **learn: Any) -> tuple[Learner, Descent]:
-    learner = Learner(model, LearnSettings(lr=lr, **learn), loss or LossSettings(), length_constant=7)
+def make_learner(
+    model: Any, loss: LossSettings | None = None, lr: float = 0.0, **learn: Any
+) -> tuple[Learner, Descent]:
+    learner = Learner(
+        model, LearnSettings(lr=lr, **learn), loss or LossSettings(), length_constant=7
+    )
     descent = Descent(model, lr)
     learner.optimiser = descent  # type: ignore[assignment]
     return learner, descent
@@ -180,7 +219,12 @@ def path_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def assert_scores_equal(model: Any, batch: TreeBatch, atol: float = 1e-5) -> None:
     with torch.no_grad():
         logprobs, entropies = token_scores(model, batch)
-        for path, ours, spread in zip(batch.paths, batch.per_trajectory(logprobs), batch.per_trajectory(entropies), strict=True):
+        for path, ours, spread in zip(
+            batch.paths,
+            batch.per_trajectory(logprobs),
+            batch.per_trajectory(entropies),
+            strict=True,
+        ):
             expected = plain_scores(model, path)
             torch.testing.assert_close(ours, expected[0], atol=atol, rtol=0)
             torch.testing.assert_close(spread, expected[1], atol=atol, rtol=0)
@@ -202,7 +246,10 @@ def test_law_1_scores_of_every_family(family: str, path_kind: str) -> None:
 
 def without_signs(tree: Tree) -> Tree:
     """The tree with the size of each advantage."""
-    return replace(tree, leaves=tuple(replace(leaf, advantage=abs(leaf.advantage or 0.0)) for leaf in tree.leaves))
+    return replace(
+        tree,
+        leaves=tuple(replace(leaf, advantage=abs(leaf.advantage or 0.0)) for leaf in tree.leaves),
+    )
 
 
 @given(
@@ -226,8 +273,9 @@ def test_law_1_on_random_trees(trees: list[Tree], kind: str, aggregation: str) -
     if expected.requires_grad:
         expected.backward()
         theirs = gradient_of(twin)
-        # Opposite advantages on a shared token cancel: exactly in the packed sum, down to rounding in the plain one. So the error
-        # is relative to the larger of the gradient and that of the same tokens without signs.
+        # Opposite advantages on a shared token cancel: exactly in the packed sum, down to rounding
+        # in the plain one. So the error is relative to the larger of the gradient and that of the
+        # same tokens without signs.
         unsigned = build_model("llama")
         slow_loss(unsigned, [without_signs(tree) for tree in credited], loss, 7.0).backward()
         scale = max(float(theirs.norm()), float(gradient_of(unsigned).norm()))
@@ -239,8 +287,11 @@ OBJECTIVES = {
     "dapo": LossSettings(aggregation="token-mean", clip_low=0.2, clip_high=0.28),
     "dr-grpo": LossSettings(aggregation="sequence-sum", length_constant=11),
     "grpo-kl": LossSettings(aggregation="sequence-mean", kl_coef=0.3),
-    "dual-clip": LossSettings(aggregation="token-mean", clip_low=0.02, clip_high=0.02, dual_clip=1.05),
-    # The trees' sampling log-probabilities lie in [-1, 0], the model's near -4: ratios of .02 to .3, of which the cap cuts some.
+    "dual-clip": LossSettings(
+        aggregation="token-mean", clip_low=0.02, clip_high=0.02, dual_clip=1.05
+    ),
+    # The trees' sampling log-probabilities lie in [-1, 0], the model's near -4: ratios of .02 to
+    # .3, of which the cap cuts some.
     "engine-corrected": LossSettings(aggregation="token-mean", engine_ratio_cap=0.04, kl_coef=0.1),
 }
 
@@ -274,7 +325,8 @@ def shift_weights(model: Any) -> None:
 @pytest.mark.parametrize("name", ["grpo", "dapo", "grpo-kl", "dual-clip", "engine-corrected"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_law_1_over_minibatches_and_epochs(name: str, family: str) -> None:
-    """Two mini-batches, two epochs: ratios leave 1, clipping acts, old log-probabilities stay those of the start."""
+    """Two mini-batches, two epochs: ratios leave 1, clipping acts, old log-probabilities stay those
+    of the start."""
     loss, lr = OBJECTIVES[name], 0.3
     trees = example_trees(4)
     model, twin = build_model(family), build_model(family)
@@ -286,11 +338,15 @@ def test_law_1_over_minibatches_and_epochs(name: str, family: str) -> None:
     for _ in range(2):
         for part in (trees[:2], trees[2:]):
             twin.zero_grad()
-            slow_loss(twin, part, loss, 7.0, old=start, reference=start if loss.kl_coef else None).backward()
+            slow_loss(
+                twin, part, loss, 7.0, old=start, reference=start if loss.kl_coef else None
+            ).backward()
             with torch.no_grad():
                 for weight in twin.parameters():
                     weight -= lr * weight.grad
-    ours, theirs, first = (torch.cat([w.detach().flatten() for w in m.parameters()]) for m in (model, twin, start))
+    ours, theirs, first = (
+        torch.cat([w.detach().flatten() for w in m.parameters()]) for m in (model, twin, start)
+    )
     assert distance(ours - first, theirs - first) < 1e-4
     assert metrics["learn/clip_frac"] > 0.0 and metrics["learn/ratio_max"] > 1.02
     assert metrics["learn/num_optimiser_steps"] == 4.0
@@ -328,7 +384,8 @@ def test_row_by_row_nothing_to_score_is_nothing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_law_2_siblings_do_not_see_each_other(path_kind: str) -> None:
-    """Other tokens in one branch, same length: every other branch's scores are equal to the last bit."""
+    """Other tokens in one branch, same length: every other branch's scores are equal to the last
+    bit."""
     model = build_model("llama")
     part = Part.of("pppp", Part.of("sst", Part("sss"), Part("ss")), Part("ssss"), Part("s"))
     count = sum(len(step.token_ids) for step in build_tree(part).steps)
@@ -350,7 +407,10 @@ def test_law_2_siblings_do_not_see_each_other(path_kind: str) -> None:
 def test_law_2_nor_does_a_longer_sibling_matter(path_kind: str) -> None:
     model = build_model("llama")
     short = build_tree(Part.of("ppp", Part("ss"), Part("sss")), tokens=range(3, 99))
-    long = build_tree(Part.of("ppp", Part("ss" + "s" * 40), Part("sss")), tokens=[*range(3, 8), *range(20, 60), 8, 9, 10])
+    long = build_tree(
+        Part.of("ppp", Part("ss" + "s" * 40), Part("sss")),
+        tokens=[*range(3, 8), *range(20, 60), 8, 9, 10],
+    )
     with torch.no_grad():
         first, second = (pack_trees([tree]) for tree in (short, long))
         ours = first.per_trajectory(token_scores(model, first)[0])[1]
@@ -378,8 +438,11 @@ def test_law_3_packing_changes_no_weight(leaf_weight: str, aggregation: str) -> 
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "sequence-sum"])
-def test_a_tree_too_large_for_memory_is_split_without_changing_the_gradient(aggregation: str) -> None:
-    """12 tokens at once: trees in several parts, also over several optimiser steps; what is recorded is the same too."""
+def test_a_tree_too_large_for_memory_is_split_without_changing_the_gradient(
+    aggregation: str,
+) -> None:
+    """12 tokens at once: trees in several parts, also over several optimiser steps; what is
+    recorded is the same too."""
     trees = example_trees(4)
     results = []
     for max_pack_tokens in (12, 8192):
@@ -403,17 +466,27 @@ def test_a_tree_too_large_for_memory_is_split_without_changing_the_gradient(aggr
 
 
 def test_law_3_a_shared_token_weighs_what_the_leaves_below_it_weigh() -> None:
-    """With equal lengths and sequence-mean, the loss's derivative after a shared token's log-probability is Σ w_i A_i / |y_i|."""
+    """With equal lengths and sequence-mean, the loss's derivative after a shared token's
+    log-probability is Σ w_i A_i / |y_i|."""
     tree = assign_credit(
-        build_tree(Part.of("pp", Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0)), Part("ss", reward=0.0)))
+        build_tree(
+            Part.of(
+                "pp",
+                Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0)),
+                Part("ss", reward=0.0),
+            )
+        )
     )
     learner, _ = make_learner(build_model("llama"))
     pack = learner._packs([tree], (0,))[0]
     logprobs = torch.full((5,), -2.0, requires_grad=True)
     factors = learner._factors(pack.batch, learner._denominators([tree]))
-    loss = learner._pack_loss(pack, logprobs, torch.zeros(5), logprobs.detach(), factors, learner_module._Tally())
+    loss = learner._pack_loss(
+        pack, logprobs, torch.zeros(5), logprobs.detach(), factors, learner_module._Tally()
+    )
     loss.backward()
-    # Rewards 1, 0, 0: mean 1/3, deviation 1/sqrt(3); A = 2/sqrt(3), -1/sqrt(3) twice; w = 1/3, |y| = 2.
+    # Rewards 1, 0, 0: mean 1/3, deviation 1/sqrt(3); A = 2/sqrt(3), -1/sqrt(3) twice; w = 1/3, |y|
+    # = 2.
     unit = 1 / math.sqrt(3) / 6
     expected = [-(2 - 1) * unit, -2 * unit, unit, unit, unit]
     assert logprobs.grad is not None
@@ -423,20 +496,27 @@ def test_law_3_a_shared_token_weighs_what_the_leaves_below_it_weigh() -> None:
 def test_failed_leaves_have_no_part_in_loss_or_denominator() -> None:
     """With a failed trajectory beside them, two others learn as if it had never been."""
     live = (Part("sss", reward=1.0), Part("ss", reward=0.0))
-    with_failed = build_tree(Part.of("pp", *live, Part("ssssss", status=Status.FAILED)), tokens=range(3, 99))
+    with_failed = build_tree(
+        Part.of("pp", *live, Part("ssssss", status=Status.FAILED)), tokens=range(3, 99)
+    )
     without = build_tree(Part.of("pp", *live), tokens=range(3, 99))
     for aggregation in ("token-mean", "sequence-mean", "sequence-sum"):
         gradients = []
         for tree in (with_failed, without):
-            learner, descent = make_learner(build_model("llama"), LossSettings(aggregation=aggregation))  # type: ignore[arg-type]
+            learner, descent = make_learner(
+                build_model("llama"), LossSettings(aggregation=aggregation)
+            )  # type: ignore[arg-type]
             learner.learn([assign_credit(tree)])
             gradients.append(descent.gradients[0])
         assert distance(gradients[0], gradients[1]) < 1e-5
 
 
 def test_truncated_leaves_keep_their_place_in_the_denominator() -> None:
-    """Status table: in group and denominators; their loss is a setting. Here |y| = 3 and 2, w = 1/2: the denominator is 5/2."""
-    tree = build_tree(Part.of("pp", Part("sss", reward=1.0), Part("ss", reward=-1.0, status=Status.TRUNCATED)))
+    """Status table: in group and denominators; their loss is a setting. Here |y| = 3 and 2, w =
+    1/2: the denominator is 5/2."""
+    tree = build_tree(
+        Part.of("pp", Part("sss", reward=1.0), Part("ss", reward=-1.0, status=Status.TRUNCATED))
+    )
     learner, _ = make_learner(build_model("llama"), LossSettings(aggregation="token-mean"))
     for learns in (True, False):
         credited = assign_credit(tree, learn_from_truncated=learns)
@@ -455,7 +535,9 @@ def test_groups_without_variance_are_skipped_but_counted() -> None:
         slow_loss(twin, [mixed, flat], loss, 7.0).backward()
         assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
         assert metrics["learn/skipped_groups_frac"] == 0.5
-        assert metrics["learn/num_unique_tokens"] == sum(len(step.token_ids) for step in mixed.steps)
+        assert metrics["learn/num_unique_tokens"] == sum(
+            len(step.token_ids) for step in mixed.steps
+        )
         assert learned[1] == flat and learned[0].steps[1].old_logprobs is not None
     # Alone there is nothing to learn: no step, no error.
     learner, descent = make_learner(build_model("llama"))
@@ -486,27 +568,50 @@ def test_the_record_holds_old_logprobs_and_ratios() -> None:
     twin = copy.deepcopy(build_model("llama"))
     learned, _ = learner.learn([tree])
     for path in learned[0].trajectories():
-        ours = [v for step in path.steps for v, s in zip(step.old_logprobs or (), step.sampled_mask, strict=True) if s]
+        ours = [
+            v
+            for step in path.steps
+            for v, s in zip(step.old_logprobs or (), step.sampled_mask, strict=True)
+            if s
+        ]
         with torch.no_grad():
-            torch.testing.assert_close(torch.tensor(ours), plain_scores(twin, path)[0], atol=1e-5, rtol=0)
+            torch.testing.assert_close(
+                torch.tensor(ours), plain_scores(twin, path)[0], atol=1e-5, rtol=0
+            )
         for step in path.steps:
-            assert all(r == 1.0 for r, s in zip(step.ratios or (), step.sampled_mask, strict=True) if not s)
+            assert all(
+                r == 1.0 for r, s in zip(step.ratios or (), step.sampled_mask, strict=True) if not s
+            )
     ratios = [r for step in learned[0].steps for r in step.ratios or ()]
     assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
 
 
-@pytest.mark.parametrize(("minibatches", "epochs", "num_passes"), [(1, 1, 1), (1, 2, 2), (2, 1, 1 + 2), (2, 2, 1 + 4)])
+@pytest.mark.parametrize(
+    ("minibatches", "epochs", "num_passes"), [(1, 1, 1), (1, 2, 2), (2, 1, 1 + 2), (2, 2, 1 + 4)]
+)
 def test_the_first_step_needs_no_pass_before_it(
     minibatches: int, epochs: int, num_passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One for each minibatch of each epoch, and one more for the old log-probabilities of every minibatch but the first."""
+    """One for each minibatch of each epoch, and one more for the old log-probabilities of every
+    minibatch but the first."""
     calls = []
     plain = learner_module.packed_hidden
-    monkeypatch.setattr(learner_module, "packed_hidden", lambda *args, **options: calls.append(1) or plain(*args, **options))
-    learner, _ = make_learner(build_model("llama"), lr=0.1, num_minibatches=minibatches, num_epochs=epochs)
+    monkeypatch.setattr(
+        learner_module,
+        "packed_hidden",
+        lambda *args, **options: calls.append(1) or plain(*args, **options),
+    )
+    learner, _ = make_learner(
+        build_model("llama"), lr=0.1, num_minibatches=minibatches, num_epochs=epochs
+    )
     trees, _ = learner.learn([example_trees(1)[0], example_trees(4)[3]])
     assert len(calls) == num_passes
-    assert all(step.old_logprobs is not None for tree in trees for step in tree.steps if any(step.loss_mask))
+    assert all(
+        step.old_logprobs is not None
+        for tree in trees
+        for step in tree.steps
+        if any(step.loss_mask)
+    )
 
 
 # ---------------------------------------------------------------------- scores
@@ -520,19 +625,28 @@ def test_vocabulary_chunks_change_nothing(chunk: int) -> None:
     for ours, theirs in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     ours, theirs = (
-        [t.clone() for t in torch.autograd.grad(s[0].sum() + s[1].sum(), list(model.parameters()))] for s in (parts, whole)
+        [t.clone() for t in torch.autograd.grad(s[0].sum() + s[1].sum(), list(model.parameters()))]
+        for s in (parts, whole)
     )
-    assert distance(torch.cat([t.flatten() for t in ours]), torch.cat([t.flatten() for t in theirs])) < 1e-5
+    assert (
+        distance(torch.cat([t.flatten() for t in ours]), torch.cat([t.flatten() for t in theirs]))
+        < 1e-5
+    )
 
 
 @pytest.mark.parametrize("used", ["logprobs", "entropies", "both"])
 @pytest.mark.parametrize("cached", [1, 64, 1 << 20])
-def test_scores_and_their_gradients_are_those_of_the_formulas(used: str, cached: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_and_their_gradients_are_those_of_the_formulas(
+    used: str, cached: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against automatic differentiation in float64, a row, a few rows and all rows at a time."""
     monkeypatch.setattr(scores_module, "_CACHED", cached)
     draw = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(7, 5, generator=draw), torch.randn(19, 5, generator=draw) * 3
-    targets, temperatures = torch.randint(0, 19, (7,), generator=draw), torch.rand(7, generator=draw) + 0.5
+    targets, temperatures = (
+        torch.randint(0, 19, (7,), generator=draw),
+        torch.rand(7, generator=draw) + 0.5,
+    )
     parts = {"logprobs": [1, 0], "entropies": [0, 1], "both": [1, 1]}
     upstream = torch.randn(2, 7, generator=draw) * torch.tensor(parts[used])[:, None]
 
@@ -547,7 +661,11 @@ def test_scores_and_their_gradients_are_those_of_the_formulas(used: str, cached:
             columns = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
         else:
             columns = scores_module.chunked_scores(head, leaves[0], targets, temperatures, 4)  # type: ignore[arg-type]
-        total = sum((column * g.to(column)).sum() for column, g in zip(columns, upstream, strict=True) if g.any())
+        total = sum(
+            (column * g.to(column)).sum()
+            for column, g in zip(columns, upstream, strict=True)
+            if g.any()
+        )
         return (*(column.detach() for column in columns), *torch.autograd.grad(total, leaves))  # type: ignore[arg-type]
 
     for ours, exact in zip(gradients(torch.float32), gradients(torch.float64), strict=True):
@@ -564,7 +682,9 @@ def test_logits_that_fit_are_computed_once(chunk: int, num_products: int) -> Non
         return rows @ torch.ones(4, 9)
 
     targets = torch.arange(7)
-    logprobs, _ = scores_module.chunked_scores(head, torch.ones(7, 4, requires_grad=True), targets, torch.ones(7), chunk)  # type: ignore[arg-type]
+    logprobs, _ = scores_module.chunked_scores(
+        head, torch.ones(7, 4, requires_grad=True), targets, torch.ones(7), chunk
+    )  # type: ignore[arg-type]
     logprobs.sum().backward()
     assert len(calls) == num_products
     assert max(calls) <= chunk
@@ -593,12 +713,16 @@ def test_scores_of_a_model_in_training_hands() -> None:
     Learner(model, LearnSettings(), LossSettings(), length_constant=7)
     batch = pack_trees(example_trees(2))
     with torch.no_grad():
-        torch.testing.assert_close(token_scores(model, batch)[0], token_scores(twin, batch)[0], atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            token_scores(model, batch)[0], token_scores(twin, batch)[0], atol=1e-6, rtol=0
+        )
 
 
 def test_an_unknown_head_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("granite")
-    monkeypatch.setattr("treegraft.policy.load.Head.__call__", lambda self, hidden: self._project(hidden))
+    monkeypatch.setattr(
+        "treegraft.policy.load.Head.__call__", lambda self, hidden: self._project(hidden)
+    )
     with pytest.raises(ModelError, match="logits differ"):
         token_scores(model, pack_trees(example_trees(1)))
 
@@ -620,7 +744,8 @@ def test_gradient_checkpointing_changes_no_gradient() -> None:
 
 
 def test_a_tiny_step_survives_in_bfloat16() -> None:
-    """1000 steps of 1e-6 relative are 1e-3: nothing in bfloat16 (its unit is 2^-8), all of it in the float32 masters."""
+    """1000 steps of 1e-6 relative are 1e-3: nothing in bfloat16 (its unit is 2^-8), all of it in
+    the float32 masters."""
     model = torch.nn.Linear(4, 1, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -630,7 +755,9 @@ def test_a_tiny_step_survives_in_bfloat16() -> None:
         optimiser.collect()
         optimiser.step()
     # AdamW on a constant gradient moves by lr each step.
-    torch.testing.assert_close(optimiser.state()["master.weight"], torch.full((1, 4), 0.999), atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        optimiser.state()["master.weight"], torch.full((1, 4), 0.999), atol=2e-5, rtol=0
+    )
     assert model.weight.dtype == torch.bfloat16
     for _ in range(3000):
         model.weight.grad = torch.ones_like(model.weight)
@@ -640,17 +767,22 @@ def test_a_tiny_step_survives_in_bfloat16() -> None:
 
 
 def test_adamw_by_hand() -> None:
-    """One step from zero moments moves by lr · g / (|g| + eps) after clipping to norm 1; warm-up halves the first of two."""
+    """One step from zero moments moves by lr · g / (|g| + eps) after clipping to norm 1; warm-up
+    halves the first of two."""
     model = torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([[1.0, -1.0]]))
-    optimiser = MasterAdamW(model, LearnSettings(lr=0.1, lr_warmup_steps=2, weight_decay=0.5, max_grad_norm=1.0))
+    optimiser = MasterAdamW(
+        model, LearnSettings(lr=0.1, lr_warmup_steps=2, weight_decay=0.5, max_grad_norm=1.0)
+    )
     model.weight.grad = torch.tensor([[3.0, -4.0]])
     optimiser.collect()
     assert optimiser.step() == pytest.approx(5.0)
     assert optimiser.last_lr == pytest.approx(0.05)
     # w (1 - lr · decay) - lr · sign(g)
-    torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.975 - 0.05, -0.975 + 0.05]]), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        model.weight.detach(), torch.tensor([[0.975 - 0.05, -0.975 + 0.05]]), atol=1e-6, rtol=0
+    )
     assert optimiser.step() == 0.0  # no gradient: nothing moves, the count goes on
     assert optimiser.num_steps == 2
 
@@ -660,7 +792,12 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
     trees = example_trees(3)
 
     def learner_of() -> Learner:
-        return Learner(build_model("llama", dtype=dtype), LearnSettings(lr=1e-3), LossSettings(), length_constant=7)
+        return Learner(
+            build_model("llama", dtype=dtype),
+            LearnSettings(lr=1e-3),
+            LossSettings(),
+            length_constant=7,
+        )
 
     whole = learner_of()
     whole.learn(trees)
@@ -670,12 +807,21 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
     for learner in (whole, resumed):
         learner.learn(trees)
     ours, theirs = resumed.state(), whole.state()
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
-    assert all(torch.equal(a, b) for a, b in zip(resumed.export_weights().values(), whole.export_weights().values(), strict=True))
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            resumed.export_weights().values(), whole.export_weights().values(), strict=True
+        )
+    )
 
 
 def test_lora_weights_are_those_of_merge_and_unload() -> None:
-    model = with_adapters(build_model("llama"), ModelSettings(lora=LoraSettings(rank=2, alpha=8)), seed=1)
+    model = with_adapters(
+        build_model("llama"), ModelSettings(lora=LoraSettings(rank=2, alpha=8)), seed=1
+    )
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -687,7 +833,9 @@ def test_lora_weights_are_those_of_merge_and_unload() -> None:
     assert ours.keys() == merged.keys() == plain_names
     for name, tensor in merged.items():
         torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=1e-6)
-    assert any(not torch.equal(ours[name], build_model("llama").state_dict()[name]) for name in ours)
+    assert any(
+        not torch.equal(ours[name], build_model("llama").state_dict()[name]) for name in ours
+    )
 
 
 @pytest.mark.parametrize("is_checkpointing", [False, True])
@@ -697,7 +845,9 @@ def test_lora_learns_its_adapters_only(is_checkpointing: bool) -> None:
     learner = Learner(model, LearnSettings(lr=1e-2), LossSettings(), length_constant=7)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     _, metrics = learner.learn(example_trees(3))
-    moved = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    moved = {
+        name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])
+    }
     assert moved and all("lora_" in name for name in moved)
     assert metrics["learn/grad_norm"] > 0
 
@@ -709,12 +859,19 @@ def test_minibatches_are_cut_evenly() -> None:
 
 
 def test_metrics_are_per_contribution() -> None:
-    """BRANCHING: loss tokens on paths 2+2+2, 2+2+2, (2+2+1), (2+3), 4, 2; the failed leaf's shared token has none of its own."""
+    """BRANCHING: loss tokens on paths 2+2+2, 2+2+2, (2+2+1), (2+3), 4, 2; the failed leaf's shared
+    token has none of its own."""
     tree = example_trees(1)[0]
     learner, _ = make_learner(build_model("llama"))
     _, metrics = learner.learn([tree])
     assert metrics["learn/num_contributions"] == 6 + 6 + 5 + 5 + 4 + 2
     path_tokens = [5 + 4 + 5 + 2, 5 + 4 + 5 + 3, 5 + 4 + 5 + 1, 5 + 4 + 3, 5 + 4, 5 + 2, 5 + 2]
-    assert metrics["learn/unique_frac"] == pytest.approx(metrics["learn/num_unique_tokens"] / sum(path_tokens))
+    assert metrics["learn/unique_frac"] == pytest.approx(
+        metrics["learn/num_unique_tokens"] / sum(path_tokens)
+    )
     assert metrics["learn/num_unique_tokens"] == 5 + 4 + 5 + 2 + 3 + 1 + 3 + 4 + 2 + 2
-    assert metrics["learn/ratio_max"] == 1.0 and metrics["learn/clip_frac"] == 0.0 and metrics["learn/approx_kl"] == 0.0
+    assert (
+        metrics["learn/ratio_max"] == 1.0
+        and metrics["learn/clip_frac"] == 0.0
+        and metrics["learn/approx_kl"] == 0.0
+    )

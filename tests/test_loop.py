@@ -1,4 +1,5 @@
-"""Growing trees: how paths end, what the engine is given, what one bad leaf does to the others; the numbers about them."""
+"""Growing trees: how paths end, what the engine is given, what one bad leaf does to the others; the
+numbers about them."""
 
 from __future__ import annotations
 
@@ -35,12 +36,20 @@ async def search(query: str) -> str:
 
 async def leave(tree: Tree) -> Tree:
     """A scorer that gives 1 for an answer and -1 for none."""
-    scored = (replace(leaf, reward=None if leaf.status is Status.FAILED else 1.0 if leaf.answer else -1.0) for leaf in tree.leaves)
+    scored = (
+        replace(leaf, reward=None if leaf.status is Status.FAILED else 1.0 if leaf.answer else -1.0)
+        for leaf in tree.leaves
+    )
     return replace(tree, leaves=tuple(scored))
 
 
 def make_loop(
-    replies: Any, *, tool: Callable[[str], Awaitable[str]] = search, engine: Any = None, latency_s: Any = None, **limits: Any
+    replies: Any,
+    *,
+    tool: Callable[[str], Awaitable[str]] = search,
+    engine: Any = None,
+    latency_s: Any = None,
+    **limits: Any,
 ) -> tuple[Grower, Any]:
     tool.__name__ = "search"
     tools = [FunctionTool(tool)]
@@ -65,7 +74,11 @@ def make_loop(
 
 
 def grow(loop: Grower, tasks: list[Task] | None = None) -> list[Tree]:
-    return asyncio.run(loop.grow_all(tasks or TASKS[:1], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=2))
+    return asyncio.run(
+        loop.grow_all(
+            tasks or TASKS[:1], noise_key=(0, "train", 4), group_prefix="4", max_live_trees=2
+        )
+    )
 
 
 def by_step(path: str) -> str:
@@ -96,8 +109,15 @@ def test_a_path_with_a_search_and_an_answer() -> None:
     assert (leaf.status, leaf.answer, leaf.reward) == (Status.COMPLETED, "w9", 1.0)
     assert (first.stop_reason, last.stop_reason) == (StopReason.STOP, StopReason.END)
     budget = tree.budget
-    assert (budget.num_leaves, budget.num_tool_calls, budget.num_sampled_tokens) == (1, 1, 3 + len(last.token_ids))
-    assert [call.noise_key for call in engine.calls] == [(0, "train", 4, "t/0", "0.0"), (0, "train", 4, "t/0", "0.0.0")]
+    assert (budget.num_leaves, budget.num_tool_calls, budget.num_sampled_tokens) == (
+        1,
+        1,
+        3 + len(last.token_ids),
+    )
+    assert [call.noise_key for call in engine.calls] == [
+        (0, "train", 4, "t/0", "0.0"),
+        (0, "train", 4, "t/0", "0.0.0"),
+    ]
 
 
 def ends(replies: Any, **options: Any) -> tuple[Status, StopReason | None, str | None, Tree]:
@@ -109,7 +129,9 @@ def ends(replies: Any, **options: Any) -> tuple[Status, StopReason | None, str |
 
 
 def test_out_of_tokens() -> None:
-    status, reason, violation, tree = ends(lambda _: "<search> w1 w2 w3 w4 w5 w6", max_completion_tokens=5)
+    status, reason, violation, tree = ends(
+        lambda _: "<search> w1 w2 w3 w4 w5 w6", max_completion_tokens=5
+    )
     assert (status, reason, violation) == (Status.TRUNCATED, StopReason.LENGTH, None)
     assert len(tree.steps[-1].token_ids) == 5
 
@@ -125,15 +147,31 @@ def test_a_result_that_does_not_fit_is_no_part_of_the_path() -> None:
 
 def test_out_of_steps_and_out_of_calls() -> None:
     status, reason, _, tree = ends(lambda _: SEARCH, max_agent_steps=2)
-    assert (status, reason, len(tree.steps), tree.budget.num_tool_calls) == (Status.TRUNCATED, StopReason.AGENT_STEPS, 3, 1)
+    assert (status, reason, len(tree.steps), tree.budget.num_tool_calls) == (
+        Status.TRUNCATED,
+        StopReason.AGENT_STEPS,
+        3,
+        1,
+    )
     status, reason, _, tree = ends(lambda _: SEARCH, max_tool_calls=2)
-    assert (status, reason, len(tree.steps), tree.budget.num_tool_calls) == (Status.TRUNCATED, StopReason.TOOL_CALLS, 4, 2)
+    assert (status, reason, len(tree.steps), tree.budget.num_tool_calls) == (
+        Status.TRUNCATED,
+        StopReason.TOOL_CALLS,
+        4,
+        2,
+    )
     assert tree.trajectories()[0].num_tool_calls == 2
     status, reason, _, tree = ends(lambda _: SEARCH, max_tool_calls=0)
-    assert (status, reason, tree.budget.num_tool_calls) == (Status.TRUNCATED, StopReason.TOOL_CALLS, 0)
+    assert (status, reason, tree.budget.num_tool_calls) == (
+        Status.TRUNCATED,
+        StopReason.TOOL_CALLS,
+        0,
+    )
 
 
-@pytest.mark.parametrize("reply", ["w1 w2", "<result>w1</result>", f"w1 {ANSWER}", "<answer>w9</answer>"])
+@pytest.mark.parametrize(
+    "reply", ["w1 w2", "<result>w1</result>", f"w1 {ANSWER}", "<answer>w9</answer>"]
+)
 def test_what_the_format_does_not_allow(reply: str) -> None:
     status, _, violation, tree = ends(lambda _: reply)
     assert status is Status.FORMAT_VIOLATION and violation
@@ -155,14 +193,20 @@ def failing_at(path_part: str, error: Exception) -> Callable[[str], str]:
     return reply
 
 
-@pytest.mark.parametrize("error", [EngineError("the server is gone"), RuntimeError("a user's engine broke")])
+@pytest.mark.parametrize(
+    "error", [EngineError("the server is gone"), RuntimeError("a user's engine broke")]
+)
 def test_a_failing_engine_is_data_on_its_leaf(error: Exception) -> None:
     loop, _ = make_loop(failing_at("w1", error), num_leaves=2)
     trees = grow(loop, TASKS)
     statuses = [[leaf.status for leaf in tree.leaves] for tree in trees]
     assert statuses == [[Status.COMPLETED] * 2, [Status.FAILED] * 2, [Status.COMPLETED] * 2]
     leaf, step = trees[1].leaves[0], trees[1].steps[1]
-    assert leaf.error == f"{type(error).__name__}: {error}" and leaf.reward is None and not leaf.has_loss
+    assert (
+        leaf.error == f"{type(error).__name__}: {error}"
+        and leaf.reward is None
+        and not leaf.has_loss
+    )
     assert step.token_ids == () and step.stop_reason is StopReason.ERROR
 
 
@@ -177,7 +221,9 @@ def test_an_unavailable_tool_fails_its_leaf_after_what_was_done() -> None:
             raise ToolUnavailable("the index is down")
         return query
 
-    loop, _ = make_loop(["<search>w1</search>", "<search>w2</search>", ANSWER], tool=flaky, num_leaves=1)
+    loop, _ = make_loop(
+        ["<search>w1</search>", "<search>w2</search>", ANSWER], tool=flaky, num_leaves=1
+    )
     other, _ = make_loop(lambda _: ANSWER)
 
     async def both() -> Tree:
@@ -185,7 +231,9 @@ def test_an_unavailable_tool_fails_its_leaf_after_what_was_done() -> None:
 
     tree = asyncio.run(both())
     assert [step.id for step in tree.steps] == ["0", "0.0", "0.0.0"]
-    assert tree.leaves[0].status is Status.FAILED and "the index is down" in str(tree.leaves[0].error)
+    assert tree.leaves[0].status is Status.FAILED and "the index is down" in str(
+        tree.leaves[0].error
+    )
     assert tree.steps[1].token_ids and not tree.steps[2].token_ids
     assert grow(other)[0].leaves[0].status is Status.COMPLETED
 
@@ -216,7 +264,9 @@ def test_law_8_a_hanging_leaf_ends_at_its_deadline_and_blocks_nobody() -> None:
     assert [count for count, _ in done] == [1, 2, 3] and done[-1][1] == "t/1"
     assert [leaf.status for leaf in trees[1].leaves] == [Status.FAILED] * 2
     assert "rollout.deadline_s = 0.3 s" in str(trees[1].leaves[0].error)
-    assert all(leaf.status is Status.COMPLETED for tree in (trees[0], trees[2]) for leaf in tree.leaves)
+    assert all(
+        leaf.status is Status.COMPLETED for tree in (trees[0], trees[2]) for leaf in tree.leaves
+    )
 
 
 def test_law_8_one_failed_leaf_leaves_its_siblings_alone() -> None:
@@ -235,7 +285,10 @@ def test_law_8_one_failed_leaf_leaves_its_siblings_alone() -> None:
 
 def test_if_all_fail_it_is_an_error() -> None:
     loop, _ = make_loop(failing_at("w", EngineError("the server is gone")))
-    with pytest.raises(EngineError, match=r"all 6 trajectories of 3 trees failed; the first: EngineError: the server is gone"):
+    with pytest.raises(
+        EngineError,
+        match=r"all 6 trajectories of 3 trees failed; the first: EngineError: the server is gone",
+    ):
         grow(loop, TASKS)
 
 
@@ -245,11 +298,17 @@ def test_if_all_fail_it_is_an_error() -> None:
 def wander(path: str) -> str:
     """A reply that depends on the path: up to three searches for words, then an answer."""
     found = path.count("<result>")
-    return ANSWER if found >= 3 or path.endswith("w3 w2 </result>") else f"<search>w{(len(path) + found) % 7}</search>"
+    return (
+        ANSWER
+        if found >= 3 or path.endswith("w3 w2 </result>")
+        else f"<search>w{(len(path) + found) % 7}</search>"
+    )
 
 
 def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
-    loop, engine = make_loop(wander, num_leaves=1, max_tool_calls=6, max_agent_steps=8, max_completion_tokens=90)
+    loop, engine = make_loop(
+        wander, num_leaves=1, max_tool_calls=6, max_agent_steps=8, max_completion_tokens=90
+    )
     for tree in grow(loop, TASKS):
         path = tree.trajectories()[0]
         calls = [call for call in engine.calls if call.noise_key[3] == tree.task.id]
@@ -258,10 +317,15 @@ def test_law_5_a_path_is_what_the_engine_was_given_and_gave() -> None:
             before = [token for earlier in path.steps[: index + 1] for token in earlier.token_ids]
             assert list(call.prefix_ids) == before
             assert call.sampling.max_new_tokens == 90 - (len(before) - len(path.prompt_ids))
-            wrote = [token for token, one in zip(step.token_ids, step.sampled_mask, strict=True) if one]
+            wrote = [
+                token for token, one in zip(step.token_ids, step.sampled_mask, strict=True) if one
+            ]
             text = wander(word_tokenizer().decode(before))
             expected = word_tokenizer().encode(text, add_special_tokens=False)
-            assert wrote[: len(expected)] == expected and wrote[len(expected) :] in ([], [word_tokenizer().eos_token_id])
+            assert wrote[: len(expected)] == expected and wrote[len(expected) :] in (
+                [],
+                [word_tokenizer().eos_token_id],
+            )
 
 
 def test_law_12_shuffled_latencies_give_the_same_trees() -> None:
@@ -274,7 +338,9 @@ def test_law_12_shuffled_latencies_give_the_same_trees() -> None:
 
     grown = []
     for tool, latency_s in ((search, None), (slow, None), (slow, lambda: draw.random() * 0.01)):
-        loop, _ = make_loop(wander, tool=tool, latency_s=latency_s, num_leaves=4, max_completion_tokens=90)
+        loop, _ = make_loop(
+            wander, tool=tool, latency_s=latency_s, num_leaves=4, max_completion_tokens=90
+        )
         grown.append(grow(loop, TASKS))
     assert grown[0] == grown[1] == grown[2]
 
@@ -304,12 +370,22 @@ def test_a_budget_grants_what_is_left() -> None:
 # ---------------------------------------------------------------------- numbers about trees
 
 
-def scored(*outcomes: tuple[float | None, bool | None], task_id: str = "t/1", category: str = "") -> Tree:
+def scored(
+    *outcomes: tuple[float | None, bool | None], task_id: str = "t/1", category: str = ""
+) -> Tree:
     """A flat tree with rewards and correctness; a reward of None is a failed leaf."""
-    parts = tuple(Part("ss", status=Status.COMPLETED if reward is not None else Status.FAILED) for reward, _ in outcomes)
+    parts = tuple(
+        Part("ss", status=Status.COMPLETED if reward is not None else Status.FAILED)
+        for reward, _ in outcomes
+    )
     tree = build_tree(Part("ppp", parts), task_id=task_id)
     leaves = tuple(
-        replace(leaf, reward=reward, is_correct=is_correct, reward_parts={} if reward is None else {"math": reward * 2})
+        replace(
+            leaf,
+            reward=reward,
+            is_correct=is_correct,
+            reward_parts={} if reward is None else {"math": reward * 2},
+        )
         for leaf, (reward, is_correct) in zip(tree.leaves, outcomes, strict=True)
     )
     return replace(tree, task=replace(tree.task, category=category), leaves=leaves)
@@ -318,18 +394,24 @@ def scored(*outcomes: tuple[float | None, bool | None], task_id: str = "t/1", ca
 def test_rollout_metrics_by_hand() -> None:
     first = scored((1.0, True), (0.0, False), (None, None))
     second = scored((0.5, False))
-    branch = replace(second.steps[1], cause=BranchCause(entropy_change=0.1, probability=0.5, rule="x"))
+    branch = replace(
+        second.steps[1], cause=BranchCause(entropy_change=0.1, probability=0.5, rule="x")
+    )
     second = replace(second, steps=(second.steps[0], branch))
     metrics = rollout_metrics([first, second])
     assert metrics["reward/mean"] == 0.5  # of the groups' means 0.5 and 0.5
-    assert metrics["reward/std"] == pytest.approx(0.5**0.5 / 2)  # sqrt(1/2) and 0 for a group of one
+    assert metrics["reward/std"] == pytest.approx(
+        0.5**0.5 / 2
+    )  # sqrt(1/2) and 0 for a group of one
     assert metrics["reward/math"] == pytest.approx((2.0 + 0.0 + 1.0) / 3)
     assert metrics["rollout/num_trajectories"] == 4.0
     assert metrics["rollout/failed_frac"] == 0.25 and metrics["rollout/completed_frac"] == 0.75
     assert metrics["rollout/accuracy"] == pytest.approx(1 / 3)
     assert metrics["rollout/steps_mean"] == 1.0 and metrics["branch/num_branches"] == 1.0
     grafted = build_tree(Part.of("pppp", Part.of("rrr", Part("stttt")), Part("ss")))
-    assert rollout_metrics([grafted])["rollout/retrieved_frac"] == 0.3  # 3 of 10 tokens after the prompt
+    assert (
+        rollout_metrics([grafted])["rollout/retrieved_frac"] == 0.3
+    )  # 3 of 10 tokens after the prompt
     assert rollout_metrics([])["reward/mean"] == 0.0
 
 
@@ -349,17 +431,27 @@ def test_evaluations_by_hand() -> None:
         scored((None, None), task_id="c", category="2 hops"),
         scored((1.0, True), task_id="d", category="2 hops"),
     ]
-    sampled = [scored((1.0, True), (0.0, False), task_id="a"), scored((0.0, False), (0.0, False), task_id="b")]
+    sampled = [
+        scored((1.0, True), (0.0, False), task_id="a"),
+        scored((0.0, False), (0.0, False), task_id="b"),
+    ]
     metrics = eval_metrics(greedy, sampled)
     assert metrics["eval/accuracy"] == 0.5  # a failed one counts as wrong
-    assert metrics["eval/accuracy_1_hop"] == 1.0 and metrics["eval/accuracy_2_hops"] == pytest.approx(1 / 3)
-    assert metrics["eval/accuracy_sampled"] == 0.25 and metrics["eval/pass_at_2"] == 0.5 and "eval/pass_at_4" not in metrics
+    assert metrics["eval/accuracy_1_hop"] == 1.0 and metrics[
+        "eval/accuracy_2_hops"
+    ] == pytest.approx(1 / 3)
+    assert (
+        metrics["eval/accuracy_sampled"] == 0.25
+        and metrics["eval/pass_at_2"] == 0.5
+        and "eval/pass_at_4" not in metrics
+    )
     assert metrics["eval/failed_frac"] == pytest.approx(1 / 8)
     assert "eval/accuracy" not in eval_metrics(None, sampled)
 
 
 def test_paired_gain_by_hand() -> None:
-    """Three of four tasks gained: each resample's mean is k/4 with k binomial(4, 3/4); P(k <= 0) < 2.5 % < P(k <= 1) = 5.1 %."""
+    """Three of four tasks gained: each resample's mean is k/4 with k binomial(4, 3/4); P(k <= 0) <
+    2.5 % < P(k <= 1) = 5.1 %."""
     before = [scored((0.0, False), task_id=str(n)) for n in range(4)]
     after = [scored((1.0, n < 3), task_id=str(n)) for n in (3, 1, 0, 2)]
     assert paired_gain(before, after) == (0.75, 0.25, 1.0)

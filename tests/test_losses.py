@@ -17,12 +17,20 @@ from treegraft.algo.losses import (
 )
 
 
-def surrogate(ratio: float, advantage: float, dual_clip: float | None = None) -> tuple[float, float, bool]:
-    """Loss, its derivative after the new log-probability, and whether it was clipped, at clip 0.2 low and 0.3 high."""
+def surrogate(
+    ratio: float, advantage: float, dual_clip: float | None = None
+) -> tuple[float, float, bool]:
+    """Loss, its derivative after the new log-probability, and whether it was clipped, at clip 0.2
+    low and 0.3 high."""
     new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     old = torch.zeros(1, dtype=torch.float64)
     terms = clipped_surrogate(
-        new, old, torch.tensor([advantage], dtype=torch.float64), clip_low=0.2, clip_high=0.3, dual_clip=dual_clip
+        new,
+        old,
+        torch.tensor([advantage], dtype=torch.float64),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=dual_clip,
     )
     terms.losses.sum().backward()
     assert new.grad is not None
@@ -36,7 +44,8 @@ def surrogate(ratio: float, advantage: float, dual_clip: float | None = None) ->
         (1.0, 2.0, -2.0, -2.0, False),
         (1.1, 2.0, -2.2, -2.2, False),
         (1.0, -2.0, 2.0, 2.0, False),
-        # Above it with A > 0: held at 1.3, no gradient. Below it with A > 0: min takes the unclipped side.
+        # Above it with A > 0: held at 1.3, no gradient. Below it with A > 0: min takes the
+        # unclipped side.
         (1.5, 2.0, -2.6, 0.0, True),
         (0.5, 2.0, -1.0, -1.0, False),
         # With A < 0 the other way round: held at 0.8 from below, unbounded above.
@@ -47,7 +56,9 @@ def surrogate(ratio: float, advantage: float, dual_clip: float | None = None) ->
         (1.4, 0.0, 0.0, 0.0, False),
     ],
 )
-def test_clipping(ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool) -> None:
+def test_clipping(
+    ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool
+) -> None:
     assert surrogate(ratio, advantage) == (pytest.approx(loss), pytest.approx(gradient), is_clipped)
 
 
@@ -60,8 +71,14 @@ def test_clipping(ratio: float, advantage: float, loss: float, gradient: float, 
         (5.0, 2.0, -2.6, 0.0, True),  # for A > 0 there is no dual clip
     ],
 )
-def test_dual_clip(ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool) -> None:
-    assert surrogate(ratio, advantage, dual_clip=3.0) == (pytest.approx(loss), pytest.approx(gradient), is_clipped)
+def test_dual_clip(
+    ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool
+) -> None:
+    assert surrogate(ratio, advantage, dual_clip=3.0) == (
+        pytest.approx(loss),
+        pytest.approx(gradient),
+        is_clipped,
+    )
 
 
 @pytest.mark.parametrize(
@@ -76,14 +93,19 @@ def test_dual_clip(ratio: float, advantage: float, loss: float, gradient: float,
         (0.6, 2.0, -1.5, -1.5, False),
     ],
 )
-def test_shaping_comes_before_the_clip(ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool) -> None:
+def test_shaping_comes_before_the_clip(
+    ratio: float, advantage: float, loss: float, gradient: float, is_clipped: bool
+) -> None:
     new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     columns = (torch.zeros(1, dtype=torch.float64), torch.tensor([advantage], dtype=torch.float64))
     shaping = torch.tensor([1.25], dtype=torch.float64)
     terms = clipped_surrogate(new, *columns, clip_low=0.2, clip_high=0.3, shaping=shaping)
     terms.losses.sum().backward()
     assert new.grad is not None
-    assert (float(terms.losses.detach()), float(new.grad)) == (pytest.approx(loss), pytest.approx(gradient))
+    assert (float(terms.losses.detach()), float(new.grad)) == (
+        pytest.approx(loss),
+        pytest.approx(gradient),
+    )
     assert bool(terms.is_clipped) == is_clipped
     assert float(terms.ratios) == pytest.approx(ratio)  # ρ, not r̂
 
@@ -103,12 +125,19 @@ def test_shaping_comes_before_the_clip(ratio: float, advantage: float, loss: flo
         ("luffy", 0.4, -3.0, 0.0, 0.0),
     ],
 )
-def test_lessons_by_hand(form: str, prob: float, advantage: float, loss: float, gradient: float) -> None:
+def test_lessons_by_hand(
+    form: str, prob: float, advantage: float, loss: float, gradient: float
+) -> None:
     logprob = torch.tensor([math.log(prob)], dtype=torch.float64, requires_grad=True)
-    taught = lesson_loss(logprob, torch.tensor([advantage], dtype=torch.float64), coef=2.0, form=form, gamma=0.1)  # type: ignore[arg-type]
+    taught = lesson_loss(
+        logprob, torch.tensor([advantage], dtype=torch.float64), coef=2.0, form=form, gamma=0.1
+    )  # type: ignore[arg-type]
     taught.sum().backward()
     assert logprob.grad is not None
-    assert (float(taught.detach()), float(logprob.grad)) == (pytest.approx(loss), pytest.approx(gradient))
+    assert (float(taught.detach()), float(logprob.grad)) == (
+        pytest.approx(loss),
+        pytest.approx(gradient),
+    )
 
 
 def test_lessons_of_vanishing_probability_stay_finite() -> None:
@@ -116,7 +145,9 @@ def test_lessons_of_vanishing_probability_stay_finite() -> None:
         logprob = torch.tensor([-300.0], requires_grad=True)
         taught = lesson_loss(logprob, torch.ones(1), coef=1.0, form=form)  # type: ignore[arg-type]
         taught.sum().backward()
-        assert taught.isfinite().all() and logprob.grad is not None and logprob.grad.isfinite().all()
+        assert (
+            taught.isfinite().all() and logprob.grad is not None and logprob.grad.isfinite().all()
+        )
     with pytest.raises(ValueError, match="form is 'sft'; expected 'log' or 'luffy'"):
         lesson_loss(torch.zeros(1), torch.ones(1), coef=1.0, form="sft")  # type: ignore[arg-type]
 
@@ -141,11 +172,15 @@ def test_k3(difference: float, value: float, gradient: float) -> None:
     divergence = k3_divergence(new, torch.tensor([-1.0], dtype=torch.float64))
     divergence.sum().backward()
     assert new.grad is not None
-    assert (float(divergence.detach()), float(new.grad)) == (pytest.approx(value), pytest.approx(gradient))
+    assert (float(divergence.detach()), float(new.grad)) == (
+        pytest.approx(value),
+        pytest.approx(gradient),
+    )
 
 
 def test_aggregations_by_hand() -> None:
-    """Two groups: w = (1/2, 1/2) with |y| = (4, 2), and w = (1) with |y| = 3; Σ w|y| = 2 + 1 + 3 = 6."""
+    """Two groups: w = (1/2, 1/2) with |y| = (4, 2), and w = (1) with |y| = 3; Σ w|y| = 2 + 1 + 3 =
+    6."""
     weights, lengths = torch.tensor([0.5, 0.5, 1.0]), torch.tensor([4.0, 2.0, 3.0])
     denominators = Denominators(num_groups=2, weighted_tokens=6.0, length_constant=10.0)
 
@@ -160,10 +195,13 @@ def test_aggregations_by_hand() -> None:
 
 
 def test_uniform_weights_give_the_published_means() -> None:
-    """w = 1/n in every group: token-mean is DAPO's plain mean over all tokens when all groups have one size."""
+    """w = 1/n in every group: token-mean is DAPO's plain mean over all tokens when all groups have
+    one size."""
     lengths = torch.tensor([3.0, 1.0, 2.0, 2.0])
     weights = torch.full((4,), 0.5)
-    denominators = Denominators(num_groups=2, weighted_tokens=float((weights * lengths).sum()), length_constant=1.0)
+    denominators = Denominators(
+        num_groups=2, weighted_tokens=float((weights * lengths).sum()), length_constant=1.0
+    )
     factors = contribution_weights(weights, lengths, denominators, "token-mean")
     assert factors.tolist() == pytest.approx([1 / 8] * 4)
     # GRPO, eq. 3: 1/G Σ_i 1/|y_i| Σ_t, averaged over groups.
@@ -174,12 +212,15 @@ def test_uniform_weights_give_the_published_means() -> None:
 def test_a_path_without_loss_tokens_weighs_nothing() -> None:
     denominators = Denominators(num_groups=1, weighted_tokens=0.0, length_constant=4.0)
     for aggregation in ("token-mean", "sequence-mean", "sequence-sum"):
-        factors = contribution_weights(torch.tensor([1.0]), torch.tensor([0.0]), denominators, aggregation)  # type: ignore[arg-type]
+        factors = contribution_weights(
+            torch.tensor([1.0]), torch.tensor([0.0]), denominators, aggregation
+        )  # type: ignore[arg-type]
         assert factors.tolist() == [0.0]
 
 
 def test_what_the_engine_computes_otherwise_is_corrected_up_to_a_cap() -> None:
-    """π_old / μ = 0.5 / 0.25 = 2, 0.5 / 0.5 = 1, 0.5 / 0.1 = 5; the cap is 3, and no gradient passes through the weight."""
+    """π_old / μ = 0.5 / 0.25 = 2, 0.5 / 0.5 = 1, 0.5 / 0.1 = 5; the cap is 3, and no gradient
+    passes through the weight."""
     old = torch.log(torch.tensor([0.5, 0.5, 0.5])).requires_grad_()
     weights, is_capped = engine_correction(old, torch.log(torch.tensor([0.25, 0.5, 0.1])), 3.0)
     torch.testing.assert_close(weights, torch.tensor([2.0, 1.0, 3.0]))

@@ -1,4 +1,5 @@
-"""Tools of Model Context Protocol servers: a real server process over both transports, its faults, and its end."""
+"""Tools of Model Context Protocol servers: a real server process over both transports, its faults,
+and its end."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ STARTED_S = 300.0
 
 
 def over_stdio(**options: Any) -> McpSettings:
-    return McpSettings(name="local", command=[sys.executable, SCRIPT], start_timeout_s=STARTED_S, **options)
+    return McpSettings(
+        name="local", command=[sys.executable, SCRIPT], start_timeout_s=STARTED_S, **options
+    )
 
 
 def toolbox_of(tools: list[Tool]) -> Toolbox:
@@ -56,7 +59,9 @@ def http_server() -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    process = subprocess.Popen([sys.executable, SCRIPT, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, SCRIPT, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         deadline = time.monotonic() + STARTED_S
         while time.monotonic() < deadline:
@@ -79,7 +84,9 @@ def check_answers(tools: list[Tool]) -> None:
 
     async def talk() -> list[Observation]:
         toolbox = toolbox_of(tools)
-        together = await asyncio.gather(*(toolbox.call(ToolCall("add", f'{{"a": {n}}}'), TASK) for n in range(8)))
+        together = await asyncio.gather(
+            *(toolbox.call(ToolCall("add", f'{{"a": {n}}}'), TASK) for n in range(8))
+        )
         assert [one.text for one in together] == [str(n + 1) for n in range(8)]
         return await ask(
             toolbox,
@@ -107,11 +114,26 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MCP_OTHER_KEY", "secret")
     tools = build_tools(ToolsSettings(mcp=[over_stdio(env=["MCP_TEST_KEY"])]), ())
     by_name = {tool.name: tool for tool in tools}
-    assert list(by_name) == ["get_weather", "add", "fail", "crash", "slow", "picture", "flood", "about"]
+    assert list(by_name) == [
+        "get_weather",
+        "add",
+        "fail",
+        "crash",
+        "slow",
+        "picture",
+        "flood",
+        "about",
+    ]
     weather, add = by_name["get_weather"], by_name["add"]
     assert isinstance(weather, McpTool) and isinstance(add, McpTool)
-    assert (weather.description, weather.signature.text_parameter) == ("Tells the weather of a city.", "city")
-    assert add.signature.text_parameter is None and list(add.signature.schema["properties"]) == ["a", "b"]
+    assert (weather.description, weather.signature.text_parameter) == (
+        "Tells the weather of a city.",
+        "city",
+    )
+    assert add.signature.text_parameter is None and list(add.signature.schema["properties"]) == [
+        "a",
+        "b",
+    ]
     assert [tool.capability for tool in (weather, add)] == [Capability.STATELESS, Capability.NONE]
     told = system_prompt_for(tools, True, True)
     assert "<get_weather>...</get_weather> Tells the weather of a city.\n" in told
@@ -123,7 +145,8 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (first,) = await ask(toolbox, ("about", ""))
         pid, *given = first.text.split(" ", 1)
         assert given == ["sesame no other"] and is_alive(int(pid))
-        # A second event loop has called by now; a third may, and a caller that gives up takes nobody with it.
+        # A second event loop has called by now; a third may, and a caller that gives up takes
+        # nobody with it.
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(toolbox.call(ToolCall("slow", '{"seconds": 0.5}'), TASK), 0.05)
         await toolbox.close()
@@ -133,11 +156,15 @@ def test_a_command_from_start_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
             await toolbox.call(ToolCall("about", ""), TASK)
 
     asyncio.run(life_and_death())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("treegraft-mcp")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("treegraft-mcp")
+    ]
 
 
 def test_a_url(http_server: str) -> None:
-    tools = build_tools(ToolsSettings(mcp=[McpSettings(name="far", url=http_server, start_timeout_s=STARTED_S)]), ())
+    tools = build_tools(
+        ToolsSettings(mcp=[McpSettings(name="far", url=http_server, start_timeout_s=STARTED_S)]), ()
+    )
     try:
         check_answers(tools)
     finally:
@@ -145,14 +172,19 @@ def test_a_url(http_server: str) -> None:
 
 
 def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCaptureFixture) -> None:
-    tools = build_tools(ToolsSettings(mcp=[over_stdio(max_restarts=1, tools=["crash", "about"])]), ())
+    tools = build_tools(
+        ToolsSettings(mcp=[over_stdio(max_restarts=1, tools=["crash", "about"])]), ()
+    )
     assert [tool.name for tool in tools] == ["crash", "about"]
 
     async def crash() -> None:
         toolbox = toolbox_of(tools)
         with caplog.at_level(logging.WARNING, logger="treegraft.tools.mcp"):
             first, crashed = await ask(toolbox, ("about", ""), ("crash", ""))
-            assert (crashed.text, crashed.is_error) == ("the server of crash ended during the call", True)
+            assert (crashed.text, crashed.is_error) == (
+                "the server of crash ended during the call",
+                True,
+            )
             again = await toolbox._tools["about"]("", TASK)
             assert first.text.split()[0] != again.split()[0]
             await ask(toolbox, ("crash", ""))
@@ -161,7 +193,9 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
         await toolbox.close()
 
     asyncio.run(crash())
-    reported = [record.getMessage() for record in caplog.records if record.name == "treegraft.tools.mcp"]
+    reported = [
+        record.getMessage() for record in caplog.records if record.name == "treegraft.tools.mcp"
+    ]
     assert "restart 1" in reported[0] and "its last words: the end is near" in reported[0]
     assert "stays so after 1 restarts" in reported[1]
 
@@ -170,14 +204,31 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
     ("server", "reason"),
     [
         ({"command": ["/nowhere/at-all"]}, "could not be started or reached.*No such file"),
-        ({"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]}, "its last words: no licence"),
-        ({"command": [sys.executable, "-c", "import time; time.sleep(600)"], "start_timeout_s": 0.2}, "no list of tools within"),
+        (
+            {"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]},
+            "its last words: no licence",
+        ),
+        (
+            {
+                "command": [sys.executable, "-c", "import time; time.sleep(600)"],
+                "start_timeout_s": 0.2,
+            },
+            "no list of tools within",
+        ),
         ({"url": "http://127.0.0.1:9/mcp"}, "server 'x' .* could not be started or reached"),
-        ({"command": ["x"], "env": ["MCP_UNSET_KEY"]}, "the environment variable MCP_UNSET_KEY, which is not set"),
-        ({"url": "http://127.0.0.1:9/mcp", "token_env": "MCP_UNSET_KEY"}, "MCP_UNSET_KEY, which is not set"),
+        (
+            {"command": ["x"], "env": ["MCP_UNSET_KEY"]},
+            "the environment variable MCP_UNSET_KEY, which is not set",
+        ),
+        (
+            {"url": "http://127.0.0.1:9/mcp", "token_env": "MCP_UNSET_KEY"},
+            "MCP_UNSET_KEY, which is not set",
+        ),
     ],
 )
-def test_a_server_that_is_not_there_is_refused_before_the_run(server: dict[str, Any], reason: str) -> None:
+def test_a_server_that_is_not_there_is_refused_before_the_run(
+    server: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(SettingError, match=reason):
         McpServer(McpSettings(name="x", **{"start_timeout_s": STARTED_S, **server}))
     assert not [thread for thread in threading.enumerate() if thread.name == "treegraft-mcp-x"]
@@ -194,9 +245,15 @@ def test_without_the_sdk_the_error_says_what_to_install(monkeypatch: pytest.Monk
     [
         ([{"name": "a"}], "has neither of command and url"),
         ([{"name": "a", "command": ["x"], "url": "http://y"}], "has both of command and url"),
-        ([{"name": "a", "command": ["x"]}, {"name": "a", "command": ["y"]}], "expected each name once"),
+        (
+            [{"name": "a", "command": ["x"]}, {"name": "a", "command": ["y"]}],
+            "expected each name once",
+        ),
         ([{"name": "a", "url": "http://y", "env": ["K"]}], "env would have no effect beside url"),
-        ([{"name": "a", "command": ["x"], "token_env": "K"}], "token_env would have no effect beside command"),
+        (
+            [{"name": "a", "command": ["x"], "token_env": "K"}],
+            "token_env would have no effect beside command",
+        ),
         ([{"name": "a", "comand": ["x"]}], r"'tools\.mcp\[0\]\.comand'"),
     ],
 )
@@ -208,12 +265,27 @@ def test_settings_that_make_no_server(servers: list[dict[str, Any]], reason: str
 
 def test_faults_within_a_list_of_tables_name_the_setting() -> None:
     with pytest.raises(SettingError, match=r"'tools\.mcp\[1\]\.max_restarts': got -1"):
-        load_config({"tools": {"mcp": [{"name": "a", "url": "http://x"}, {"name": "b", "url": "http://x", "max_restarts": -1}]}})
+        load_config(
+            {
+                "tools": {
+                    "mcp": [
+                        {"name": "a", "url": "http://x"},
+                        {"name": "b", "url": "http://x", "max_restarts": -1},
+                    ]
+                }
+            }
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "tag"),
-    [("getWeather", "get_weather"), ("read-file", "read_file"), ("add2", "add_two"), ("list_files", "list_files"), ("??", "tool")],
+    [
+        ("getWeather", "get_weather"),
+        ("read-file", "read_file"),
+        ("add2", "add_two"),
+        ("list_files", "list_files"),
+        ("??", "tool"),
+    ],
 )
 def test_names_become_tags(name: str, tag: str) -> None:
     assert tag_of(name) == tag
@@ -223,5 +295,8 @@ def test_a_single_text_is_the_whole_body() -> None:
     text, number = {"type": "string"}, {"type": "integer"}
     assert signature_from({"type": "object", "properties": {"q": text}}).text_parameter == "q"
     assert signature_from({"type": "object", "properties": {"q": number}}).text_parameter is None
-    assert signature_from({"type": "object", "properties": {"q": text, "n": number}}).text_parameter is None
+    assert (
+        signature_from({"type": "object", "properties": {"q": text, "n": number}}).text_parameter
+        is None
+    )
     assert signature_from({"type": "object"}).text_parameter is None

@@ -1,4 +1,5 @@
-"""Branches and grafts together: the packed learner against an independent implementation, one trajectory and token at a time."""
+"""Branches and grafts together: the packed learner against an independent implementation, one
+trajectory and token at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ from treegraft.policy.learn.pack import pack_trees, pack_with_lessons
 from treegraft.runs.metrics import check_known
 from treegraft.settings.config import LossSettings
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: FlexAttention is not compiled here
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # of torch: FlexAttention is not compiled here
 
 GAMMA = 0.2
 CONSTANT = 7.0
@@ -38,7 +41,9 @@ RICH = Part.of(
             "rrr",
             Part.of(
                 "sSt",
-                Part.of("rr", Part("s", reward=1.0), Part("ss", reward=0.0, temperature=0.7), lesson=2),
+                Part.of(
+                    "rr", Part("s", reward=1.0), Part("ss", reward=0.0, temperature=0.7), lesson=2
+                ),
                 Part("s", reward=0.5),
                 Part.of("r", Part("", status=Status.FAILED), lesson=1),
             ),
@@ -48,13 +53,21 @@ RICH = Part.of(
         # Nothing was left for the policy after this graft.
         Part("rr", reward=-1.0, status=Status.TRUNCATED, lesson=2),
     ),
-    Part.of("ss", Part.of("r", Part("sss", reward=1.0), lesson=2), Part("sf", reward=0.0, status=Status.FORMAT_VIOLATION)),
+    Part.of(
+        "ss",
+        Part.of("r", Part("sss", reward=1.0), lesson=2),
+        Part("sf", reward=0.0, status=Status.FORMAT_VIOLATION),
+    ),
     Part("sss", reward=1.0),
 )
-SMALL = Part.of("pp", Part.of("st", Part.of("rr", Part("s", reward=1.0), lesson=2), Part("ss", reward=-1.0)), Part("s", reward=0.0))
+SMALL = Part.of(
+    "pp",
+    Part.of("st", Part.of("rr", Part("s", reward=1.0), lesson=2), Part("ss", reward=-1.0)),
+    Part("s", reward=0.0),
+)
 
 
-# ---------------------------------------------------------------------- the plain way, written from the equations alone
+# ---------------------------------------------------------------------- the plain way, written from
 
 
 @dataclass
@@ -68,7 +81,9 @@ class Rules:
 def logprobs_of(model: Any, ids: Sequence[int], temperatures: Sequence[float]) -> torch.Tensor:
     """log π of every token but the first, from a forward pass of the plain sequence."""
     logits = model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, :-1].double()
-    table = torch.log_softmax(logits / torch.tensor(temperatures[1:], dtype=torch.float64)[:, None], dim=-1)
+    table = torch.log_softmax(
+        logits / torch.tensor(temperatures[1:], dtype=torch.float64)[:, None], dim=-1
+    )
     return table.gather(1, torch.tensor(list(ids[1:]))[:, None])[:, 0]
 
 
@@ -85,12 +100,19 @@ def plain_retrieval_reward(path: Trajectory) -> float:
     for place, step in enumerate(path.steps):
         if not step.lesson_ids and Origin.RETRIEVED not in step.origins:
             continue
-        sides = [[s for s in part if s.sampled_mask.count(True)] for part in (path.steps[:place], path.steps[place + 1 :])]
+        sides = [
+            [s for s in part if s.sampled_mask.count(True)]
+            for part in (path.steps[:place], path.steps[place + 1 :])
+        ]
         if not sides[0] or not sides[1]:
             continue
         means = []
         for chosen in (sides[0][-1], sides[1][0]):
-            own = [h for h, o in zip(chosen.entropies, chosen.origins, strict=True) if o is Origin.POLICY]
+            own = [
+                h
+                for h, o in zip(chosen.entropies, chosen.origins, strict=True)
+                if o is Origin.POLICY
+            ]
             means.append(sum(own) / len(own))
         before, after = means
         rewards.append(math.tanh(2 * (before - after) / before) * before if before > 0 else 0.0)
@@ -98,12 +120,17 @@ def plain_retrieval_reward(path: Trajectory) -> float:
 
 
 def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None) -> torch.Tensor:
-    """The objectives over uncredited trees; `old` gives the old log-probabilities, None takes the present ones."""
+    """The objectives over uncredited trees; `old` gives the old log-probabilities, None takes the
+    present ones."""
     loss, total = rules.loss, torch.zeros((), dtype=torch.float64)
-    live = [[path for path in tree.trajectories() if path.status is not Status.FAILED] for tree in trees]
+    live = [
+        [path for path in tree.trajectories() if path.status is not Status.FAILED] for tree in trees
+    ]
     num_groups = sum(bool(paths) for paths in live)
     num_weighted_tokens = sum(
-        sum(step.loss_mask.count(True) for step in path.steps) / len(paths) for paths in live for path in paths
+        sum(step.loss_mask.count(True) for step in path.steps) / len(paths)
+        for paths in live
+        for path in paths
     )
     for paths in live:
         outcomes = group_z([float(path.reward or 0.0) for path in paths])
@@ -122,11 +149,15 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
             }[loss.aggregation]
             factor = 1 / len(paths) / divisor
             after_prompt = [origin for step in path.steps[1:] for origin in step.origins]
-            shaping = 1 + loss.shaping_weight * after_prompt.count(Origin.RETRIEVED) / len(after_prompt)
+            shaping = 1 + loss.shaping_weight * after_prompt.count(Origin.RETRIEVED) / len(
+                after_prompt
+            )
             temperatures = [step.temperature for step in path.steps for _ in step.token_ids]
             new = logprobs_of(model, path.token_ids, temperatures)
             with torch.no_grad():
-                before = new.detach() if old is None else logprobs_of(old, path.token_ids, temperatures)
+                before = (
+                    new.detach() if old is None else logprobs_of(old, path.token_ids, temperatures)
+                )
             place = -1
             for step in path.steps:
                 carried = advantage
@@ -143,7 +174,9 @@ def plain_loss(model: Any, trees: Sequence[Tree], rules: Rules, old: Any = None)
     return total
 
 
-def plain_lessons(model: Any, path: Trajectory, advantage: float, loss: LossSettings) -> torch.Tensor:
+def plain_lessons(
+    model: Any, path: Trajectory, advantage: float, loss: LossSettings
+) -> torch.Tensor:
     """Each lesson after the path above its graft, in a forward pass of its own."""
     total = torch.zeros((), dtype=torch.float64)
     if not loss.graft_coef or advantage <= 0:
@@ -165,11 +198,15 @@ def plain_lessons(model: Any, path: Trajectory, advantage: float, loss: LossSett
 
 def credited(trees: Sequence[Tree], rules: Rules) -> list[Tree]:
     truncated = rules.loss.learn_from_truncated
-    return [assign_credit(t, attribution=rules.attribution, learn_from_truncated=truncated) for t in trees]  # type: ignore[arg-type]
+    return [
+        assign_credit(t, attribution=rules.attribution, learn_from_truncated=truncated)
+        for t in trees
+    ]  # type: ignore[arg-type]
 
 
 def assert_exact(trees: Sequence[Tree], rules: Rules) -> None:
-    """One optimiser step, packed and plain: loss within 1e-6, gradient within 1e-5 relative norm."""
+    """One optimiser step, packed and plain: loss within 1e-6, gradient within 1e-5 relative
+    norm."""
     model, twin = build_model("llama"), build_model("llama")
     learner, descent = make_learner(model, rules.loss)
     _, metrics = learner.learn(credited(trees, rules))
@@ -183,7 +220,10 @@ def assert_exact(trees: Sequence[Tree], rules: Rules) -> None:
 
 
 def loss_settings(**fields: Any) -> LossSettings:
-    return LossSettings(**{"graft_gamma": GAMMA, "shaping_weight": 0.3, "clip_low": 0.28, "clip_high": 0.28} | fields)
+    return LossSettings(
+        **{"graft_gamma": GAMMA, "shaping_weight": 0.3, "clip_low": 0.28, "clip_high": 0.28}
+        | fields
+    )
 
 
 AGGREGATIONS = ["token-mean", "sequence-mean", "sequence-sum"]
@@ -211,7 +251,9 @@ def test_law_1_by_setting(aggregation: str, attribution: str, lessons: dict[str,
 def test_law_1_however_it_is_run(path_kind: str) -> None:
     for attribution, truncated in (("soft", True), ("hard", False)):
         rules = Rules(loss_settings(graft_coef=1.0, learn_from_truncated=truncated), attribution)
-        assert_exact([build_tree(RICH, seed=3), build_tree(SMALL, seed=4), build_tree(RICH, seed=5)], rules)
+        assert_exact(
+            [build_tree(RICH, seed=3), build_tree(SMALL, seed=4), build_tree(RICH, seed=5)], rules
+        )
 
 
 @given(
@@ -224,9 +266,17 @@ def test_law_1_however_it_is_run(path_kind: str) -> None:
 )
 @settings(max_examples=15, deadline=None)
 def test_law_1_on_random_mixed_trees(
-    trees: list[Tree], aggregation: str, attribution: str, lessons: dict[str, Any], truncated: bool, kind: str
+    trees: list[Tree],
+    aggregation: str,
+    attribution: str,
+    lessons: dict[str, Any],
+    truncated: bool,
+    kind: str,
 ) -> None:
-    rules = Rules(loss_settings(aggregation=aggregation, learn_from_truncated=truncated, **lessons), attribution)
+    rules = Rules(
+        loss_settings(aggregation=aggregation, learn_from_truncated=truncated, **lessons),
+        attribution,
+    )
     with pytest.MonkeyPatch.context() as patch:
         attend_by(kind, patch)
         assert_exact(trees, rules)
@@ -245,7 +295,9 @@ def test_scores_of_samples_and_lessons_are_those_of_plain_passes(path_kind: str)
         torch.testing.assert_close(entropies, alone[1], atol=1e-5, rtol=0)
         for path, ours in zip(batch.paths, batch.per_trajectory(logprobs), strict=True):
             temperatures = [step.temperature for step in path.steps for _ in step.token_ids]
-            plain = logprobs_of(model, path.token_ids, temperatures)[torch.tensor(path.sampled_mask[1:])]
+            plain = logprobs_of(model, path.token_ids, temperatures)[
+                torch.tensor(path.sampled_mask[1:])
+            ]
             torch.testing.assert_close(ours.double(), plain, atol=1e-5, rtol=0)
         for ids, ours in zip(batch.lessons.paths, taught.split(batch.lessons.lengths), strict=True):
             plain = logprobs_of(model, ids, [1.0] * len(ids))[-len(ours) :]
@@ -255,9 +307,15 @@ def test_scores_of_samples_and_lessons_are_those_of_plain_passes(path_kind: str)
 @pytest.mark.parametrize("attribution", ["soft", "hard"])
 @pytest.mark.parametrize("lessons", LESSONS, ids=["none", "log", "luffy"])
 def test_law_1_over_two_minibatches(attribution: str, lessons: dict[str, Any]) -> None:
-    """RAPO's two mini-batches: old log-probabilities are those of the start, lessons follow the policy as it is."""
+    """RAPO's two mini-batches: old log-probabilities are those of the start, lessons follow the
+    policy as it is."""
     rules, lr = Rules(loss_settings(clip_low=0.1, clip_high=0.1, **lessons), attribution), 0.3
-    trees = [build_tree(RICH, seed=1), build_tree(SMALL, seed=2), build_tree(SMALL, seed=6), build_tree(RICH, seed=7)]
+    trees = [
+        build_tree(RICH, seed=1),
+        build_tree(SMALL, seed=2),
+        build_tree(SMALL, seed=6),
+        build_tree(RICH, seed=7),
+    ]
     model, twin = build_model("llama"), build_model("llama")
     start = copy.deepcopy(twin)
     learner, _ = make_learner(model, rules.loss, lr, num_minibatches=2)
@@ -268,16 +326,19 @@ def test_law_1_over_two_minibatches(attribution: str, lessons: dict[str, Any]) -
         with torch.no_grad():
             for weight in twin.parameters():
                 weight -= lr * weight.grad
-    ours, theirs, first = (torch.cat([w.detach().flatten() for w in m.parameters()]) for m in (model, twin, start))
+    ours, theirs, first = (
+        torch.cat([w.detach().flatten() for w in m.parameters()]) for m in (model, twin, start)
+    )
     assert distance(ours - first, theirs - first) < 1e-4
     assert metrics["learn/clip_frac"] > 0.0 and metrics["learn/num_optimiser_steps"] == 2.0
 
 
-# ---------------------------------------------------------------------- what carries loss, and what it costs
+# ---------------------------------------------------------------------- what carries loss, and what
 
 
 def gradient_rows(loss: LossSettings, trees: Sequence[Tree]) -> set[int]:
-    """Packed places that predict something which the loss pulls at: where the last hidden state has a gradient."""
+    """Packed places that predict something which the loss pulls at: where the last hidden state has
+    a gradient."""
     model = build_model("llama")
     learner, _ = make_learner(model, loss)
     kept: list[torch.Tensor] = []
@@ -295,7 +356,8 @@ def gradient_rows(loss: LossSettings, trees: Sequence[Tree]) -> set[int]:
 
 
 def test_law_4_no_gradient_from_retrieved_tokens() -> None:
-    """Without learning from grafts only what predicts a loss token is pulled at: no retrieved, tool or lesson token."""
+    """Without learning from grafts only what predicts a loss token is pulled at: no retrieved, tool
+    or lesson token."""
     trees = credited([build_tree(RICH, seed=1)], Rules(loss_settings()))
     batch = pack_trees(trees)
     loss_tokens = {int(batch.tokens[row]) for row in batch.carries_loss.nonzero()[:, 0]}
@@ -310,7 +372,8 @@ def test_law_4_no_gradient_from_retrieved_tokens() -> None:
 
 @pytest.mark.parametrize("graft_coef", [0.0, 1.0])
 def test_law_4_what_is_known_of_retrieved_tokens_changes_nothing(graft_coef: float) -> None:
-    """Other log-probabilities and entropies on the tokens of grafts: same gradient. Other lessons: only when they are learned."""
+    """Other log-probabilities and entropies on the tokens of grafts: same gradient. Other lessons:
+    only when they are learned."""
     tree = credited([build_tree(RICH, seed=1)], Rules(loss_settings()))[0]
 
     def gradient(steps: Sequence[Any]) -> torch.Tensor:
@@ -327,12 +390,15 @@ def test_law_4_what_is_known_of_retrieved_tokens_changes_nothing(graft_coef: flo
 
     plain = gradient(tree.steps)
     assert torch.equal(gradient([other(step) for step in tree.steps]), plain)
-    taught = gradient([replace(step, lesson_ids=tuple(96 - t for t in step.lesson_ids)) for step in tree.steps])
+    taught = gradient(
+        [replace(step, lesson_ids=tuple(96 - t for t in step.lesson_ids)) for step in tree.steps]
+    )
     assert torch.equal(taught, plain) == (graft_coef == 0)
 
 
 def test_lessons_are_counted_and_scored() -> None:
-    """SMALL: the graft's leaf did best, so its two lesson tokens are learned once; without a coefficient nothing is packed."""
+    """SMALL: the graft's leaf did best, so its two lesson tokens are learned once; without a
+    coefficient nothing is packed."""
     trees = credited([build_tree(SMALL, seed=2)], Rules(loss_settings()))
     unique = sum(len(step.token_ids) for step in trees[0].steps)
     for coef, extra in ((0.0, 0), (1.0, 2)):
@@ -340,7 +406,9 @@ def test_lessons_are_counted_and_scored() -> None:
         learner, _ = make_learner(model, loss_settings(graft_coef=coef))
         learned, metrics = learner.learn(trees)
         assert metrics["learn/num_unique_tokens"] == unique + extra
-        assert metrics["learn/unique_frac"] == pytest.approx(unique / (2 + 2 + 2 + 1 + 2 + 2 + 2 + 2 + 1))
+        assert metrics["learn/unique_frac"] == pytest.approx(
+            unique / (2 + 2 + 2 + 1 + 2 + 2 + 2 + 2 + 1)
+        )
         assert metrics.get("learn/num_lesson_tokens", 0.0) == extra
         assert ("learn/lesson_logprob" in metrics) == bool(extra)
         # The record holds what was sampled; lessons are no part of the tree.
@@ -349,16 +417,24 @@ def test_lessons_are_counted_and_scored() -> None:
     batch = pack_with_lessons(trees)
     assert batch.lessons is not None
     with torch.no_grad():
-        expected = logprobs_of(build_model("llama"), batch.lessons.paths[0], [1.0] * len(batch.lessons.paths[0]))[-2:].mean()
+        expected = logprobs_of(
+            build_model("llama"), batch.lessons.paths[0], [1.0] * len(batch.lessons.paths[0])
+        )[-2:].mean()
     assert metrics["learn/lesson_logprob"] == pytest.approx(float(expected), abs=1e-5)
 
 
 def test_packs_leave_room_for_lessons() -> None:
     """64 tokens a pack: two trees of 31 fit together, not with 8 lesson tokens each."""
-    part = Part.of("p" * 20, Part.of("s" * 4, Part.of("rrr", Part("s", reward=1.0), lesson=8), Part("ss")), Part("s"))
+    part = Part.of(
+        "p" * 20,
+        Part.of("s" * 4, Part.of("rrr", Part("s", reward=1.0), lesson=8), Part("ss")),
+        Part("s"),
+    )
     trees = credited([build_tree(part, seed=1), build_tree(part, seed=2)], Rules(loss_settings()))
     for coef, count in ((0.0, 1), (1.0, 2)):
-        learner, _ = make_learner(build_model("llama"), loss_settings(graft_coef=coef), max_pack_tokens=64)
+        learner, _ = make_learner(
+            build_model("llama"), loss_settings(graft_coef=coef), max_pack_tokens=64
+        )
         packs = learner._packs(trees, (0, 1))
         assert len(packs) == count and all(pack.batch.num_tokens <= 64 for pack in packs)
 
@@ -368,14 +444,24 @@ def test_packs_leave_room_for_lessons() -> None:
 
 UNGRAFTED = Part.of(
     "ppp",
-    Part.of("ss", Part("s", reward=1.0), Part.of("sst", Part("s", reward=0.0), Part("sss", reward=1.0)), Part("ss", reward=0.0)),
+    Part.of(
+        "ss",
+        Part("s", reward=1.0),
+        Part.of("sst", Part("s", reward=0.0), Part("sss", reward=1.0)),
+        Part("ss", reward=0.0),
+    ),
     Part("sss", reward=0.0),
 )
 
 
 def test_hard_equals_soft_unclipped_under_token_mean() -> None:
-    """Σ over d copies of A_i ∇ = d · mean(A) ∇ where every copy has the same factor; 1/|y_i| of unequal lengths is none."""
-    for aggregation, is_equal in (("token-mean", True), ("sequence-sum", True), ("sequence-mean", False)):
+    """Σ over d copies of A_i ∇ = d · mean(A) ∇ where every copy has the same factor; 1/|y_i| of
+    unequal lengths is none."""
+    for aggregation, is_equal in (
+        ("token-mean", True),
+        ("sequence-sum", True),
+        ("sequence-mean", False),
+    ):
         gradients = []
         for attribution in ("soft", "hard"):
             rules = Rules(loss_settings(aggregation=aggregation), attribution)
@@ -386,27 +472,34 @@ def test_hard_equals_soft_unclipped_under_token_mean() -> None:
 
 
 def test_hard_differs_where_clipping_acts() -> None:
-    """min is taken per sign of A: of a shared token's A = 1 and -1, one is held beyond the ends, and their mean 0 is not."""
+    """min is taken per sign of A: of a shared token's A = 1 and -1, one is held beyond the ends,
+    and their mean 0 is not."""
     tree = build_tree(Part.of("p", Part.of("s", Part("s", reward=1.0), Part("s", reward=-1.0))))
     values = {}
     for attribution in ("soft", "hard"):
-        rules = Rules(LossSettings(aggregation="token-mean", clip_low=0.2, clip_high=0.2), attribution)
+        rules = Rules(
+            LossSettings(aggregation="token-mean", clip_low=0.2, clip_high=0.2), attribution
+        )
         learner, _ = make_learner(build_model("llama"), rules.loss)
         trees = [assign_credit(tree, advantage="dr_grpo", attribution=attribution)]  # type: ignore[arg-type]
         pack = learner._packs(trees, (0,))[0]
         new = torch.tensor([math.log(1.5), 0.0, 0.0], requires_grad=True)
         factors = learner._factors(pack.batch, learner._denominators(trees))
-        loss = learner._pack_loss(pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module._Tally())
+        loss = learner._pack_loss(
+            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module._Tally()
+        )
         loss.backward()
         assert new.grad is not None
         values[attribution] = (float(loss.detach()), new.grad.tolist())
-    # Factors 1/2 / 2: soft -(1.2 - 1.5) / 4 and a gradient of 1.5 / 4 on the shared token; hard nothing there.
+    # Factors 1/2 / 2: soft -(1.2 - 1.5) / 4 and a gradient of 1.5 / 4 on the shared token; hard
+    # nothing there.
     assert values["soft"] == (pytest.approx(0.075), pytest.approx([0.375, -0.25, 0.25]))
     assert values["hard"] == (pytest.approx(0.0, abs=1e-7), pytest.approx([0.0, -0.25, 0.25]))
 
 
 def test_a_group_whose_steps_all_balance_is_skipped_unless_it_teaches() -> None:
-    """Hard attribution: the only loss token is shared by A = 1/2 and -1/2. The leaf that did better ends on its graft."""
+    """Hard attribution: the only loss token is shared by A = 1/2 and -1/2. The leaf that did better
+    ends on its graft."""
     graft = Part("rr", reward=1.0, status=Status.TRUNCATED, lesson=2)
     tree = build_tree(Part.of("p", Part.of("s", graft, Part("S", reward=0.0))))
     hard = [assign_credit(tree, advantage="dr_grpo", attribution="hard")]
@@ -421,15 +514,21 @@ def test_a_group_whose_steps_all_balance_is_skipped_unless_it_teaches() -> None:
 
 
 def test_clipping_acts_on_the_shaped_ratio_in_the_second_minibatch() -> None:
-    """F = 2/4 with m = 0.8: r̂ starts at 1.4 and lies above 1 + 0.28 from the first step on, so a good graft's tokens are held."""
-    tree = build_tree(Part.of("pp", Part.of("s", Part.of("rr", Part("s", reward=1.0))), Part("s", reward=0.0)))
+    """F = 2/4 with m = 0.8: r̂ starts at 1.4 and lies above 1 + 0.28 from the first step on, so a
+    good graft's tokens are held."""
+    tree = build_tree(
+        Part.of("pp", Part.of("s", Part.of("rr", Part("s", reward=1.0))), Part("s", reward=0.0))
+    )
     fractions = {}
     for weight in (0.0, 0.8):
         loss = LossSettings(shaping_weight=weight, clip_low=0.28, clip_high=0.28)
         rules = Rules(loss)
         learner, descent = make_learner(build_model("llama"), loss, lr=1e-4)
         learned, metrics = learner.learn(credited([tree], rules))
-        assert [leaf.shaping_factor for leaf in learned[0].leaves] == [pytest.approx(1.0 + weight * 0.5), 1.0]
+        assert [leaf.shaping_factor for leaf in learned[0].leaves] == [
+            pytest.approx(1.0 + weight * 0.5),
+            1.0,
+        ]
         fractions[weight] = metrics["learn/clip_frac"]
         twin = build_model("llama")
         plain_loss(twin, [tree], rules).backward()
@@ -439,7 +538,7 @@ def test_clipping_acts_on_the_shaped_ratio_in_the_second_minibatch() -> None:
     assert fractions == {0.0: 0.0, 0.8: pytest.approx(2 / 3)}
 
 
-# ---------------------------------------------------------------------- entropies that the engine does not know
+# ---------------------------------------------------------------------- entropies that the engine d
 
 
 def with_kind(tree: Tree, kind: EntropyKind) -> Tree:
@@ -447,13 +546,17 @@ def with_kind(tree: Tree, kind: EntropyKind) -> Tree:
 
 
 def test_entropies_beside_grafts_are_made_exact() -> None:
-    trees = [with_kind(build_tree(RICH, seed=1), EntropyKind.TOP_K), with_kind(build_tree(UNGRAFTED), EntropyKind.TOP_K)]
+    trees = [
+        with_kind(build_tree(RICH, seed=1), EntropyKind.TOP_K),
+        with_kind(build_tree(UNGRAFTED), EntropyKind.TOP_K),
+    ]
     model = build_model("llama")
     learner, _ = make_learner(build_model("llama"))
     exact, untouched = learner.with_exact_entropies(trees)
     assert untouched is trees[1]
     changed = {s.id for s, t in zip(exact.steps, trees[0].steps, strict=True) if s != t}
-    # Before and after each graft: 0.0 and 0.0.0.0; 0.0.0.0 and both steps below; 0.1 and 0.1.0.0. None after the other two.
+    # Before and after each graft: 0.0 and 0.0.0.0; 0.0.0.0 and both steps below; 0.1 and 0.1.0.0.
+    # None after the other two.
     assert changed == {"0.0", "0.0.0.0", "0.0.0.0.0.0", "0.0.0.0.0.1", "0.1", "0.1.0.0"}
     for path in exact.trajectories():
         logits = model(input_ids=torch.tensor([path.token_ids]), use_cache=False).logits[0]

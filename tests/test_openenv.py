@@ -1,6 +1,8 @@
-"""OpenEnv servers: a stand-in that answers as the package's own server does, and that server itself where it is installed.
+"""OpenEnv servers: a stand-in that answers as the package's own server does, and that server itself
+where it is installed.
 
-TREEGRAFT_OPENENV_PYTHON names a Python with the package `openenv`, which cannot share an environment with `mcp>=2`.
+TREEGRAFT_OPENENV_PYTHON names a Python with the package `openenv`, which cannot share an
+environment with `mcp>=2`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,10 @@ SCHEMAS = {
     "typed": {
         "title": "AddAction",
         "description": "Adds a number to the sum; past 9 the game is over.",
-        "properties": {"metadata": {"type": "object"}, "number": {"type": "integer", "description": "What to add"}},
+        "properties": {
+            "metadata": {"type": "object"},
+            "number": {"type": "integer", "description": "What to add"},
+        },
         "required": ["number"],
     },
     "mcp": {"title": "CallToolAction", "properties": {}},
@@ -50,7 +55,10 @@ class StandIn:
 
     def __init__(self, kind: str) -> None:
         self.kind, self.num_live, self.resets = kind, 0, []
-        routes = [Route("/schema", lambda _: JSONResponse({"action": SCHEMAS[kind]})), WebSocketRoute("/ws", self.session)]
+        routes = [
+            Route("/schema", lambda _: JSONResponse({"action": SCHEMAS[kind]})),
+            WebSocketRoute("/ws", self.session),
+        ]
         self.app = Starlette(routes=routes)
 
     async def session(self, link: WebSocket) -> None:
@@ -85,26 +93,48 @@ class StandIn:
     async def call(self, link: WebSocket, action: dict[str, Any], total: int) -> int:
         if action["type"] == "list_tools":
             tools = [("add", "Adds a number to the sum.", ADD), ("say", "Says a word.", SAY)]
-            await self.observe(link, {"tools": [{"name": n, "description": d, "input_schema": s} for n, d, s in tools]})
+            await self.observe(
+                link,
+                {"tools": [{"name": n, "description": d, "input_schema": s} for n, d, s in tools]},
+            )
             return total
         name, arguments = action["tool_name"], action["arguments"]
         found: dict[str, Any] = {"tool_name": name, "result": None, "error": None}
         if name == "add" and arguments["number"] < 0:
-            found["error"] = {"error_type": "execution_error", "message": "Error calling tool 'add': no negative numbers"}
+            found["error"] = {
+                "error_type": "execution_error",
+                "message": "Error calling tool 'add': no negative numbers",
+            }
         else:
             total += arguments.get("number", 0)
             data = f"sum {total}" if name == "add" else {"word": arguments["word"], "total": total}
             text = data if isinstance(data, str) else json.dumps(data)
-            found["result"] = {"content": [{"type": "text", "text": text}], "data": data, "is_error": False}
+            found["result"] = {
+                "content": [{"type": "text", "text": text}],
+                "data": data,
+                "is_error": False,
+            }
         await self.observe(link, found)
         return total
 
-    async def observe(self, link: WebSocket, fields: dict[str, Any], reward: float | None = None, done: bool = False) -> None:
-        data = {"observation": {"metadata": {"when": time.time()}, **fields}, "reward": reward, "done": done}
+    async def observe(
+        self,
+        link: WebSocket,
+        fields: dict[str, Any],
+        reward: float | None = None,
+        done: bool = False,
+    ) -> None:
+        data = {
+            "observation": {"metadata": {"when": time.time()}, **fields},
+            "reward": reward,
+            "done": done,
+        }
         await link.send_text(json.dumps({"type": "observation", "data": data}))
 
     async def error(self, link: WebSocket, code: str, message: str, **more: Any) -> None:
-        await link.send_text(json.dumps({"type": "error", "data": {"message": message, "code": code, **more}}))
+        await link.send_text(
+            json.dumps({"type": "error", "data": {"message": message, "code": code, **more}})
+        )
 
 
 def free_port() -> int:
@@ -123,7 +153,9 @@ def wait_for(port: int, deadline_s: float) -> None:
     pytest.fail(f"no server on port {port} within {deadline_s} s")
 
 
-@pytest.fixture(scope="module", params=["stand-in", pytest.param("openenv", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["stand-in", pytest.param("openenv", marks=pytest.mark.slow)]
+)
 def urls(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
     """Where a server of each kind listens."""
     ports = {kind: free_port() for kind in SCHEMAS}
@@ -131,7 +163,10 @@ def urls(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         if not REAL:
             pytest.skip("TREEGRAFT_OPENENV_PYTHON names no Python with the package openenv")
         script = Path(__file__).with_name("openenv_server.py")
-        started = [subprocess.Popen([REAL, script, str(port), kind], env={"PATH": ""}) for kind, port in ports.items()]
+        started = [
+            subprocess.Popen([REAL, script, str(port), kind], env={"PATH": ""})
+            for kind, port in ports.items()
+        ]
         try:
             for port in ports.values():
                 wait_for(port, 120)
@@ -143,7 +178,13 @@ def urls(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
         return
     servers = []
     for kind, port in ports.items():
-        config = uvicorn.Config(StandIn(kind).app, port=port, log_level="error", lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            StandIn(kind).app,
+            port=port,
+            log_level="error",
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+        )
         server = uvicorn.Server(config)
         threading.Thread(target=server.run, daemon=True).start()
         servers.append(server)
@@ -155,7 +196,9 @@ def urls(request: pytest.FixtureRequest) -> Iterator[dict[str, str]]:
 
 
 def opened(url: str, capability: str = "replay", **options: Any) -> Environments:
-    settings = EnvironmentSettings(kind="openenv", options={"url": url, **options}, capability=capability, deadline_s=10)  # type: ignore[arg-type]
+    settings = EnvironmentSettings(
+        kind="openenv", options={"url": url, **options}, capability=capability, deadline_s=10
+    )  # type: ignore[arg-type]
     kind = open_environments(settings)
     assert kind is not None
     return Environments(kind, settings)
@@ -163,13 +206,17 @@ def opened(url: str, capability: str = "replay", **options: Any) -> Environments
 
 def test_an_action_of_its_own_is_one_tool(urls: dict[str, str]) -> None:
     tool = opened(urls["typed"], tool="add").kind.tools[0]
-    assert (tool.name, tool.description) == ("add", "Adds a number to the sum; past 9 the game is over.")
+    assert (tool.name, tool.description) == (
+        "add",
+        "Adds a number to the sum; past 9 the game is over.",
+    )
     schema = tool.signature.schema  # type: ignore[attr-defined]
     assert list(schema["properties"]) == schema["required"] == ["number"]
 
 
 def test_steps_rewards_branches_and_the_end(urls: dict[str, str]) -> None:
-    """From 2: 3 and 4 make 9; a branch after the 3 goes on from 5. Rewards are a tenth of what was added."""
+    """From 2: 3 and 4 make 9; a branch after the 3 goes on from 5. Rewards are a tenth of what was
+    added."""
     worlds = opened(urls["typed"], tool="add")
 
     async def work() -> None:
@@ -187,7 +234,11 @@ def test_steps_rewards_branches_and_the_end(urls: dict[str, str]) -> None:
             assert await add(one, 4) == '{"total": 9}'
             branch = await point.open()
             assert await add(branch, 1) == '{"total": 6}'
-            assert [await session.reward() for session in (one, branch, other)] == [pytest.approx(0.7), pytest.approx(0.4), 0.0]
+            assert [await session.reward() for session in (one, branch, other)] == [
+                pytest.approx(0.7),
+                pytest.approx(0.4),
+                0.0,
+            ]
             refused = await other.call(ToolCall("add", '{"nummer": 1}'))
             assert refused.is_error and "number: Field required" in refused.text
             assert "is needed" in (await other.call(ToolCall("add", "three"))).text
@@ -222,8 +273,12 @@ def test_tools_of_a_server(urls: dict[str, str]) -> None:
             assert (await session.call(ToolCall("add", '{"number": 5}'))).text == "sum 7"
             wrong = await session.call(ToolCall("add", '{"number": -5}'))
             assert wrong.is_error and "no negative numbers" in wrong.text
-            assert (await session.call(ToolCall("say", "hello"))).text == '{"word": "hello", "total": 7}'
-            assert (await (await session.mark().open()).call(ToolCall("add", '{"number": 1}'))).text == "sum 8"
+            assert (
+                await session.call(ToolCall("say", "hello"))
+            ).text == '{"word": "hello", "total": 7}'
+            assert (
+                await (await session.mark().open()).call(ToolCall("add", '{"number": 1}'))
+            ).text == "sum 8"
 
     asyncio.run(work())
 
@@ -234,7 +289,9 @@ def test_a_server_whose_sessions_are_used_up_says_so(urls: dict[str, str]) -> No
     async def work() -> None:
         async with make_toolbox(worlds).sessions(TASK) as sessions:
             await sessions.prepare(5)
-            results = await asyncio.gather(*(sessions.start(n).open() for n in range(5)), return_exceptions=True)
+            results = await asyncio.gather(
+                *(sessions.start(n).open() for n in range(5)), return_exceptions=True
+            )
             failed = [str(one) for one in results if isinstance(one, ToolUnavailable)]
             assert len(failed) == 1 and "raise its max_concurrent_envs" in failed[0]
 
@@ -252,7 +309,9 @@ def test_a_server_whose_sessions_are_used_up_says_so(urls: dict[str, str]) -> No
 )
 def test_what_is_refused(options: dict[str, Any], capability: Any, part: str) -> None:
     with pytest.raises(SettingError, match=part):
-        open_environments(EnvironmentSettings(kind="openenv", options=options, capability=capability))
+        open_environments(
+            EnvironmentSettings(kind="openenv", options=options, capability=capability)
+        )
 
 
 def test_a_tool_that_the_server_does_not_have(urls: dict[str, str]) -> None:

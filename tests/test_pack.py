@@ -47,14 +47,21 @@ def test_the_example_of_the_page() -> None:
 
 
 def test_a_shared_token_contributes_once_for_each_trajectory() -> None:
-    tree = build_tree(Part.of("p", Part.of("sS", Part("s"), Part("s", temperature=0.5), temperature=0.0)))
+    tree = build_tree(
+        Part.of("p", Part.of("sS", Part("s"), Part("s", temperature=0.5), temperature=0.0))
+    )
     batch = pack_trees([tree])
     assert batch.sampled.tolist() == [1, 2, 3, 4]
     assert batch.sources.tolist() == [0, 1, 2, 2]
     assert batch.tokens.tolist() == [0, 1, 2, 0, 1, 3]
     assert batch.trajectories.tolist() == [0, 0, 0, 1, 1, 1]
     assert batch.carries_loss.tolist() == [True, False, True, True, False, True]
-    assert batch.temperatures.tolist() == [1.0, 1.0, 1.0, 0.5]  # at temperature 0 scores are those of 1
+    assert batch.temperatures.tolist() == [
+        1.0,
+        1.0,
+        1.0,
+        0.5,
+    ]  # at temperature 0 scores are those of 1
     values = batch.per_trajectory(torch.tensor([10.0, 20.0, 30.0, 40.0]))
     assert [part.tolist() for part in values] == [[10.0, 20.0, 30.0], [10.0, 20.0, 40.0]]
 
@@ -68,7 +75,14 @@ def test_a_window_counts_positions_and_not_places_in_the_pack() -> None:
 
 
 def test_an_empty_step_stands_for_nothing() -> None:
-    tree = build_tree(Part.of("pp", Part("s"), Part("", status=Status.FAILED), Part.of("s", Part("", status=Status.FAILED))))
+    tree = build_tree(
+        Part.of(
+            "pp",
+            Part("s"),
+            Part("", status=Status.FAILED),
+            Part.of("s", Part("", status=Status.FAILED)),
+        )
+    )
     batch = pack_trees([tree])
     assert batch.num_tokens == 4
     assert batch.sources.tolist() == [1, 1]
@@ -97,7 +111,8 @@ def test_refusals() -> None:
 @given(st.lists(random_trees(), min_size=1, max_size=3))
 @QUICK
 def test_every_path_can_be_read_back(trees: list[Tree]) -> None:
-    """From the mask alone: what the last token of a path sees is that path, in order, at positions 0, 1, 2 ..."""
+    """From the mask alone: what the last token of a path sees is that path, in order, at positions
+    0, 1, 2 ..."""
     batch = pack_trees(trees)
     assert batch.num_tokens == sum(len(step.token_ids) for tree in trees for step in tree.steps)
     paths = iter(batch.paths)
@@ -124,19 +139,35 @@ def test_contributions_follow_paths(trees: list[Tree]) -> None:
     batch = pack_trees(trees)
     ids, sampled, sources = batch.token_ids.tolist(), batch.sampled.tolist(), batch.sources.tolist()
     position = batch.position_ids.tolist()
-    rows = iter(zip(batch.tokens.tolist(), batch.trajectories.tolist(), batch.carries_loss.tolist(), strict=True))
+    rows = iter(
+        zip(
+            batch.tokens.tolist(),
+            batch.trajectories.tolist(),
+            batch.carries_loss.tolist(),
+            strict=True,
+        )
+    )
     for number, path in enumerate(batch.paths):
-        for place, (is_sampled, has_loss) in enumerate(zip(path.sampled_mask, path.loss_mask, strict=True)):
+        for place, (is_sampled, has_loss) in enumerate(
+            zip(path.sampled_mask, path.loss_mask, strict=True)
+        ):
             if not is_sampled:
                 continue
             token, owner, carries = next(rows)
             assert (owner, carries) == (number, has_loss)
-            assert ids[sampled[token]] == path.token_ids[place] and position[sampled[token]] == place
-            assert ids[sources[token]] == path.token_ids[place - 1] and position[sources[token]] == place - 1
+            assert (
+                ids[sampled[token]] == path.token_ids[place] and position[sampled[token]] == place
+            )
+            assert (
+                ids[sources[token]] == path.token_ids[place - 1]
+                and position[sources[token]] == place - 1
+            )
     assert next(rows, None) is None
     logprobs = batch.per_trajectory(batch.sampling_logprobs)
     for values, path in zip(logprobs, batch.paths, strict=True):
-        expected = [value for value, one in zip(path.logprobs, path.sampled_mask, strict=True) if one]
+        expected = [
+            value for value, one in zip(path.logprobs, path.sampled_mask, strict=True) if one
+        ]
         torch.testing.assert_close(values, torch.tensor(expected))
 
 
@@ -144,27 +175,45 @@ def taught(*rewards: float) -> Tree:
     """0: p p   0.0: s s t   0.0.0: r r r (two lesson tokens)   0.0.0.0: s   0.0.0.1: s   0.0.1: s   0.1: s"""
     graft = Part.of("rrr", Part("s", reward=rewards[0]), Part("s", reward=rewards[1]), lesson=2)
     search = Part.of("sst", graft, Part("s", reward=rewards[2]))
-    return assign_credit(build_tree(Part.of("pp", search, Part("s", reward=rewards[3])), tokens=range(11, 23)))
+    return assign_credit(
+        build_tree(Part.of("pp", search, Part("s", reward=rewards[3])), tokens=range(11, 23))
+    )
 
 
 def test_a_lesson_stands_beside_its_graft() -> None:
-    """Packed: pp sst LL rrr s s s s; the lesson sees the path above the graft and nothing sees it."""
+    """Packed: pp sst LL rrr s s s s; the lesson sees the path above the graft and nothing sees
+    it."""
     tree = taught(1.0, 0.0, 0.0, 0.0)
     batch = pack_with_lessons([tree])
     lessons = batch.lessons
     assert lessons is not None
-    assert batch.token_ids.tolist() == [11, 12, 13, 14, 15, *tree.steps[2].lesson_ids, *range(16, 23)]
+    assert batch.token_ids.tolist() == [
+        11,
+        12,
+        13,
+        14,
+        15,
+        *tree.steps[2].lesson_ids,
+        *range(16, 23),
+    ]
     assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 8, 5, 2]
     assert batch.trees[0].nodes == (
         *(Node(0, 2, 14), Node(2, 5, 13), Node(5, 7, 7), Node(7, 10, 12)),
         *(Node(10, 11, 11), Node(11, 12, 12), Node(12, 13, 13), Node(13, 14, 14)),
     )
     assert lessons.packed.tolist() == [5, 6]
-    assert lessons.sources.tolist() == [4, 5]  # the search's result predicts its first token, as it does the graft's siblings
-    assert lessons.paths == ((11, 12, 13, 14, 15, *tree.steps[2].lesson_ids),) and lessons.lengths == (2,)
+    assert lessons.sources.tolist() == [
+        4,
+        5,
+    ]  # the search's result predicts its first token, as it does the graft's siblings
+    assert lessons.paths == (
+        (11, 12, 13, 14, 15, *tree.steps[2].lesson_ids),
+    ) and lessons.lengths == (2,)
     # Leaf 0 did better than its group; leaf 1 below the same graft did not.
     assert (lessons.tokens.tolist(), lessons.trajectories.tolist()) == ([0, 1], [0, 0])
-    assert batch.step_offsets == ({"0": 0, "0.0": 2, "0.0.0": 7, "0.0.0.0": 10, "0.0.0.1": 11, "0.0.1": 12, "0.1": 13},)
+    assert batch.step_offsets == (
+        {"0": 0, "0.0": 2, "0.0.0": 7, "0.0.0.0": 10, "0.0.0.1": 11, "0.0.1": 12, "0.1": 13},
+    )
     assert batch.sampled.tolist() == [2, 3, 10, 11, 12, 13]
     assert num_lesson_tokens(tree) == 2
 
@@ -186,7 +235,8 @@ def test_lessons_that_did_not_pay_are_not_packed() -> None:
 
 
 def test_trajectories_without_loss_teach_nothing() -> None:
-    """A truncated one did better than its group; where truncated ones carry no loss, its graft's lesson is not packed."""
+    """A truncated one did better than its group; where truncated ones carry no loss, its graft's
+    lesson is not packed."""
     graft = Part.of("r", Part("s", reward=1.0, status=Status.TRUNCATED), lesson=2)
     tree = build_tree(Part.of("p", Part.of("s", graft), Part("s", reward=0.0)))
     assert num_lesson_tokens(assign_credit(tree)) == 2
@@ -194,11 +244,14 @@ def test_trajectories_without_loss_teach_nothing() -> None:
 
 
 def test_grafts_side_by_side_have_a_lesson_each() -> None:
-    """Two grafts below one step and one below the first: three lessons, each at its own place, in the order of the pack."""
+    """Two grafts below one step and one below the first: three lessons, each at its own place, in
+    the order of the pack."""
     inner = Part.of("r", Part("s", reward=1.0), lesson=1)
     first = Part.of("r", Part.of("st", inner), lesson=1)
     second = Part.of("rr", Part("s", reward=1.0), lesson=2)
-    tree = assign_credit(build_tree(Part.of("p", Part.of("s", first, second), Part("s"), Part("s"))))
+    tree = assign_credit(
+        build_tree(Part.of("p", Part.of("s", first, second), Part("s"), Part("s")))
+    )
     lessons = pack_with_lessons([tree]).lessons
     assert lessons is not None
     by_id = {step.id: step for step in tree.steps}
@@ -238,7 +291,9 @@ def test_lessons_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> Non
         assert batch.position_ids[seen].tolist() == list(range(len(path)))
     # Without its lessons the batch is the plain one.
     rest = [index for index in range(batch.num_tokens) if index not in lesson_tokens]
-    assert torch.equal(batch.token_ids[rest], plain.token_ids) and torch.equal(batch.position_ids[rest], plain.position_ids)
+    assert torch.equal(batch.token_ids[rest], plain.token_ids) and torch.equal(
+        batch.position_ids[rest], plain.position_ids
+    )
     assert torch.equal(batch.token_ids[batch.sampled], plain.token_ids[plain.sampled])
     assert torch.equal(batch.token_ids[batch.sources], plain.token_ids[plain.sources])
     for name in ("tokens", "trajectories", "carries_loss", "advantages"):
@@ -246,8 +301,13 @@ def test_lessons_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> Non
 
 
 def test_contributions_carry_the_step_s_advantage_where_there_is_one() -> None:
-    """Rewards 1, 0, 0 less their mean; the shared step has the mean of the first two under hard attribution."""
-    tree = build_tree(Part.of("p", Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0)), Part("s", reward=0.0)))
+    """Rewards 1, 0, 0 less their mean; the shared step has the mean of the first two under hard
+    attribution."""
+    tree = build_tree(
+        Part.of(
+            "p", Part.of("s", Part("s", reward=1.0), Part("s", reward=0.0)), Part("s", reward=0.0)
+        )
+    )
     third = 1 / 3
     soft = pack_trees([assign_credit(tree, advantage="dr_grpo")])
     torch.testing.assert_close(soft.advantages, torch.tensor([2, 2, -1, -1, -1]) * third)
@@ -259,7 +319,11 @@ def test_contributions_carry_the_step_s_advantage_where_there_is_one() -> None:
 def test_a_batch_moves_as_a_whole() -> None:
     batch = pack_with_lessons([taught(1.0, 0.0, 0.0, 0.0)]).to(torch.device("meta"))
     assert batch.lessons is not None
-    assert {batch.token_ids.device.type, batch.advantages.device.type, batch.lessons.packed.device.type} == {"meta"}
+    assert {
+        batch.token_ids.device.type,
+        batch.advantages.device.type,
+        batch.lessons.packed.device.type,
+    } == {"meta"}
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(1, 60))
@@ -285,13 +349,18 @@ def test_a_plan_by_hand() -> None:
 @given(random_trees(), st.integers(1, 40))
 @QUICK
 def test_a_tree_is_split_into_parts_that_fit(tree: Tree, room: int) -> None:
-    """Every leaf is in one part, in order; a part fits or is a single path; no part could have taken the next one's first leaf."""
+    """Every leaf is in one part, in order; a part fits or is a single path; no part could have
+    taken the next one's first leaf."""
     parts = split_tree(tree, room)
     assert [leaf for part in parts for leaf in part.leaves] == list(tree.leaves)
     sizes = [num_tree_tokens(part) for part in parts]
-    assert all(size <= room or len(part.leaves) == 1 for size, part in zip(sizes, parts, strict=True))
+    assert all(
+        size <= room or len(part.leaves) == 1 for size, part in zip(sizes, parts, strict=True)
+    )
     for part in parts:
-        assert {step.id for step in part.steps} == {s.id for path in part.trajectories() for s in path.steps} or len(parts) == 1
+        assert {step.id for step in part.steps} == {
+            s.id for path in part.trajectories() for s in path.steps
+        } or len(parts) == 1
     for first, second in pairwise(parts):
         ids = {step.id for step in first.steps}
         new = [step for step in second.trajectories()[0].steps if step.id not in ids]

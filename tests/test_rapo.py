@@ -30,7 +30,12 @@ from treegraft.core.types import Status, Trajectory
         ("paper", 2.0, 3.0, -2 * math.tanh(1.0)),
         ("paper", 2.0, 2.0, 0.0),
         ("paper", 2.0, 0.0, 2 * math.tanh(2.0)),  # certain afterwards: the most it can be
-        ("paper", 0.5, 0.25, 0.5 * math.tanh(1.0)),  # the same relative fall where the policy was surer
+        (
+            "paper",
+            0.5,
+            0.25,
+            0.5 * math.tanh(1.0),
+        ),  # the same relative fall where the policy was surer
         ("inverted_entropy", 2.0, 1.0, -2 * math.tanh(1.0)),
         ("inverted_entropy", 2.0, 3.0, 2 * math.tanh(1.0)),
         ("inverted_timing", 2.0, 1.0, math.tanh(1.0) / 2),
@@ -77,19 +82,25 @@ def test_combined_advantages_by_hand() -> None:
     # z = ± 1/2 / sqrt(1/2) = ± 1/sqrt(2)
     assert doubled.tolist() == pytest.approx([1 + 1 / math.sqrt(2), 2 * (1 - 1 / math.sqrt(2))])
     # eps stands beside the deviation: 1/2 / (sqrt(1/2) + 1/2)
-    assert combined_advantages([1.0, 1.0], [1.0, 0.0], weight=1.0, eps=0.5)[0] == pytest.approx(1 + 0.5 / (math.sqrt(0.5) + 0.5))
+    assert combined_advantages([1.0, 1.0], [1.0, 0.0], weight=1.0, eps=0.5)[0] == pytest.approx(
+        1 + 0.5 / (math.sqrt(0.5) + 0.5)
+    )
 
 
 def test_a_good_retrieval_makes_a_failure_worse() -> None:
-    """The factor of equation 10 is above 1 for the better retrieval, whatever the sign of the outcome."""
+    """The factor of equation 10 is above 1 for the better retrieval, whatever the sign of the
+    outcome."""
     failed = combined_advantages([-1.0, 1.0], [1.0, 0.0])
     assert failed[0] < -1.0 and failed[1] < 1.0
 
 
 def test_a_sign_can_turn_only_in_large_groups() -> None:
-    """One rollout below n - 1 equal ones has z = -(n - 1) / sqrt(n): 1 + z / 5 turns negative from n = 27."""
+    """One rollout below n - 1 equal ones has z = -(n - 1) / sqrt(n): 1 + z / 5 turns negative from
+    n = 27."""
     for size, turns in ((26, False), (27, True)):
-        assert (combined_advantages([1.0] * size, [-1.0] + [0.0] * (size - 1), eps=0.0)[0] < 0) == turns
+        assert (
+            combined_advantages([1.0] * size, [-1.0] + [0.0] * (size - 1), eps=0.0)[0] < 0
+        ) == turns
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 0.0], [0.1, 0.1]])
@@ -111,7 +122,10 @@ def test_shaping_factor_by_hand() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="variant is 'best'; expected one of paper, inverted_entropy, inverted_timing"):
+    with pytest.raises(
+        ValueError,
+        match="variant is 'best'; expected one of paper, inverted_entropy, inverted_timing",
+    ):
         retrieval_reward(1.0, 1.0, variant="best")  # type: ignore[arg-type]
     for entropies in ((math.nan, 1.0), (1.0, math.inf)):
         with pytest.raises(ValueError, match="expected finite numbers, in nats"):
@@ -129,7 +143,8 @@ def test_refusals() -> None:
 
 
 def two_grafts() -> list[Trajectory]:
-    """Steps of entropy 2, graft, 1, graft, then a branch of entropy 1/2 and one that failed; beside it an answer at once.
+    """Steps of entropy 2, graft, 1, graft, then a branch of entropy 1/2 and one that failed; beside
+    it an answer at once.
 
     Tokens after the prompt on the first path: s s t | r r r | s | r | s t, so F = 4/10.
     """
@@ -140,7 +155,8 @@ def two_grafts() -> list[Trajectory]:
 
 
 def test_a_path_averages_over_its_grafts() -> None:
-    """Grafts 2 -> 1 and 1 -> 1/2: Z = (2 tanh(1) + tanh(1)) / 2; the failed branch holds the first one only."""
+    """Grafts 2 -> 1 and 1 -> 1/2: Z = (2 tanh(1) + tanh(1)) / 2; the failed branch holds the first
+    one only."""
     whole, failed, plain = two_grafts()
     assert path_retrieval_reward(whole) == pytest.approx(1.5 * math.tanh(1.0))
     assert path_retrieval_reward(failed) == pytest.approx(2 * math.tanh(1.0))
@@ -151,12 +167,18 @@ def test_a_path_averages_over_its_grafts() -> None:
 
 def test_neighbours_are_steps_the_policy_wrote() -> None:
     whole, failed, plain = two_grafts()
-    assert [(b.id, a.id) for b, a in graft_neighbours(whole.steps)] == [("0.0", "0.0.0.0"), ("0.0.0.0", "0.0.0.0.0.0")]
+    assert [(b.id, a.id) for b, a in graft_neighbours(whole.steps)] == [
+        ("0.0", "0.0.0.0"),
+        ("0.0.0.0", "0.0.0.0.0.0"),
+    ]
     # Nothing was sampled after the second graft of the failed path.
     assert [(b.id, a.id) for b, a in graft_neighbours(failed.steps)] == [("0.0", "0.0.0.0")]
     assert graft_neighbours(plain.steps) == []
-    # Two grafts in a row (another explorer's choice) have the same neighbours; one with nothing sampled before it has none.
-    doubled = build_tree(Part.of("p", Part.of("s", Part.of("r", Part.of("r", Part("s")))), Part.of("r", Part("s"))))
+    # Two grafts in a row (another explorer's choice) have the same neighbours; one with nothing
+    # sampled before it has none.
+    doubled = build_tree(
+        Part.of("p", Part.of("s", Part.of("r", Part.of("r", Part("s")))), Part.of("r", Part("s")))
+    )
     paths = doubled.trajectories()
     assert [(b.id, a.id) for b, a in graft_neighbours(paths[0].steps)] == [("0.0", "0.0.0.0.0")] * 2
     assert graft_neighbours(paths[1].steps) == []

@@ -1,7 +1,9 @@
-"""What README and docs/ show runs: the blocks marked runnable, the commands, and the settings, metrics and files they name.
+"""What README and docs/ show runs: the blocks marked runnable, the commands, and the settings,
+metrics and files they name.
 
-A block of Python or TOML that begins with a comment naming a file becomes that file; any other Python block is executed. Recipes
-are trained for one update with a tiny random model, or, where they name files of tasks, their tasks are read.
+A block of Python or TOML that begins with a comment naming a file becomes that file; any other
+Python block is executed. Recipes are trained for one update with a tiny random model, or, where
+they name files of tasks, their tasks are read.
 """
 
 from __future__ import annotations
@@ -42,13 +44,17 @@ SMALL: dict[str, Any] = {
 
 
 def test_the_marked_sections_are_found() -> None:
-    assert {"start.md", "own-tool.md", "own-credit.md", "from-verl.md"} <= {place.partition(":")[0] for place in runnable()}
+    assert {"start.md", "own-tool.md", "own-credit.md", "from-verl.md"} <= {
+        place.partition(":")[0] for place in runnable()
+    }
     marked = sum(page.count("<!-- runnable -->") for page in PAGES.values())
     assert sum(map(len, runnable().values())) == marked
 
 
 @pytest.mark.parametrize("place", runnable())
-def test_section_runs(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_section_runs(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     recipes = []
@@ -78,19 +84,25 @@ def skip_without_sandbox(config: Config) -> None:
 
 
 def read_the_tasks(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the files that the recipe names, with the columns that it names, and reads them; its own parts are found."""
+    """Makes the files that the recipe names, with the columns that it names, and reads them; its
+    own parts are found."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     rows = [{"question": f"{n} + 1?", "extra_info": {"answer": str(n + 1)}} for n in range(3)]
     pq.write_table(pa.Table.from_pylist(rows[:2]), folder / "train.parquet")
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:2]), encoding="utf-8")
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows[:2]), encoding="utf-8"
+    )
     (folder / "test.jsonl").write_text(json.dumps(rows[2]) + "\n", encoding="utf-8")
     monkeypatch.setenv("MY_DATA", str(folder))
     config = load_config(recipe)
     assert build_tools(config.tools, ()) and build_rewards(config.reward)
     source = build_tasks(config.tasks, 0)
-    assert [(task.question, task.reference) for task in source.train_tasks()] == [("0 + 1?", ("1",)), ("1 + 1?", ("2",))]
+    assert [(task.question, task.reference) for task in source.train_tasks()] == [
+        ("0 + 1?", ("1",)),
+        ("1 + 1?", ("2",)),
+    ]
     assert [task.reference for task in source.eval_tasks()] == [("3",)]
 
 
@@ -103,7 +115,10 @@ def train_small(recipe: str, folder: Path) -> None:
     parts = {name for tree in trees for leaf in tree.leaves for name in leaf.reward_parts}
     assert parts == set(config.reward.funcs)
     if config.explore.explorers != ["independent"]:
-        assert all(config.explore.num_leaves // 2 <= len(tree.leaves) <= config.explore.num_leaves for tree in trees)
+        assert all(
+            config.explore.num_leaves // 2 <= len(tree.leaves) <= config.explore.num_leaves
+            for tree in trees
+        )
 
 
 def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +159,8 @@ def test_recipes_of_the_table_exist() -> None:
 
 @pytest.mark.parametrize(("page", "line"), commands())
 def test_commands_parse(page: str, line: str) -> None:
-    """The command exists and takes these options; overrides of recipes that are here are settings, and do something."""
+    """The command exists and takes these options; overrides of recipes that are here are settings,
+    and do something."""
     import typer
 
     from treegraft.cli.main import app
@@ -165,7 +181,11 @@ def test_commands_parse(page: str, line: str) -> None:
 
 
 def test_refusals_of_the_pages_are_what_is_printed() -> None:
-    shown = [line for block in re.findall(r"<!-- refused -->\n```text\n(.*?)```", ALL, re.S) for line in block.splitlines()]
+    shown = [
+        line
+        for block in re.findall(r"<!-- refused -->\n```text\n(.*?)```", ALL, re.S)
+        for line in block.splitlines()
+    ]
     assert len(shown) >= 4
     for command, answer in zip(shown[::2], shown[1::2], strict=True):
         recipe, *overrides = shlex.split(command.removeprefix("$ "))[2:]

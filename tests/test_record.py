@@ -1,4 +1,5 @@
-"""Records: trees to lines and back, damaged files, atomic writing, cutting a run back to a checkpoint."""
+"""Records: trees to lines and back, damaged files, atomic writing, cutting a run back to a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +13,15 @@ from tests.trees import Part, build_tree, recorded_trees
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.types import BranchCause, BranchDecision, Task, Tree
-from treegraft.runs.record import RunFolder, read_metrics, read_trees, tree_from_json, tree_to_json, write_atomically, write_trees
+from treegraft.runs.record import (
+    RunFolder,
+    read_metrics,
+    read_trees,
+    tree_from_json,
+    tree_to_json,
+    write_atomically,
+    write_trees,
+)
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 
@@ -28,7 +37,10 @@ def test_a_tree_comes_back_equal(tree: Tree) -> None:
 
 def test_records_from_before_decisions_and_factors_are_read() -> None:
     decided = replace(
-        TREE.steps[2], decision=BranchDecision(seen=BranchCause(entropy_change=0.1, probability=0.5, rule="x"), num_wanted=1)
+        TREE.steps[2],
+        decision=BranchDecision(
+            seen=BranchCause(entropy_change=0.1, probability=0.5, rule="x"), num_wanted=1
+        ),
     )
     tree = replace(TREE, steps=(*TREE.steps[:2], decided, *TREE.steps[3:]))
     tree = replace(tree, leaves=tuple(replace(leaf, shaping_factor=1.02) for leaf in tree.leaves))
@@ -117,7 +129,9 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         read_metrics(tmp_path)
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "deep" / "file.txt"
     write_atomically(path, "old")
 
@@ -144,7 +158,9 @@ def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
         write_trees(folder.trees_path(update, "greedy"), [TREE])
     write_trees(folder.trees_path(1_000_000), [TREE])
     folder.cut_to(2, sizes[1])
-    assert read_metrics(folder.path) == [{"update": n, "a": 1.0, "reward/mean": n / 4} for n in (1, 2)]
+    assert read_metrics(folder.path) == [
+        {"update": n, "a": 1.0, "reward/mean": n / 4} for n in (1, 2)
+    ]
     assert sorted(file.name for file in folder.trees_dir.iterdir()) == [
         "eval-000001-greedy.jsonl",
         "eval-000002-greedy.jsonl",

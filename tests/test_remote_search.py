@@ -1,4 +1,5 @@
-"""Search over HTTP and in the web: real servers on loopback, in each provider's documented shape, and servers that misbehave."""
+"""Search over HTTP and in the web: real servers on loopback, in each provider's documented shape,
+and servers that misbehave."""
 
 from __future__ import annotations
 
@@ -41,12 +42,15 @@ Answer = tuple[int, dict[str, str], bytes]
 
 @contextmanager
 def web_server(answer: Callable[[str, str, dict[str, str], bytes], Answer]) -> Iterator[str]:
-    """A server on loopback that answers with what `answer(method, path, headers, body)` says; gives its address."""
+    """A server on loopback that answers with what `answer(method, path, headers, body)` says; gives
+    its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def _handle(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, headers, data = answer(self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body)
+            status, headers, data = answer(
+                self.command, self.path, {k.lower(): v for k, v in self.headers.items()}, body
+            )
             self.send_response(status)
             for name, value in headers.items():
                 self.send_header(name, value)
@@ -85,7 +89,9 @@ def retrieval(tmp_path: Path) -> Iterator[str]:
     import uvicorn
 
     listener = listen("127.0.0.1", 0)
-    app = search_app(open_corpus(str(corpus(tmp_path))), default_top_k=2, hosts=accepted_hosts("127.0.0.1"))
+    app = search_app(
+        open_corpus(str(corpus(tmp_path))), default_top_k=2, hosts=accepted_hosts("127.0.0.1")
+    )
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -126,13 +132,21 @@ def test_bad_requests_are_told_what_is_wrong(retrieval: str) -> None:
         answer = httpx.post(retrieval, content=body, timeout=60)
         assert answer.status_code == 422 and part in answer.json()["detail"], body[:40]
     # A page in a browser whose name was made to point here.
-    assert httpx.post(retrieval, json={"queries": ["x"]}, headers={"Host": "evil.example"}, timeout=60).status_code == 400
+    assert (
+        httpx.post(
+            retrieval, json={"queries": ["x"]}, headers={"Host": "evil.example"}, timeout=60
+        ).status_code
+        == 400
+    )
     assert httpx.get(retrieval, timeout=60).status_code == 405
 
 
 def test_the_tool_asks_the_server(retrieval: str) -> None:
     tool = SearchTool(RemoteSearch(retrieval), top_k=2)
-    expected = 'Doc 1: "Paris" Paris is the capital of France.\nDoc 2: "Berlin" Berlin is the capital of Germany.'
+    expected = (
+        'Doc 1: "Paris" Paris is the capital of France.\nDoc 2: "Berlin" Berlin is the capital of'
+        " Germany."
+    )
 
     async def work() -> None:
         answers = await asyncio.gather(*(tool("capital of France", TASK) for _ in range(20)))
@@ -143,7 +157,9 @@ def test_the_tool_asks_the_server(retrieval: str) -> None:
     # Another event loop, with the connections of the first one gone.
     asyncio.run(work())
     assert retrieve_url(retrieval.removesuffix("/retrieve")) == retrieval
-    settings = ToolsSettings.model_validate({"use": ["search"], "search": {"kind": "http", "url": retrieval}})
+    settings = ToolsSettings.model_validate(
+        {"use": ["search"], "search": {"kind": "http", "url": retrieval}}
+    )
     (built,) = build_tools(settings, ())
     asyncio.run(built.close())
 
@@ -204,8 +220,13 @@ def test_a_server_that_is_not_there_is_noticed_before_the_run() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        settings = ToolsSettings.model_validate({"use": ["search"], "search": {"kind": "http", "url": url}})
-        with pytest.raises(SettingError, match=r"tools\.search\.url: .* cannot be reached.*treegraft serve search CORPUS"):
+        settings = ToolsSettings.model_validate(
+            {"use": ["search"], "search": {"kind": "http", "url": url}}
+        )
+        with pytest.raises(
+            SettingError,
+            match=r"tools\.search\.url: .* cannot be reached.*treegraft serve search CORPUS",
+        ):
             build_tools(settings, ())
     for wrong in ("", "127.0.0.1:8000", "ftp://x/retrieve", "http:///retrieve"):
         with pytest.raises(SettingError, match=r"tools\.search\.url: got"):
@@ -220,10 +241,22 @@ def test_two_servers_cannot_share_a_port() -> None:
     assert accepted_hosts("0.0.0.0") == ["*"] and "localhost" in accepted_hosts("127.0.0.1")
 
 
-@pytest.mark.parametrize("inherited", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "background"])
+@pytest.mark.parametrize(
+    "inherited", [signal.SIG_DFL, signal.SIG_IGN], ids=["terminal", "background"]
+)
 def test_the_command_serves_until_ctrl_c(tmp_path: Path, inherited: signal.Handlers) -> None:
-    # A shell without job control starts what stands before "&" with Ctrl-C ignored; the command answers to it all the same.
-    command = [sys.executable, "-m", "treegraft", "serve", "search", str(corpus(tmp_path)), "--kind", "dense"]
+    # A shell without job control starts what stands before "&" with Ctrl-C ignored; the command
+    # answers to it all the same.
+    command = [
+        sys.executable,
+        "-m",
+        "treegraft",
+        "serve",
+        "search",
+        str(corpus(tmp_path)),
+        "--kind",
+        "dense",
+    ]
     command += ["--encoder", "hashing", "--port", "0"]
     before = signal.signal(signal.SIGINT, inherited)
     try:
@@ -234,7 +267,9 @@ def test_the_command_serves_until_ctrl_c(tmp_path: Path, inherited: signal.Handl
     line = child.stdout.readline()
     assert line.startswith("3 passages of ") and "http://127.0.0.1:" in line
     url = next(word for word in line.split() if word.startswith("http"))
-    ((entry,),) = httpx.post(url, json={"queries": [ROWS[1]["contents"]], "topk": 1}, timeout=60).json()["result"]
+    ((entry,),) = httpx.post(
+        url, json={"queries": [ROWS[1]["contents"]], "topk": 1}, timeout=60
+    ).json()["result"]
     assert entry == ROWS[1]
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
@@ -249,7 +284,12 @@ SERPER = {
     "answerBox": {"title": "France / Capital", "answer": "Paris", "link": "https://a.example/"},
     "knowledgeGraph": {"title": "Paris", "attributes": {"Mayor": "x"}},
     "organic": [
-        {"title": "Paris", "link": "https://b.example/", "snippet": "Capital of France", "position": 1},
+        {
+            "title": "Paris",
+            "link": "https://b.example/",
+            "snippet": "Capital of France",
+            "position": 1,
+        },
         {"title": "No snippet", "link": "https://c.example/", "position": 2},
     ],
     "credits": 1,
@@ -260,7 +300,11 @@ BRAVE = {
     "web": {
         "type": "search",
         "results": [
-            {"title": "Paris &amp; more", "url": "https://b.example/", "description": "The <strong>capital</strong> of France"},
+            {
+                "title": "Paris &amp; more",
+                "url": "https://b.example/",
+                "description": "The <strong>capital</strong> of France",
+            },
             {"title": "Two", "url": "https://c.example/", "description": "1 < 2"},
         ],
     },
@@ -270,8 +314,20 @@ TAVILY = {
     "answer": None,
     "images": [],
     "results": [
-        {"title": "Paris", "url": "https://b.example/", "content": "Capital of France", "score": 0.9, "raw_content": None},
-        {"title": "Two", "url": "https://c.example/", "content": "Second\nline", "score": 0.4, "raw_content": None},
+        {
+            "title": "Paris",
+            "url": "https://b.example/",
+            "content": "Capital of France",
+            "score": 0.9,
+            "raw_content": None,
+        },
+        {
+            "title": "Two",
+            "url": "https://c.example/",
+            "content": "Second\nline",
+            "score": 0.4,
+            "raw_content": None,
+        },
     ],
     "response_time": 1.2,
 }
@@ -282,7 +338,13 @@ BING = {
         "webSearchUrl": "https://x.example",
         "totalEstimatedMatches": 2,
         "value": [
-            {"id": "#0", "name": "Paris", "url": "https://b.example/", "snippet": "Capital of France", "isFamilyFriendly": True},
+            {
+                "id": "#0",
+                "name": "Paris",
+                "url": "https://b.example/",
+                "snippet": "Capital of France",
+                "isFamilyFriendly": True,
+            },
             {"id": "#1", "name": "Two", "url": "https://c.example/", "snippet": "Second"},
         ],
     },
@@ -292,19 +354,28 @@ CASES: dict[str, tuple[Any, str, tuple[str, str], list[str]]] = {
         SERPER,
         "POST /search",
         ("x-api-key", "KEY"),
-        ["France / Capital | https://a.example/ | Paris", "Paris | https://b.example/ | Capital of France"],
+        [
+            "France / Capital | https://a.example/ | Paris",
+            "Paris | https://b.example/ | Capital of France",
+        ],
     ),
     "brave": (
         BRAVE,
         "GET /res/v1/web/search",
         ("x-subscription-token", "KEY"),
-        ["Paris & more | https://b.example/ | The capital of France", "Two | https://c.example/ | 1 < 2"],
+        [
+            "Paris & more | https://b.example/ | The capital of France",
+            "Two | https://c.example/ | 1 < 2",
+        ],
     ),
     "tavily": (
         TAVILY,
         "POST /search",
         ("authorization", "Bearer KEY"),
-        ["Paris | https://b.example/ | Capital of France", "Two | https://c.example/ | Second line"],
+        [
+            "Paris | https://b.example/ | Capital of France",
+            "Two | https://c.example/ | Second line",
+        ],
     ),
     "bing": (
         BING,
@@ -343,14 +414,19 @@ def test_each_provider_is_asked_and_read_as_it_documents(name: str, keys: None) 
     ((asked_line, asked),) = seen
     assert asked_line == line
     query = asked.get("q") or asked.get("query")
-    assert query == "capital of France?" and 2 in [int(v) for k, v in asked.items() if k in ("num", "count", "max_results")]
+    assert query == "capital of France?" and 2 in [
+        int(v) for k, v in asked.items() if k in ("num", "count", "max_results")
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_found_and_answers_of_another_shape(name: str, keys: None) -> None:
     with web_server(lambda *_: (200, {}, b"{}")) as url:
         assert asyncio.run(WebSearch(name, base_url=url).search(["x"], 3)) == [[]]
-    with web_server(lambda *_: (200, {}, b'["x"]')) as url, pytest.raises(ToolUnavailable, match="another shape"):
+    with (
+        web_server(lambda *_: (200, {}, b'["x"]')) as url,
+        pytest.raises(ToolUnavailable, match="another shape"),
+    ):
         asyncio.run(WebSearch(name, base_url=url).search(["x"], 3))
 
 
@@ -367,7 +443,10 @@ def test_nothing_found_and_answers_of_another_shape(name: str, keys: None) -> No
     ],
 )
 def test_whose_fault_it_was(status: int, kind: type[ToolError], message: str, keys: None) -> None:
-    with web_server(lambda *_: (status, {}, b"reason")) as url, pytest.raises(ToolError, match=message) as caught:
+    with (
+        web_server(lambda *_: (status, {}, b"reason")) as url,
+        pytest.raises(ToolError, match=message) as caught,
+    ):
         asyncio.run(WebSearch("brave", base_url=url).search(["x"], 3))
     assert type(caught.value) is kind and "KEY" not in str(caught.value).replace("API key", "")
 
@@ -375,7 +454,9 @@ def test_whose_fault_it_was(status: int, kind: type[ToolError], message: str, ke
 def test_a_missing_key_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, provider in PROVIDERS.items():
         monkeypatch.delenv(provider.key_variable, raising=False)
-        settings = ToolsSettings.model_validate({"use": ["search"], "search": {"kind": "web", "provider": name}})
+        settings = ToolsSettings.model_validate(
+            {"use": ["search"], "search": {"kind": "web", "provider": name}}
+        )
         with pytest.raises(SettingError, match=f"{provider.key_variable} is not set"):
             build_tools(settings, ())
     monkeypatch.setenv("BRAVE_API_KEY", "a\nb")

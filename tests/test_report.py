@@ -1,4 +1,5 @@
-"""Reports: arithmetic of bands, grouping, what is read of runs and trees, figures' tables by hand, escaping, missing data."""
+"""Reports: arithmetic of bands, grouping, what is read of runs and trees, figures' tables by hand,
+escaping, missing data."""
 
 from __future__ import annotations
 
@@ -16,7 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.viewed import grown_tree, write_run
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'")
+pytest.importorskip(
+    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'"
+)
 
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.types import Tree
@@ -27,7 +30,14 @@ from treegraft.view.report.command import FIGURES, write_report
 from treegraft.view.report.curves import cost_curve
 from treegraft.view.report.groups import Group, group, pooled_differences, short, show, vary
 from treegraft.view.report.page import group_notes, inline
-from treegraft.view.report.records import Record, clean_lines, flatten, read_records, read_run, split_label
+from treegraft.view.report.records import (
+    Record,
+    clean_lines,
+    flatten,
+    read_records,
+    read_run,
+    split_label,
+)
 from treegraft.view.report.shape import Table, brief, number
 from treegraft.view.report.trees import MOST_FILES, read_trajectories, spread
 from treegraft.view.runs import Run
@@ -36,7 +46,9 @@ ACCURACY = "eval/accuracy_sampled"
 CALLS = "rollout/num_tool_calls"
 
 
-def record(name: str, seed: int = 0, lines: list[dict[str, float]] | None = None, **more: Any) -> Record:
+def record(
+    name: str, seed: int = 0, lines: list[dict[str, float]] | None = None, **more: Any
+) -> Record:
     """Returns a record with settings that differ as given."""
     return Record(name=name, seed=seed, lines=lines or [], **more)
 
@@ -47,7 +59,10 @@ def accuracies(*values: float) -> list[dict[str, float]]:
 
 
 def made_run(
-    path: Path, settings: Mapping[str, Any], lines: list[dict[str, Any]], trees: Mapping[int, list[Tree]] | None = None
+    path: Path,
+    settings: Mapping[str, Any],
+    lines: list[dict[str, Any]],
+    trees: Mapping[int, list[Tree]] | None = None,
 ) -> Path:
     """Writes a run folder with these settings, lines of metrics and trees by update."""
     folder = RunFolder.create(path, json.dumps({"run": {"num_updates": 4}} | dict(settings)))
@@ -69,7 +84,11 @@ def table(folder: Path, name: str) -> list[dict[str, str]]:
 def test_students_interval_by_hand() -> None:
     # mean 2, s = 1, n = 3; t(2, 0.975) = 4.3027 (any table), 4.3027 / sqrt(3) = 2.4841.
     mean, low, high = student([1.0, 2.0, 3.0])
-    assert (mean, low, high) == (pytest.approx(2), pytest.approx(2 - 2.4841, abs=1e-4), pytest.approx(2 + 2.4841, abs=1e-4))
+    assert (mean, low, high) == (
+        pytest.approx(2),
+        pytest.approx(2 - 2.4841, abs=1e-4),
+        pytest.approx(2 + 2.4841, abs=1e-4),
+    )
     assert student([0.7]) == (0.7, None, None)
     assert student([0.5, 0.5]) == (0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="no values"):
@@ -90,12 +109,17 @@ def test_wilsons_interval_holds_its_share_and_mirrors(right: int, num: int) -> N
     low, high = wilson(share, num)
     assert 0 <= low <= share + 1e-12 and share - 1e-12 <= high <= 1
     mirrored = wilson(1 - share, num)
-    assert (1 - mirrored[1], 1 - mirrored[0]) == (pytest.approx(low, abs=1e-9), pytest.approx(high, abs=1e-9))
+    assert (1 - mirrored[1], 1 - mirrored[0]) == (
+        pytest.approx(low, abs=1e-9),
+        pytest.approx(high, abs=1e-9),
+    )
 
 
 def test_a_band_goes_as_far_as_all_its_runs() -> None:
     key = "reward/mean"
-    first = record("a", lines=[{"update": 1.0, key: 0.0}, {"update": 2.0, key: 1.0}, {"update": 3.0, key: 1.0}])
+    first = record(
+        "a", lines=[{"update": 1.0, key: 0.0}, {"update": 2.0, key: 1.0}, {"update": 3.0, key: 1.0}]
+    )
     second = record("b", lines=[{"update": 1.0, key: 1.0}, {"update": 2.0, key: 1.0}])
     never = record("c", lines=[{"update": 1.0, "other": 1.0}])
     points = band([first, second, never], key)
@@ -116,8 +140,12 @@ def test_costs_add_up() -> None:
     lines = [{"update": 0.0}, {"update": 1.0, CALLS: 10.0}, {"update": 2.0, CALLS: 5.0}]
     assert spent(lines, CALLS) == {0: 0.0, 1: 10.0, 2: 15.0}
     both = [
-        record("a", 0, [{"update": 0.0, ACCURACY: 0.0}, {"update": 1.0, CALLS: 10.0, ACCURACY: 0.5}]),
-        record("b", 1, [{"update": 0.0, ACCURACY: 0.0}, {"update": 1.0, CALLS: 30.0, ACCURACY: 0.5}]),
+        record(
+            "a", 0, [{"update": 0.0, ACCURACY: 0.0}, {"update": 1.0, CALLS: 10.0, ACCURACY: 0.5}]
+        ),
+        record(
+            "b", 1, [{"update": 0.0, ACCURACY: 0.0}, {"update": 1.0, CALLS: 30.0, ACCURACY: 0.5}]
+        ),
     ]
     curve = cost_curve(Group("g", "", tuple(both)), CALLS, ACCURACY)
     assert [(x, point.mean) for x, point in curve] == [(0.0, 0.0), (20.0, 0.5)]
@@ -125,7 +153,11 @@ def test_costs_add_up() -> None:
 
 def test_differences_are_paired_by_seed_at_the_last_shared_update() -> None:
     base = [record("a", 0, accuracies(0.1, 0.2)), record("b", 1, accuracies(0.1, 0.4))]
-    own = [record("c", 1, accuracies(0.1, 0.5, 0.9)), record("d", 0, accuracies(0.3)), record("e", 7, accuracies(1.0))]
+    own = [
+        record("c", 1, accuracies(0.1, 0.5, 0.9)),
+        record("d", 0, accuracies(0.3)),
+        record("e", 7, accuracies(1.0)),
+    ]
     assert paired(own, base, ACCURACY) == [pytest.approx(0.1), pytest.approx(0.2)]
 
 
@@ -133,7 +165,13 @@ def test_differences_are_paired_by_seed_at_the_last_shared_update() -> None:
 
 
 def test_a_resumed_or_broken_record_is_read_as_far_as_it_goes() -> None:
-    raw = [{"update": 2, "a": 1.0}, {"update": 1, "a": 0.5}, {"update": 2, "a": 3.0}, {"no": "update"}, {"update": 3, "a": "nan"}]
+    raw = [
+        {"update": 2, "a": 1.0},
+        {"update": 1, "a": 0.5},
+        {"update": 2, "a": 3.0},
+        {"no": "update"},
+        {"update": 3, "a": "nan"},
+    ]
     lines, notes = clean_lines(raw)
     assert lines == [{"update": 1.0, "a": 0.5}, {"update": 2.0, "a": 3.0}, {"update": 3.0}]
     assert [note.split(" ")[0] for note in notes] == ["a", "1", "left"]
@@ -145,7 +183,10 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"update": 2, "rewa')
     found = read_run(path)
-    assert [line["update"] for line in found.lines] == [0, 1] and found.state == "running at update 1 of 4"
+    assert [line["update"] for line in found.lines] == [
+        0,
+        1,
+    ] and found.state == "running at update 1 of 4"
 
 
 def test_settings_are_flat() -> None:
@@ -176,11 +217,20 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", '{"method": "a"}', '{"method": "a", "curve": [{"update": 0}]}', '{"method":1,"curve":{}}']
+    "line",
+    [
+        "{",
+        "[]",
+        '{"method": "a"}',
+        '{"method": "a", "curve": [{"update": 0}]}',
+        '{"method":1,"curve":{}}',
+    ],
 )
 def test_a_damaged_study_names_its_line(tmp_path: Path, line: str) -> None:
     study = tmp_path / "study.jsonl"
-    study.write_text('{"method": "a", "seed": 0, "curve": [{"update": 0, "accuracy": 0.5}]}\n' + line + "\n")
+    study.write_text(
+        '{"method": "a", "seed": 0, "curve": [{"update": 0, "accuracy": 0.5}]}\n' + line + "\n"
+    )
     if line == '{"method":1,"curve":{}}':
         # A curve without a point is a run that was never evaluated.
         assert len(read_records([str(study)])) == 2
@@ -196,10 +246,27 @@ def test_a_studys_costs_are_sums_so_far(tmp_path: Path) -> None:
         {"update": 5, "accuracy": 0.2, CALLS: 50.0},
         {"update": 10, "accuracy": 0.4, CALLS: 90.0},
     ]
-    study.write_text(json.dumps({"world": "w", "method": "m", "seed": 3, "num_eval": 40, "settings": {"a.b": 1}, "curve": points}))
+    study.write_text(
+        json.dumps(
+            {
+                "world": "w",
+                "method": "m",
+                "seed": 3,
+                "num_eval": 40,
+                "settings": {"a.b": 1},
+                "curve": points,
+            }
+        )
+    )
     (found,) = read_records([str(study)])
     assert [line.get(CALLS) for line in found.lines] == [0.0, 50.0, 40.0]
-    assert (found.label, found.world, found.seed, found.num_eval, found.settings) == ("m", "w", 3, 40, {"a.b": 1})
+    assert (found.label, found.world, found.seed, found.num_eval, found.settings) == (
+        "m",
+        "w",
+        3,
+        40,
+        {"a.b": 1},
+    )
     assert per_update(found, CALLS) == 9.0
     assert read_records([f"other={study}"])[0].label == "other"
 
@@ -210,11 +277,21 @@ def test_a_studys_costs_are_sums_so_far(tmp_path: Path) -> None:
 def test_seeds_are_one_group_and_settings_name_the_others() -> None:
     base = {"learn.lr": 0.1, "explore.explorers": ["independent"], "loss.clip_low": 0.2}
     records = [
-        record(f"r{n}", n % 2, settings=base | more) for n, more in enumerate(({}, {}, {"learn.lr": 0.2}, {"loss.clip_low": None}))
+        record(f"r{n}", n % 2, settings=base | more)
+        for n, more in enumerate(({}, {}, {"learn.lr": 0.2}, {"loss.clip_low": None}))
     ]
     found = group(records)
-    assert [(one.label, len(one.records)) for one in found] == [("common settings", 2), ("lr = 0.2", 1), ("clip_low = none", 1)]
-    two = group([record("a", settings=base), record("b", settings=base | {"explore.explorers": ["entropy", "graft"]})])
+    assert [(one.label, len(one.records)) for one in found] == [
+        ("common settings", 2),
+        ("lr = 0.2", 1),
+        ("clip_low = none", 1),
+    ]
+    two = group(
+        [
+            record("a", settings=base),
+            record("b", settings=base | {"explore.explorers": ["entropy", "graft"]}),
+        ]
+    )
     assert [one.label for one in two] == ["explorers = independent", "explorers = entropy + graft"]
     assert [one.label for one in group(records[:1])] == ["r0"]
     assert [one.label for one in group(records[:2])] == ["equal settings"]
@@ -223,10 +300,16 @@ def test_seeds_are_one_group_and_settings_name_the_others() -> None:
 def test_other_tasks_are_other_panels_but_the_expert_is_not() -> None:
     name = "tasks.search_world.hops"
     records = [record("a", settings={name: [1, 2]}), record("b", settings={name: [3]})]
-    assert [(one.panel, one.label) for one in group(records)] == [("hops = 1 + 2", "a"), ("hops = 3", "b")]
+    assert [(one.panel, one.label) for one in group(records)] == [
+        ("hops = 1 + 2", "a"),
+        ("hops = 3", "b"),
+    ]
     flawed = "tasks.search_world.error_prob"
     records = [record("a", settings={flawed: 0.0}), record("b", settings={flawed: 0.3})]
-    assert [(one.panel, one.label) for one in group(records)] == [("", "error_prob = 0"), ("", "error_prob = 0.3")]
+    assert [(one.panel, one.label) for one in group(records)] == [
+        ("", "error_prob = 0"),
+        ("", "error_prob = 0.3"),
+    ]
 
 
 def test_a_label_pools_and_says_so() -> None:
@@ -237,7 +320,9 @@ def test_a_label_pools_and_says_so() -> None:
     (one,) = group(records)
     assert one.label == "mine" and pooled_differences(one) == ["model.path"]
     notes = group_notes([one])
-    assert any("differ in model.path" in note for note in notes) and any("seed 0 comes more than once" in note for note in notes)
+    assert any("differ in model.path" in note for note in notes) and any(
+        "seed 0 comes more than once" in note for note in notes
+    )
 
 
 def test_names_and_values_in_labels() -> None:
@@ -259,12 +344,34 @@ def test_names_and_values_in_labels() -> None:
 
 def test_sets_that_differ_in_one_thing_alone() -> None:
     def one(label: str, **settings: Any) -> Group:
-        return Group(label, "", (record(label, settings={name.replace("__", "."): value for name, value in settings.items()}),))
+        return Group(
+            label,
+            "",
+            (
+                record(
+                    label,
+                    settings={name.replace("__", "."): value for name, value in settings.items()},
+                ),
+            ),
+        )
 
-    groups = [one("a", p=0.0, q=1), one("b", p=0.5, q=1), one("c", p=1.0, q=2), one("d", p=1.0, q=1), one("e", q=1)]
+    groups = [
+        one("a", p=0.0, q=1),
+        one("b", p=0.5, q=1),
+        one("c", p=1.0, q=2),
+        one("d", p=1.0, q=1),
+        one("e", q=1),
+    ]
     assert [[g.label for g in found] for found in vary(groups, ("p",))] == [["a", "b", "d"]]
     warmed = [
-        Group(label, "", tuple(record(f"{label}{n}", n, settings={"p": p, "model.path": f"warmup-{n}"}) for n in range(2)))
+        Group(
+            label,
+            "",
+            tuple(
+                record(f"{label}{n}", n, settings={"p": p, "model.path": f"warmup-{n}"})
+                for n in range(2)
+            ),
+        )
         for label, p in (("a", 0.0), ("b", 1.0))
     ]
     assert [[g.label for g in found] for found in vary(warmed, ("p",))] == [["a", "b"]]
@@ -307,12 +414,22 @@ def test_damaged_trees_are_left_out_and_said(tmp_path: Path) -> None:
 @given(st.integers(0, 3000), st.integers(1, 40))
 def test_updates_are_looked_at_evenly(total: int, most: int) -> None:
     found = spread(total, most)
-    assert len(found) == min(total, most) and found == sorted(set(found)) and all(0 <= n < total for n in found)
+    assert (
+        len(found) == min(total, most)
+        and found == sorted(set(found))
+        and all(0 <= n < total for n in found)
+    )
     assert not found or (found[-1] == total - 1 and (most == 1 < total or found[0] == 0))
 
 
 def test_numbers_as_they_are_shown() -> None:
-    assert [number(n) for n in (None, 3.0, 12345.6, 0.12345, 1234567)] == ["-", "3", "12,346", "0.1235", "1,234,567"]
+    assert [number(n) for n in (None, 3.0, 12345.6, 0.12345, 1234567)] == [
+        "-",
+        "3",
+        "12,346",
+        "0.1235",
+        "1,234,567",
+    ]
     assert [brief(n) for n in (0.0, 0.66759, 2139.4, 12.34)] == ["0", "0.668", "2,139", "12.3"]
 
 
@@ -345,10 +462,15 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
         return [first, second, third]
 
     grown = {1: [grown_tree(1, "t/1")], 2: [grown_tree(2, "t/1")]}
-    runs = [made_run(tmp_path / f"a{n}", {"run": {"seed": n, "num_updates": 2}}, lines(0.2 * n), grown) for n in range(2)]
+    runs = [
+        made_run(tmp_path / f"a{n}", {"run": {"seed": n, "num_updates": 2}}, lines(0.2 * n), grown)
+        for n in range(2)
+    ]
     other = {"run": {"seed": 0, "num_updates": 2}, "explore": {"explorers": ["graft"]}}
     runs.append(made_run(tmp_path / "b0", other, lines(0.0)))
-    written = write_report([f"A={runs[0]}", f"A={runs[1]}", f"B={runs[2]}"], out=tmp_path / "out", baseline="B")
+    written = write_report(
+        [f"A={runs[0]}", f"A={runs[1]}", f"B={runs[2]}"], out=tmp_path / "out", baseline="B"
+    )
     assert written.page == tmp_path / "out" / "report.html" and set(written.figures) <= set(FIGURES)
 
     rows = table(tmp_path / "out", "training-dynamics")
@@ -361,19 +483,33 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
     assert float(reward[0]["low"]) == pytest.approx(0.3 - 1.27062, abs=1e-4)
 
     costs = {(row["metric"], row["group"]): row for row in table(tmp_path / "out", "efficiency")}
-    assert float(costs["time/rollout_s", "A"]["mean"]) == 3.0 and float(costs["time/learn_s", "B"]["mean"]) == 1.0
+    assert (
+        float(costs["time/rollout_s", "A"]["mean"]) == 3.0
+        and float(costs["time/learn_s", "B"]["mean"]) == 1.0
+    )
     assert costs["time/rollout_s", "B"]["low"] == "" and float(costs[CALLS, "B"]["mean"]) == 15.0
 
-    against = [row for row in table(tmp_path / "out", "accuracy-against-cost") if row["group"] == "B"]
-    assert [(float(row["spent"]), float(row["accuracy"])) for row in against if row["cost"] == CALLS] == [(0.0, 0.25), (30.0, 0.5)]
+    against = [
+        row for row in table(tmp_path / "out", "accuracy-against-cost") if row["group"] == "B"
+    ]
+    assert [
+        (float(row["spent"]), float(row["accuracy"])) for row in against if row["cost"] == CALLS
+    ] == [(0.0, 0.25), (30.0, 0.5)]
 
     final = {row["group"]: row for row in table(tmp_path / "out", "final-accuracy")}
     # A ends at 0.5 and 0.7; only its seed 0 has a partner, with the same accuracy.
-    assert float(final["A"]["mean"]) == pytest.approx(0.6) and final["A"]["pairs"] == "1" and float(final["A"]["difference"]) == 0.0
+    assert (
+        float(final["A"]["mean"]) == pytest.approx(0.6)
+        and final["A"]["pairs"] == "1"
+        and float(final["A"]["difference"]) == 0.0
+    )
     assert final["B"]["pairs"] == "0" and final["B"]["difference"] == ""
 
-    hybrid = [row for row in table(tmp_path / "out", "on-policy-against-hybrid") if row["update"] == "1"]
-    # Of each tree one hybrid leaf with reward 1 and 5 sampled tokens; three others with reward 0 and 6, 6, 8 tokens.
+    hybrid = [
+        row for row in table(tmp_path / "out", "on-policy-against-hybrid") if row["update"] == "1"
+    ]
+    # Of each tree one hybrid leaf with reward 1 and 5 sampled tokens; three others with reward 0
+    # and 6, 6, 8 tokens.
     assert {(row["measure"], row["kind"]): float(row["mean"]) for row in hybrid} == {
         ("reward, hybrid less on-policy of the same tree", "gap"): 1.0,
         ("reward", "hybrid"): 1.0,
@@ -383,17 +519,24 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
         ("num_calls", "hybrid"): 1.0,
         ("num_calls", "on-policy"): 1.0,
     }
-    assert any(line.startswith("no semantic-diversity: no third of a run has 20") for line in written.left_out)
+    assert any(
+        line.startswith("no semantic-diversity: no third of a run has 20")
+        for line in written.left_out
+    )
 
 
 def test_a_report_lies_in_the_run_and_is_the_same_twice(tmp_path: Path) -> None:
     run = write_run(tmp_path / "first")
     first = write_report([str(run)])
     assert first.page == run / "report.html"
-    files = {path.name: path.read_bytes() for path in (run / "figures").iterdir()} | {"page": first.page.read_bytes()}
+    files = {path.name: path.read_bytes() for path in (run / "figures").iterdir()} | {
+        "page": first.page.read_bytes()
+    }
     assert len(files) == 3 * len(first.figures) + 1
     write_report([str(run)])
-    assert files == {path.name: path.read_bytes() for path in (run / "figures").iterdir()} | {"page": first.page.read_bytes()}
+    assert files == {path.name: path.read_bytes() for path in (run / "figures").iterdir()} | {
+        "page": first.page.read_bytes()
+    }
     assert any("first stopped at" in note or "first running at" in note for note in first.notes)
 
 
@@ -414,7 +557,9 @@ def test_what_the_data_cannot_give_is_left_out_with_a_line(tmp_path: Path) -> No
     run = made_run(tmp_path / "run", {}, [{"update": 1, "reward/mean": 1.0}])
     written = write_report([str(run)])
     assert written.figures == ("training-dynamics",)
-    assert [line.partition(":")[0].removeprefix("no ") for line in written.left_out] == list(FIGURES[1:])
+    assert [line.partition(":")[0].removeprefix("no ") for line in written.left_out] == list(
+        FIGURES[1:]
+    )
     assert any("No held-out accuracy" in note for note in written.notes)
     page = written.page.read_text()
     assert page.count("<svg") == 1 and "no run was evaluated" in page
@@ -443,17 +588,40 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
 
 
 def study_line(method: str, seed: int, end: float, world: str = "w", **settings: Any) -> str:
-    curve = [{"update": 0, "accuracy": 0.2, CALLS: 0.0}, {"update": 10, "accuracy": end, CALLS: 100.0}]
-    named = {"explore.explorers": ["graft"]} | {name.replace("__", "."): value for name, value in settings.items()}
-    return json.dumps({"world": world, "method": method, "seed": seed, "num_eval": 100, "settings": named, "curve": curve}) + "\n"
+    curve = [
+        {"update": 0, "accuracy": 0.2, CALLS: 0.0},
+        {"update": 10, "accuracy": end, CALLS: 100.0},
+    ]
+    named = {"explore.explorers": ["graft"]} | {
+        name.replace("__", "."): value for name, value in settings.items()
+    }
+    return (
+        json.dumps(
+            {
+                "world": world,
+                "method": method,
+                "seed": seed,
+                "num_eval": 100,
+                "settings": named,
+                "curve": curve,
+            }
+        )
+        + "\n"
+    )
 
 
 def test_noise_and_source_of_a_study(tmp_path: Path) -> None:
     error = "tasks.search_world.error_prob"
-    lines = [study_line("near", seed, 0.8 + 0.02 * seed, **{"buffer__random_prob": 0.0, error: 0.0}) for seed in range(2)]
+    lines = [
+        study_line("near", seed, 0.8 + 0.02 * seed, **{"buffer__random_prob": 0.0, error: 0.0})
+        for seed in range(2)
+    ]
     lines += [study_line("half", 0, 0.5, **{"buffer__random_prob": 0.5, error: 0.0})]
     lines += [study_line("random", 0, 0.3, **{"buffer__random_prob": 1.0, error: 0.0})]
-    lines += [study_line("near", seed, 0.6, "flawed", **{"buffer__random_prob": 0.0, error: 0.3}) for seed in range(2)]
+    lines += [
+        study_line("near", seed, 0.6, "flawed", **{"buffer__random_prob": 0.0, error: 0.3})
+        for seed in range(2)
+    ]
     (tmp_path / "study.jsonl").write_text("".join(lines))
     written = write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out", baseline="near")
     assert {"noise-rate", "off-policy-source", "final-accuracy"} <= set(written.figures)
@@ -471,7 +639,10 @@ def test_noise_and_source_of_a_study(tmp_path: Path) -> None:
         ("expert with errors 0.3", pytest.approx(0.6)),
     ]
     final = {(row["panel"], row["group"]): row for row in table(tmp_path / "out", "final-accuracy")}
-    assert float(final["w", "half"]["difference"]) == pytest.approx(-0.3) and final["w", "half"]["pairs"] == "1"
+    assert (
+        float(final["w", "half"]["difference"]) == pytest.approx(-0.3)
+        and final["w", "half"]["pairs"] == "1"
+    )
 
 
 def test_many_groups_are_drawn_as_far_as_they_can_be_told_apart(tmp_path: Path) -> None:
@@ -479,7 +650,9 @@ def test_many_groups_are_drawn_as_far_as_they_can_be_told_apart(tmp_path: Path) 
     (tmp_path / "study.jsonl").write_text("".join(lines))
     written = write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out")
     assert any("For want of room no curve in panel w of: m3, m4" in note for note in written.notes)
-    assert {row["group"] for row in table(tmp_path / "out", "training-dynamics")} == {f"m{n}" for n in range(9)}
+    assert {row["group"] for row in table(tmp_path / "out", "training-dynamics")} == {
+        f"m{n}" for n in range(9)
+    }
 
 
 # ---------------------------------------------------------------------- foreign text
@@ -514,45 +687,88 @@ class Tags(HTMLParser):
 
 
 def write_hostile(tmp_path: Path) -> list[str]:
-    """Returns what to report on: a study and run folders whose names, settings, tasks and steps are hostile."""
+    """Returns what to report on: a study and run folders whose names, settings, tasks and steps are
+    hostile."""
     texts = [" ".join(HOSTILE[n::3]) for n in range(3)]
-    lines = [study_line(text, seed, 0.5, world=texts[0], buffer__path=text) for text in texts for seed in range(2)]
+    lines = [
+        study_line(text, seed, 0.5, world=texts[0], buffer__path=text)
+        for text in texts
+        for seed in range(2)
+    ]
     (tmp_path / "study.jsonl").write_text("".join(lines), encoding="utf-8")
     paths = [str(tmp_path / "study.jsonl")]
     for n, text in enumerate(texts):
         tree = grown_tree(1, "t/1", question=text, answer=text, note=text)
         tree = replace(tree, task=replace(tree.task, id=text))
         name = f"run{n}" + "".join(c for c in text if c not in "/\x00\ud800")[:60]
-        settings = {"buffer": {"path": text}, "tasks": {"kind": texts[1]}, "explore": {"explorers": ["graft", text]}}
-        lines_of = [{"update": 1, "reward/mean": 0.5, ACCURACY: 0.5, CALLS: 3, text: 1.0, "learn/loss": "nan"}]
+        settings = {
+            "buffer": {"path": text},
+            "tasks": {"kind": texts[1]},
+            "explore": {"explorers": ["graft", text]},
+        }
+        lines_of = [
+            {
+                "update": 1,
+                "reward/mean": 0.5,
+                ACCURACY: 0.5,
+                CALLS: 3,
+                text: 1.0,
+                "learn/loss": "nan",
+            }
+        ]
         paths.append(str(made_run(tmp_path / name, settings, lines_of, {1: [tree] * 20})))
     return paths
 
 
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
-    written = write_report(write_hostile(tmp_path), out=tmp_path / "out", baseline=" ".join(HOSTILE[::3]))
+    written = write_report(
+        write_hostile(tmp_path), out=tmp_path / "out", baseline=" ".join(HOSTILE[::3])
+    )
     assert {"semantic-diversity", "final-accuracy", "off-policy-source"} <= set(written.figures)
     page = written.page.read_text(encoding="utf-8")
     tags = Tags()
     tags.feed(page)
-    assert not {"script", "img", "iframe", "object", "embed", "base", "form", "link"} & tags.tags and tags.handlers == []
+    assert (
+        not {"script", "img", "iframe", "object", "embed", "base", "form", "link"} & tags.tags
+        and tags.handlers == []
+    )
     assert all(link.startswith(("#", "figures/", "data:image/png;base64,")) for link in tags.links)
     assert "Content-Security-Policy" in page and "&lt;script&gt;window.hacked=1" in page
     for figure in (tmp_path / "out" / "figures").glob("*.svg"):
-        names = {element.tag.rpartition("}")[2] for element in ElementTree.parse(figure).iter() if isinstance(element.tag, str)}
+        names = {
+            element.tag.rpartition("}")[2]
+            for element in ElementTree.parse(figure).iter()
+            if isinstance(element.tag, str)
+        }
         assert not {"script", "foreignObject", "a"} & names, figure.name
 
 
 def test_a_figures_ids_are_its_own_in_the_page() -> None:
-    svg = '<?xml version="1.0"?><svg xmlns="x"><path id="p1"/><use xlink:href="#p1"/><g clip-path="url(#c)" href="#c"/></svg>'
+    svg = (
+        '<?xml version="1.0"?><svg xmlns="x"><path id="p1"/><use xlink:href="#p1"/><g'
+        ' clip-path="url(#c)" href="#c"/></svg>'
+    )
     found = inline(svg, "one", 'a "title"')
-    assert 'id="one-p1"' in found and 'xlink:href="#one-p1"' in found and "url(#one-c)" in found and ' href="#one-c"' in found
+    assert (
+        'id="one-p1"' in found
+        and 'xlink:href="#one-p1"' in found
+        and "url(#one-c)" in found
+        and ' href="#one-c"' in found
+    )
     assert found.startswith('<svg role="img" aria-label="a &quot;title&quot;"')
 
 
 def test_the_list_of_figures_is_the_one_that_is_drawn() -> None:
     from treegraft.view.report import bars, curves, hybrid
 
-    drawn = (curves.DYNAMICS, bars.EFFICIENCY, curves.COST, bars.FINAL, hybrid.HYBRID, hybrid.DIVERSITY, hybrid.MAP)
+    drawn = (
+        curves.DYNAMICS,
+        bars.EFFICIENCY,
+        curves.COST,
+        bars.FINAL,
+        hybrid.HYBRID,
+        hybrid.DIVERSITY,
+        hybrid.MAP,
+    )
     assert (*drawn, bars.NOISE, bars.OFF_POLICY) == FIGURES
     assert MOST_FILES > 1

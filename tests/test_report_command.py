@@ -1,4 +1,5 @@
-"""`treegraft report` as a command: what it prints, its exit codes, and its page in a real headless Chromium."""
+"""`treegraft report` as a command: what it prints, its exit codes, and its page in a real headless
+Chromium."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ import pytest
 from tests.test_report import made_run, write_hostile
 from tests.viewed import write_run
 
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'")
+pytest.importorskip(
+    "matplotlib", reason="matplotlib is not installed: pip install 'treegraft[report]'"
+)
 
 from treegraft.cli import main as cli
 from treegraft.view.report.command import write_report
@@ -31,15 +34,34 @@ def test_the_command_says_what_it_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = write_run(tmp_path / "first")
-    assert treegraft(monkeypatch, "report", run, "--only", "efficiency", "--only", "noise-rate", "--out", tmp_path / "out") == 0
+    assert (
+        treegraft(
+            monkeypatch,
+            "report",
+            run,
+            "--only",
+            "efficiency",
+            "--only",
+            "noise-rate",
+            "--out",
+            tmp_path / "out",
+        )
+        == 0
+    )
     said = capsys.readouterr().out
     assert f"{tmp_path / 'out' / 'report.html'}: 1 figures (efficiency)" in said
     assert "no noise-rate: no two groups differ in buffer.random_prob alone." in said
 
 
-@pytest.mark.parametrize(("what", "code"), [("nowhere", 3), ("empty", 3), ("quiet", 2), ("damaged", 2)])
+@pytest.mark.parametrize(
+    ("what", "code"), [("nowhere", 3), ("empty", 3), ("quiet", 2), ("damaged", 2)]
+)
 def test_exit_codes(
-    what: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    what: str,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "empty").mkdir()
     made_run(tmp_path / "quiet", {}, [])
@@ -56,16 +78,26 @@ def test_without_matplotlib_it_says_what_to_install(
     assert "pip install 'treegraft[report]'" in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
+)
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+)
 def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
-    written = write_report(write_hostile(tmp_path), out=tmp_path / "out", only=["training-dynamics", "final-accuracy"])
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    written = write_report(
+        write_hostile(tmp_path), out=tmp_path / "out", only=["training-dynamics", "final-accuracy"]
+    )
     asked: list[str] = []
     said: list[str] = []
     with playwright.sync_playwright() as started:
         try:
-            browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=180_000)
+            browser = started.chromium.launch(
+                executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=180_000
+            )
         except playwright.Error as error:
             pytest.skip(f"Chromium does not start here: {str(error).splitlines()[0]}")
         for width in (1280, 2560):
@@ -75,7 +107,9 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             page.goto(written.page.as_uri())
             assert page.evaluate("window.hacked") is None
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-            assert page.locator("figure svg").count() == 2 and page.locator("body script").count() == 0
+            assert (
+                page.locator("figure svg").count() == 2 and page.locator("body script").count() == 0
+            )
             assert "<script>window.hacked=1</script>" in page.locator("body").inner_text()
         browser.close()
     assert asked == [written.page.as_uri()] * 2 and said == []

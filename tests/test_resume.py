@@ -28,7 +28,8 @@ from treegraft.train import RunResult, sft, train
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# Three updates; a checkpoint after each and four times during the warm-up; an evaluation before, between and after.
+# Three updates; a checkpoint after each and four times during the warm-up; an evaluation before,
+# between and after.
 SETTINGS = tiny(run={"num_updates": 3}, eval={"num_samples": 1})
 
 MOMENTS: dict[str, tuple[str, int, str]] = {
@@ -38,16 +39,28 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     "half of a warm-up checkpoint written": ("treegraft.policy.checkpoint:save_file", 3, "before"),
     "after the warm-up": ("treegraft.train:step_skill", 1, "after"),
     "in the evaluation at the start": ("treegraft.evals.evaluate:eval_limits", 2, "before"),
-    "half of a line of metrics written": ("treegraft.runs.record:RunFolder.append_metrics", 2, "half"),
+    "half of a line of metrics written": (
+        "treegraft.runs.record:RunFolder.append_metrics",
+        2,
+        "half",
+    ),
     "sampling": ("treegraft.policy.engine.native:NativeEngine._sample", 45, "before"),
     "scoring": ("treegraft.train:rollout_metrics", 2, "before"),
-    "learning, between two optimiser steps": ("treegraft.policy.learn.learner:Learner._optimiser_step", 4, "before"),
+    "learning, between two optimiser steps": (
+        "treegraft.policy.learn.learner:Learner._optimiser_step",
+        4,
+        "before",
+    ),
     "learned, not published": ("treegraft.policy.learn.drift:DriftGuard.publish", 3, "before"),
     # The settings, two evaluations, the first update, two evaluations, the second update.
     "half of the trees written": ("treegraft.runs.record:write_atomically", 7, "half"),
     "in an evaluation between": ("treegraft.train:write_trees", 5, "before"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:_checksums", 8, "after"),
-    "a checkpoint renamed, old ones not removed": ("treegraft.train:prune_checkpoints", 7, "before"),
+    "a checkpoint renamed, old ones not removed": (
+        "treegraft.train:prune_checkpoints",
+        7,
+        "before",
+    ),
     "an old checkpoint half removed": ("treegraft.policy.checkpoint:shutil.rmtree", 30, "before"),
     "all done but the end": ("treegraft.train:RunResult", 1, "before"),
 }
@@ -57,7 +70,14 @@ def run_jobs(folder: Path, settings: dict[str, Any], jobs: Sequence[dict[str, An
     """Returns the exit code of each job, see tests/killed_runs.py."""
     (folder / "settings.json").write_text(json.dumps(settings))
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    command = [sys.executable, "-m", "tests.killed_runs", folder, folder / "settings.json", folder / "jobs.json"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.killed_runs",
+        folder,
+        folder / "settings.json",
+        folder / "jobs.json",
+    ]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300)
     outcomes: list[int] = json.loads((folder / "outcomes.json").read_text())
     return outcomes
@@ -65,18 +85,24 @@ def run_jobs(folder: Path, settings: dict[str, Any], jobs: Sequence[dict[str, An
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """An undisturbed run, and one for each moment, killed there and resumed; with the exit code of each job."""
+    """An undisturbed run, and one for each moment, killed there and resumed; with the exit code of
+    each job."""
     folder = tmp_path_factory.mktemp("killed")
     jobs: list[dict[str, Any]] = [{"name": "undisturbed", "kill": None, "resume": False}]
     for name, kill in MOMENTS.items():
         jobs.append({"name": name, "kill": kill, "resume": False})
         jobs.append({"name": name, "kill": None, "resume": True})
     outcomes = run_jobs(folder, SETTINGS, jobs)
-    return folder, {f"{job['name']}, resumed" if job["resume"] else job["name"]: n for job, n in zip(jobs, outcomes, strict=True)}
+    return folder, {
+        f"{job['name']}, resumed" if job["resume"] else job["name"]: n
+        for job, n in zip(jobs, outcomes, strict=True)
+    }
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_and_resumed_is_as_if_nothing_had_happened(moment: str, killed: tuple[Path, dict[str, int]]) -> None:
+def test_killed_and_resumed_is_as_if_nothing_had_happened(
+    moment: str, killed: tuple[Path, dict[str, int]]
+) -> None:
     folder, outcomes = killed
     log = (folder / f"{moment}.log").read_text()
     assert outcomes[moment] == -signal.SIGKILL, log
@@ -87,9 +113,19 @@ def test_killed_and_resumed_is_as_if_nothing_had_happened(moment: str, killed: t
 def test_what_is_compared_is_everything(killed: tuple[Path, dict[str, int]]) -> None:
     found = contents(killed[0] / "undisturbed")
     names = "\n".join(found)
-    for name in ("config.json", "metrics.jsonl", "trees/update-000003.jsonl", "trees/eval-000000-greedy.jsonl"):
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "trees/update-000003.jsonl",
+        "trees/eval-000000-greedy.jsonl",
+    ):
         assert name in names
-    for name in ("model.safetensors", "treegraft/optimiser.safetensors", "treegraft/state.json", "tokenizer.json"):
+    for name in (
+        "model.safetensors",
+        "treegraft/optimiser.safetensors",
+        "treegraft/state.json",
+        "tokenizer.json",
+    ):
         assert f"checkpoints/update-000003/{name}" in names and f"checkpoints/best/{name}" in names
     assert [line["update"] for line in found["metrics.jsonl"]] == [0, 1, 2, 3]
     assert all(line["learn/grad_norm"] > 0 for line in found["metrics.jsonl"][1:])
@@ -98,7 +134,7 @@ def test_what_is_compared_is_everything(killed: tuple[Path, dict[str, int]]) -> 
     assert kept == {"update-000002", "update-000003", "best"}
 
 
-# --- in this process --------------------------------------------------------------------------------------------------
+# --- in this process ------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +147,9 @@ def threads() -> Iterator[None]:
 
 
 def start(folder: Path, name: str, **tables: Any) -> RunResult:
-    return train(tiny(**{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}}))
+    return train(
+        tiny(**{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}})
+    )
 
 
 def test_one_seed_is_one_run_and_another_is_another(tmp_path: Path) -> None:
@@ -124,28 +162,42 @@ def test_one_seed_is_one_run_and_another_is_another(tmp_path: Path) -> None:
 def test_latencies_of_tools_change_nothing(tmp_path: Path) -> None:
     for name in ("a", "b"):
         SlowSearch.luck.seed(name)
-        start(tmp_path, name, tasks={"kind": "tests.tiny_parts:SlowWorld"}, warmup={"num_steps": 24})
+        start(
+            tmp_path, name, tasks={"kind": "tests.tiny_parts:SlowWorld"}, warmup={"num_steps": 24}
+        )
     assert differing(tmp_path / "a", tmp_path / "b") == []
     assert read_metrics(tmp_path / "a")[-1]["tools/search_calls"] > 0
 
 
-# --- longer, shorter, elsewhere, at the same time ---------------------------------------------------------------------
+# --- longer, shorter, elsewhere, at the same time -------------------------------------------------
 
 
-def test_a_finished_run_can_go_on_longer_and_equals_a_long_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_can_go_on_longer_and_equals_a_long_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     start(tmp_path, "long", run={"num_updates": 2}, eval={"at_end": False, "every": 1})
     first = start(tmp_path, "short", run={"num_updates": 1}, eval={"at_end": False, "every": 1})
     before = contents(first.run_dir)
     again = train(None, resume=first.run_dir, display=PlainDisplay(sys.stdout))
     printed = capsys.readouterr().out
-    assert "is finished: 1 of 1 updates" in printed and f"train --resume {first.run_dir} run.num_updates=2" in printed
+    assert (
+        "is finished: 1 of 1 updates" in printed
+        and f"train --resume {first.run_dir} run.num_updates=2" in printed
+    )
     assert again == first and contents(first.run_dir) == before
-    longer = tiny(run={"num_updates": 2, "name": "short", "dir": str(tmp_path)}, eval={"at_end": False, "every": 1})
+    longer = tiny(
+        run={"num_updates": 2, "name": "short", "dir": str(tmp_path)},
+        eval={"at_end": False, "every": 1},
+    )
     train(longer, resume=first.run_dir)
     # The short run logged its gain at what was its end.
     metrics = [read_metrics(tmp_path / name) for name in ("long", "short")]
     others = ("metrics.jsonl", "state.json", "config.json")
-    assert [name for name in differing(tmp_path / "long", tmp_path / "short") if not name.endswith(others)] == []
+    assert [
+        name
+        for name in differing(tmp_path / "long", tmp_path / "short")
+        if not name.endswith(others)
+    ] == []
     assert [len(lines) for lines in metrics] == [3, 3]
     assert json.loads((tmp_path / "short" / "config.json").read_text())["run"]["num_updates"] == 2
 
@@ -153,7 +205,9 @@ def test_a_finished_run_can_go_on_longer_and_equals_a_long_one(tmp_path: Path, c
 def test_other_changes_are_refused(tmp_path: Path) -> None:
     run = start(tmp_path, "a", run={"num_updates": 1})
     own = {"name": "a", "dir": str(tmp_path)}
-    with pytest.raises(CheckpointError, match=r"learn.lr was 0.003, now 0.1.*may change run.num_updates"):
+    with pytest.raises(
+        CheckpointError, match=r"learn.lr was 0.003, now 0.1.*may change run.num_updates"
+    ):
         train(tiny(run={**own, "num_updates": 2}, learn={"lr": 0.1}), resume=run.run_dir)
     with pytest.raises(CheckpointError, match=r"has done 1 updates; run\.num_updates is 0"):
         train(tiny(run={**own, "num_updates": 0}), resume=run.run_dir)
@@ -183,17 +237,22 @@ def test_fine_tuning_alone_resumes_and_can_be_trained_on(tmp_path: Path) -> None
     whole = start(tmp_path, "whole")
     settings = tiny(run={"name": "parts", "dir": str(tmp_path)})
     tuned = sft(settings)
-    assert tuned.checkpoint_dir.name == "warmup-000032" and "warmup/skill" in read_metrics(tuned.run_dir)[0]
+    assert (
+        tuned.checkpoint_dir.name == "warmup-000032"
+        and "warmup/skill" in read_metrics(tuned.run_dir)[0]
+    )
     assert sft(settings, resume=tuned.run_dir).checkpoint_dir == tuned.checkpoint_dir
     assert len(read_metrics(tuned.run_dir)) == 1
     train(None, resume=tuned.run_dir)
     assert differing(whole.run_dir, tuned.run_dir) == []
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+# --- Ctrl-C ---------------------------------------------------------------------------------------
 
 
-def interrupting(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, presses: int = 1) -> None:
+def interrupting(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, presses: int = 1
+) -> None:
     """Presses Ctrl-C at the nth call of a method."""
     original: Callable[..., Any] = getattr(owner, name)
     count = 0
@@ -251,7 +310,10 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_same(
             train(settings, display=PlainDisplay(sys.stdout))
     assert signal.getsignal(signal.SIGINT) is handler
     printed = capsys.readouterr().out
-    assert "stopping and saving" in printed and f"go on with: treegraft train --resume {tmp_path / 'a'}" in printed
+    assert (
+        "stopping and saving" in printed
+        and f"go on with: treegraft train --resume {tmp_path / 'a'}" in printed
+    )
     checkpoint = latest_checkpoint(tmp_path / "a" / "checkpoints")
     assert checkpoint is not None and checkpoint.name == kept
     train(None, resume=tmp_path / "a")
@@ -259,7 +321,10 @@ def test_ctrl_c_saves_and_the_resumed_run_is_the_same(
 
 
 def test_the_second_ctrl_c_stops_at_once(
-    undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     settings = tiny(run={"name": "a", "dir": str(tmp_path)})
     with monkeypatch.context() as patch:
@@ -267,7 +332,11 @@ def test_the_second_ctrl_c_stops_at_once(
         with pytest.raises(KeyboardInterrupt):
             train(settings, display=PlainDisplay(sys.stdout))
     printed = capsys.readouterr().out
-    assert "stopped at once" in printed and "and saved" not in printed and "treegraft train --resume" in printed
+    assert (
+        "stopped at once" in printed
+        and "and saved" not in printed
+        and "treegraft train --resume" in printed
+    )
     checkpoint = latest_checkpoint(tmp_path / "a" / "checkpoints")
     assert checkpoint is not None and read_state(checkpoint).update == 1
     train(None, resume=tmp_path / "a")
@@ -275,11 +344,17 @@ def test_the_second_ctrl_c_stops_at_once(
 
 
 def test_the_command_line_stops_with_130_and_resumes_without_a_recipe(tmp_path: Path) -> None:
-    settings = tiny(run={"name": "a", "dir": str(tmp_path), "num_updates": 500}, eval={"every": 0}, checkpoint={"every": 500})
+    settings = tiny(
+        run={"name": "a", "dir": str(tmp_path), "num_updates": 500},
+        eval={"every": 0},
+        checkpoint={"every": 500},
+    )
     recipe = write_recipe(tmp_path / "r.json", settings)
     command = [sys.executable, "-m", "treegraft", "train"]
     lines: list[str] = []
-    with subprocess.Popen([*command, recipe], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
+    with subprocess.Popen(
+        [*command, recipe], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line)

@@ -47,13 +47,17 @@ def make_step(step_id: str, content: StepContent, origin: Origin = Origin.POLICY
     )
 
 
-SEARCH = StepContent(thought="look", calls=(ToolCall("search", "q"),), observations=(Observation(text="</python>"),))
+SEARCH = StepContent(
+    thought="look", calls=(ToolCall("search", "q"),), observations=(Observation(text="</python>"),)
+)
 PYTHON = StepContent(calls=(ToolCall("python", "print(1)"),), observations=(Observation(text="1"),))
 
 Path = tuple[Sequence[tuple[StepContent, Origin]], Status]
 
 
-def make_tree(*paths: Path, reference: tuple[str, ...] = ("New York City",), **columns: Any) -> Tree:
+def make_tree(
+    *paths: Path, reference: tuple[str, ...] = ("New York City",), **columns: Any
+) -> Tree:
     """One start for each path; the answer is its last step's."""
     root = make_step("0", StepContent(thought="where?"), Origin.PROMPT)
     steps, leaves = [root], []
@@ -67,7 +71,9 @@ def make_tree(*paths: Path, reference: tuple[str, ...] = ("New York City",), **c
     return Tree(task=task, group_id="0/t/1", steps=tuple(steps), leaves=tuple(leaves))
 
 
-def path(*contents: StepContent, answer: str | None = None, status: Status = Status.COMPLETED) -> Path:
+def path(
+    *contents: StepContent, answer: str | None = None, status: Status = Status.COMPLETED
+) -> Path:
     steps = [*contents] if answer is None else [*contents, StepContent(answer=answer)]
     return [(content, Origin.POLICY) for content in steps], status
 
@@ -112,7 +118,11 @@ def test_hierarchical_reward_is_equation_8() -> None:
 
 def test_the_bonus_counts_what_the_agent_wrote_alone() -> None:
     grafted: Path = (
-        [(PYTHON, Origin.RETRIEVED), (SEARCH, Origin.POLICY), (StepContent(answer="New York City"), Origin.POLICY)],
+        [
+            (PYTHON, Origin.RETRIEVED),
+            (SEARCH, Origin.POLICY),
+            (StepContent(answer="New York City"), Origin.POLICY),
+        ],
         Status.COMPLETED,
     )
     # The result of SEARCH holds a python tag, and python was called by another agent.
@@ -122,7 +132,9 @@ def test_the_bonus_counts_what_the_agent_wrote_alone() -> None:
 def test_accuracy_follows_the_reference() -> None:
     trajectories = make_tree(path(answer="-0.5"), reference=("0.5",)).trajectories()
     assert hierarchical_reward(trajectories=trajectories) == [0.0]
-    assert hierarchical_reward(trajectories=trajectories, accuracy="f1") == [1.0]  # as released: signs are lost
+    assert hierarchical_reward(trajectories=trajectories, accuracy="f1") == [
+        1.0
+    ]  # as released: signs are lost
     trajectories = make_tree(path(answer="\\frac{1}{2}"), reference=("0.5",)).trajectories()
     assert hierarchical_reward(trajectories=trajectories) == [1.0]
     assert hierarchical_reward(trajectories=trajectories, accuracy="exact_match") == [0.0]
@@ -151,7 +163,12 @@ def test_scorer_fills_the_leaves() -> None:
     )
     settings = RewardSettings(funcs=["hierarchical", "exact_match"], weights=[1.0, 2.0])
     leaves = asyncio.run(RewardScorer.from_settings(settings)(tree)).leaves
-    assert [leaf.reward for leaf in leaves] == [pytest.approx(1.1 + 2.0), pytest.approx(0.8), -1.0, None]
+    assert [leaf.reward for leaf in leaves] == [
+        pytest.approx(1.1 + 2.0),
+        pytest.approx(0.8),
+        -1.0,
+        None,
+    ]
     assert leaves[0].reward_parts == {"hierarchical": pytest.approx(1.1), "exact_match": 1.0}
     assert [leaf.is_correct for leaf in leaves] == [True, False, False, None]
     assert [leaf.status for leaf in leaves] == [leaf.status for leaf in tree.leaves]
@@ -202,7 +219,9 @@ def quit_early(**_: Any) -> list[float]:
         (lambda **_: [None, None], "applies"),
     ],
 )
-def test_a_failing_function_fails_the_leaves_and_nothing_else(function: Callable[..., Any], message: str) -> None:
+def test_a_failing_function_fails_the_leaves_and_nothing_else(
+    function: Callable[..., Any], message: str
+) -> None:
     for leaf in score(make_tree(path(answer="x"), path(answer="y")), function).leaves:
         assert leaf.status is Status.FAILED
         assert leaf.reward is None and leaf.is_correct is None and not leaf.has_loss
@@ -212,7 +231,9 @@ def test_a_failing_function_fails_the_leaves_and_nothing_else(function: Callable
 
 
 def test_a_bad_number_fails_its_own_leaf() -> None:
-    leaves = score(make_tree(path(answer="x"), path(answer="y")), lambda **_: [float("inf"), 1]).leaves
+    leaves = score(
+        make_tree(path(answer="x"), path(answer="y")), lambda **_: [float("inf"), 1]
+    ).leaves
     assert [leaf.status for leaf in leaves] == [Status.FAILED, Status.COMPLETED]
     assert leaves[1].reward == 1.0
 
@@ -228,17 +249,23 @@ def test_a_hanging_function_meets_the_deadline(is_async: bool) -> None:
         return [1.0]
 
     start = time.monotonic()
-    (leaf,) = score(make_tree(path(answer="x")), hang_async if is_async else hang, deadline_s=0.2).leaves
+    (leaf,) = score(
+        make_tree(path(answer="x")), hang_async if is_async else hang, deadline_s=0.2
+    ).leaves
     assert time.monotonic() - start < 2.5
     assert leaf.status is Status.FAILED
     assert leaf.error is not None and "reward.deadline_s = 0.2" in leaf.error
 
 
 def test_names_and_import_paths() -> None:
-    ((name, function, weight),) = build_rewards(RewardSettings(funcs=["treegraft.tasks.rewards:f1_reward"]))
+    ((name, function, weight),) = build_rewards(
+        RewardSettings(funcs=["treegraft.tasks.rewards:f1_reward"])
+    )
     assert (name, function, weight) == ("treegraft.tasks.rewards:f1_reward", f1_reward, 1.0)
     ((_, function, _),) = build_rewards(RewardSettings(accuracy="f1"))
-    assert function(trajectories=make_tree(path(answer="-5"), reference=("5",)).trajectories()) == [1.0]
+    assert function(trajectories=make_tree(path(answer="-5"), reference=("5",)).trajectories()) == [
+        1.0
+    ]
 
 
 @pytest.mark.parametrize(

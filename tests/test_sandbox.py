@@ -36,7 +36,9 @@ T = TypeVar("T")
 TASK = Task(id="t/1", question="?", reference=())
 PROBLEM = find_problem()
 needs_bwrap = pytest.mark.skipif(PROBLEM is not None, reason=PROBLEM or "")
-SMALL = SandboxLimits(max_duration_s=20, max_memory_mb=256, max_files_mb=4, max_threads=4, max_output_chars=2000)
+SMALL = SandboxLimits(
+    max_duration_s=20, max_memory_mb=256, max_files_mb=4, max_threads=4, max_output_chars=2000
+)
 BARE: tuple[str, ...] = ()
 
 
@@ -52,7 +54,11 @@ def sandboxes() -> set[int]:
                 except OSError:
                     continue
                 state, above = rest.split()[:2]
-                if int(above) in parents and state != "Z" and ("(bwrap" in name or parents != {os.getpid()}):
+                if (
+                    int(above) in parents
+                    and state != "Z"
+                    and ("(bwrap" in name or parents != {os.getpid()})
+                ):
                     below.add(int(entry.name))
         found |= below
         parents = below
@@ -63,7 +69,9 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def run_all(*bodies: str, limits: SandboxLimits = SMALL, packages: tuple[str, ...] = BARE) -> list[bwrap.Outcome]:
+def run_all(
+    *bodies: str, limits: SandboxLimits = SMALL, packages: tuple[str, ...] = BARE
+) -> list[bwrap.Outcome]:
     sandbox = Sandbox(limits, packages=packages)
     try:
         return [sandbox.run(body) for body in bodies]
@@ -79,8 +87,14 @@ def test_the_libraries_work_and_values_are_shown() -> None:
         try:
             return [
                 await tool("import sympy\nx = sympy.Symbol('x')\nsympy.integrate(x**2, x)", TASK),
-                await tool("import numpy as np\nprint(np.arange(3).sum())\nnp.eye(2).tolist()", TASK),
-                await tool("from scipy import optimize\nround(optimize.brentq(lambda x: x**2 - 2, 0, 2), 6)", TASK),
+                await tool(
+                    "import numpy as np\nprint(np.arange(3).sum())\nnp.eye(2).tolist()", TASK
+                ),
+                await tool(
+                    "from scipy import optimize\nround(optimize.brentq(lambda x: x**2 - 2, 0,"
+                    " 2), 6)",
+                    TASK,
+                ),
                 await tool("x = 1", TASK),
             ]
         finally:
@@ -93,16 +107,42 @@ def test_the_libraries_work_and_values_are_shown() -> None:
 @needs_bwrap
 def test_the_whole_standard_library_is_there() -> None:
     # Also where Python lies in a folder that is closed to the user that the code runs as.
-    names = {"statistics", "queue", "graphlib", "sqlite3", "multiprocessing", "xml.etree.ElementTree", "urllib.request", "zoneinfo"}
+    names = {
+        "statistics",
+        "queue",
+        "graphlib",
+        "sqlite3",
+        "multiprocessing",
+        "xml.etree.ElementTree",
+        "urllib.request",
+        "zoneinfo",
+    }
     (outcome,) = run_all(f"import {', '.join(sorted(names))}\nstatistics.median([3, 1, 2])")
     assert (outcome.kind, outcome.text) == ("value", "2")
 
 
 @needs_bwrap
 def test_a_call_reads_like_montys() -> None:
-    bodies = ["print('a'); 'b'", "1 / 0", "print('so far')\n[][1]", "raise ValueError", "raise KeyError('k')", "{3, 1, 2}"]
-    bodies += ["import time, datetime\ntime.sleep(99)\n(time.time(), time.perf_counter(), datetime.datetime.now())", "assert False"]
-    bodies += ["if __name__ == '__main__':\n    print('main')", "input()", "import sys\nprint('e', file=sys.stderr)\nsys.exit(0)"]
+    bodies = [
+        "print('a'); 'b'",
+        "1 / 0",
+        "print('so far')\n[][1]",
+        "raise ValueError",
+        "raise KeyError('k')",
+        "{3, 1, 2}",
+    ]
+    bodies += [
+        (
+            "import time, datetime\ntime.sleep(99)\n(time.time(), time.perf_counter(),"
+            " datetime.datetime.now())"
+        ),
+        "assert False",
+    ]
+    bodies += [
+        "if __name__ == '__main__':\n    print('main')",
+        "input()",
+        "import sys\nprint('e', file=sys.stderr)\nsys.exit(0)",
+    ]
 
     async def monty(body: str) -> str:
         tool = PythonTool(max_duration_s=20)
@@ -120,9 +160,21 @@ def test_a_call_reads_like_montys() -> None:
 
 @needs_bwrap
 def test_limits_are_told_and_the_next_call_works() -> None:
-    limits = SandboxLimits(max_duration_s=2, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=10)
-    bodies = ["while True: pass", "'a' * 10**9", "print('x' * 100)", "'y' * 100", "import ctypes\nctypes.string_at(0)", "6 * 7"]
-    kinds = [(outcome.kind, outcome.printed + outcome.text) for outcome in run_all(*bodies, limits=limits)]
+    limits = SandboxLimits(
+        max_duration_s=2, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=10
+    )
+    bodies = [
+        "while True: pass",
+        "'a' * 10**9",
+        "print('x' * 100)",
+        "'y' * 100",
+        "import ctypes\nctypes.string_at(0)",
+        "6 * 7",
+    ]
+    kinds = [
+        (outcome.kind, outcome.printed + outcome.text)
+        for outcome in run_all(*bodies, limits=limits)
+    ]
     assert kinds == [
         ("timeout", ""),
         ("memory", ""),
@@ -135,8 +187,14 @@ def test_limits_are_told_and_the_next_call_works() -> None:
 
 @needs_bwrap
 def test_nothing_passes_from_call_to_call() -> None:
-    look = "import os, sys, random\n(os.listdir('/tmp'), hasattr(sys, 'mark'), random.random(), 'secret' in globals())"
-    leave = "import os, sys, random\nopen('/tmp/left', 'w').write('x')\nsys.mark = 1\nrandom.seed(9)\nsecret = 1"
+    look = (
+        "import os, sys, random\n(os.listdir('/tmp'), hasattr(sys, 'mark'), random.random(),"
+        " 'secret' in globals())"
+    )
+    leave = (
+        "import os, sys, random\nopen('/tmp/left', 'w').write('x')\nsys.mark ="
+        " 1\nrandom.seed(9)\nsecret = 1"
+    )
     before, _, after = run_all(look, leave, look)
     assert before == after
     assert before.text.startswith("([], False, 0.84")
@@ -144,7 +202,8 @@ def test_nothing_passes_from_call_to_call() -> None:
 
 @needs_bwrap
 def test_code_is_never_in_the_memory_of_the_next_call() -> None:
-    # The worker passes descriptors on unread; a scan of the heap finds what it scans for only once it is put there.
+    # The worker passes descriptors on unread; a scan of the heap finds what it scans for only once
+    # it is put there.
     scan = """
 import gc, sys
 word = bytes(reversed(b'drow-neddih')).decode()
@@ -158,8 +217,18 @@ len(found)
 
 @needs_bwrap
 def test_long_code_and_odd_characters_arrive_whole() -> None:
-    texts = run_all("x = '" + "a" * 300_000 + "'\nlen(x)", "'Größe 数学 \U0001f600'", "print('\\ud800')", "'\\x00'")
-    assert [outcome.printed + outcome.text for outcome in texts] == ["300000", "'Größe 数学 \U0001f600'", "?\n", r"'\x00'"]
+    texts = run_all(
+        "x = '" + "a" * 300_000 + "'\nlen(x)",
+        "'Größe 数学 \U0001f600'",
+        "print('\\ud800')",
+        "'\\x00'",
+    )
+    assert [outcome.printed + outcome.text for outcome in texts] == [
+        "300000",
+        "'Größe 数学 \U0001f600'",
+        "?\n",
+        r"'\x00'",
+    ]
 
 
 @needs_bwrap
@@ -183,7 +252,9 @@ def test_a_killed_sandbox_is_an_error_and_the_next_call_works() -> None:
         return stopped, after
 
     stopped, after = asyncio.run(run())
-    assert stopped == Observation(text="the code was stopped: its process died (its sandbox ended)", is_error=True)
+    assert stopped == Observation(
+        text="the code was stopped: its process died (its sandbox ended)", is_error=True
+    )
     assert after == Observation(text="2")
     assert sandboxes() == set()
 
@@ -191,12 +262,15 @@ def test_a_killed_sandbox_is_an_error_and_the_next_call_works() -> None:
 @needs_bwrap
 def test_no_sandbox_outlives_its_interpreter() -> None:
     code = (
-        "import sys; sys.path.insert(0, 'tests'); import os, test_sandbox as t\n"
-        "box = t.Sandbox(t.SMALL, packages=()); print(box.run('6 * 7').text, *t.sandboxes(), flush=True); os._exit(0)"
+        "import sys; sys.path.insert(0, 'tests'); import os, test_sandbox as t\nbox ="
+        " t.Sandbox(t.SMALL, packages=()); print(box.run('6 * 7').text, *t.sandboxes(),"
+        " flush=True); os._exit(0)"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
     value, *pids = done.stdout.split()
     assert value == "42"
@@ -231,7 +305,9 @@ def test_an_ordinary_user_can_have_one() -> None:
     assert done.stdout.strip() == "None", done.stderr
 
 
-def test_where_bubblewrap_is_missing_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_bubblewrap_is_missing_the_error_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SettingError, match=r"bubblewrap is missing.*apt-get install bubblewrap"):
         build_tools(ToolsSettings(use=["python"], python=PythonToolSettings(backend="bwrap")), [])
@@ -241,20 +317,29 @@ def test_where_bubblewrap_is_missing_the_error_says_what_to_do(monkeypatch: pyte
     assert "apt-get install bubblewrap" in found.note
 
 
-def test_where_namespaces_are_forbidden_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_where_namespaces_are_forbidden_the_error_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(SettingError, match=r"No permissions to create new namespace.*user namespaces"):
+    with pytest.raises(
+        SettingError, match=r"No permissions to create new namespace.*user namespaces"
+    ):
         SandboxedPythonTool()
 
 
 # Attacks
 
 
-def aim(attack: Callable[[Path, int], Coroutine[Any, Any, T]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> T:
-    """Runs the attack on a host with a secret file, a secret in the environment and a server; checks them afterwards."""
+def aim(
+    attack: Callable[[Path, int], Coroutine[Any, Any, T]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> T:
+    """Runs the attack on a host with a secret file, a secret in the environment and a server;
+    checks them afterwards."""
     monkeypatch.setenv("TREEGRAFT_SECRET", "s3cret")
     secret = tmp_path / "secret"
     secret.write_text("s3cret")
@@ -273,16 +358,22 @@ def aim(attack: Callable[[Path, int], Coroutine[Any, Any, T]], tmp_path: Path, m
 
 
 @pytest.mark.parametrize("backend", ["monty", pytest.param("bwrap", marks=needs_bwrap)])
-def test_attacks_are_contained(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attacks_are_contained(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def attack(secret: Path, port: int) -> dict[str, Observation]:
         tool: Tool = (
             PythonTool(max_duration_s=1.0)
             if backend == "monty"
-            else SandboxedPythonTool(max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8)
+            else SandboxedPythonTool(
+                max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8
+            )
         )
         box = Toolbox([tool], deadline_s=60, max_output_chars=500, cache=False, max_concurrent=2)
         codes = [code_of(name, secret=str(secret), pid=os.getpid(), port=port) for name in ATTACKS]
-        answers = await asyncio.gather(*(box.call(ToolCall("python", code), TASK) for code in codes))
+        answers = await asyncio.gather(
+            *(box.call(ToolCall("python", code), TASK) for code in codes)
+        )
         sound = await box.call(ToolCall("python", "6 * 7"), TASK)
         assert sound.text == "42" or sound.text.startswith("TimeoutError")
         await box.close()
@@ -290,24 +381,31 @@ def test_attacks_are_contained(backend: str, tmp_path: Path, monkeypatch: pytest
 
     answers = aim(attack, tmp_path, monkeypatch)
     assert len(answers) >= 60
-    assert [name for name, answer in answers.items() if SIGN in answer.text or "s3cret" in answer.text] == []
+    assert [
+        name for name, answer in answers.items() if SIGN in answer.text or "s3cret" in answer.text
+    ] == []
     assert all(len(answer.text) <= 500 for answer in answers.values())
     assert [name for name in STOPPED if not answers[name].is_error] == []
     assert sandboxes() == set()
 
 
 def succeeds(name: str, folder: Path, port: int) -> bool:
-    """Whether the attack reaches what it is after in a plain process; the "caller" is one that nobody needs."""
+    """Whether the attack reaches what it is after in a plain process; the "caller" is one that
+    nobody needs."""
     folder.mkdir()
     secret = folder / "secret"
     secret.write_text("s3cret")
     victim = subprocess.Popen(["sleep", "600"])
     try:
-        code = code_of(name, secret=str(secret), pid=victim.pid, port=port).replace("'/tmp/link'", repr(str(folder / "link")))
+        code = code_of(name, secret=str(secret), pid=victim.pid, port=port).replace(
+            "'/tmp/link'", repr(str(folder / "link"))
+        )
         # A shell in between, for the attack on the parent.
         command = ["sh", "-c", '"$0" -c "$1"; true', sys.executable, code]
         env = {**os.environ, "TREEGRAFT_SECRET": "s3cret"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, cwd=folder)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env=env, cwd=folder
+        )
         return SIGN in done.stdout
     finally:
         victim.kill()
@@ -322,7 +420,11 @@ def test_the_attacks_do_harm_where_nothing_contains_them(tmp_path: Path) -> None
         thread.start()
         folders = [tmp_path / str(number) for number in range(len(names))]
         try:
-            done = list(threads.map(lambda name, folder: succeeds(name, folder, server.server_port), names, folders))
+            done = list(
+                threads.map(
+                    lambda name, folder: succeeds(name, folder, server.server_port), names, folders
+                )
+            )
         finally:
             server.shutdown()
             thread.join()
@@ -356,10 +458,14 @@ def test_two_thousand_calls_from_64_trajectories_leak_nothing() -> None:
             right = 0
             for step in range(row * 2000 // 64, (row + 1) * 2000 // 64):
                 if step % 10 == 0:
-                    call = ToolCall("python", f"open('/tmp/{step}', 'w').write('x')\nraise ValueError({step})")
+                    call = ToolCall(
+                        "python", f"open('/tmp/{step}', 'w').write('x')\nraise ValueError({step})"
+                    )
                     right += (await box.call(call, TASK)).text == f"ValueError: {step}"
                 else:
-                    right += (await box.call(ToolCall("python", f"{step} * {step}"), TASK)).text == str(step * step)
+                    right += (
+                        await box.call(ToolCall("python", f"{step} * {step}"), TASK)
+                    ).text == str(step * step)
             return right
 
         right = sum(await asyncio.gather(*(trajectory(row) for row in range(64))))
@@ -380,7 +486,9 @@ def test_two_thousand_calls_from_64_trajectories_leak_nothing() -> None:
     assert not {str(step) for step in range(2000)} & (set(os.listdir("/tmp")) - temporary)
 
 
-def test_a_sandbox_that_does_not_start_is_unavailable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_sandbox_that_does_not_start_is_unavailable(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolUnavailable, match="cannot be started"):
         Sandbox(SMALL, packages=BARE)

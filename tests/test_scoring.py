@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treegraft.tasks import math_pool, scoring
-from treegraft.tasks.scoring import exact_match, f1, f1_papers, is_correct, is_mathematical, math_equal
+from treegraft.tasks.scoring import (
+    exact_match,
+    f1,
+    f1_papers,
+    is_correct,
+    is_mathematical,
+    math_equal,
+)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +88,8 @@ def test_different_mathematics(prediction: str, reference: str) -> None:
 def test_the_best_of_several_references_counts() -> None:
     assert math_equal("0.5", ["7", "1/2"]) is True
     assert exact_match("NYC", ("New York", "nyc")) == 1.0
-    # "new york" against "new york city": 2 words in common, precision 1, recall 2/3, F1 = 2 (2/3) / (5/3) = 0.8.
+    # "new york" against "new york city": 2 words in common, precision 1, recall 2/3, F1 = 2 (2/3) /
+    # (5/3) = 0.8.
     assert f1("New York", ["Paris", "New York City"]) == pytest.approx(0.8)
     assert math_equal("5", []) is False
     assert exact_match("5", []) == f1("5", []) == 0.0
@@ -91,7 +99,8 @@ def test_f1_is_squads_to_the_letter() -> None:
     assert f1("The Eiffel Tower!", "eiffel tower") == 1.0
     assert f1("-5", "5") == 1.0  # punctuation goes, signs with it
     assert f1("A", "A") == 0.0  # articles go, and nothing has no word in common with nothing
-    # Bags: "a b b" against "b b c" without the article: {b, b} and {b, b, c}; precision 1, recall 2/3.
+    # Bags: "a b b" against "b b c" without the article: {b, b} and {b, b, c}; precision 1, recall
+    # 2/3.
     assert f1("a b b", "b b c") == pytest.approx(0.8)
     assert f1("yes it is", "yes") == pytest.approx(0.5)
 
@@ -156,7 +165,10 @@ def test_mathematical(text: str) -> None:
     assert is_mathematical(text)
 
 
-@pytest.mark.parametrize("text", ["", "Paris", "\\text{Paris}", "e41", "A", "2011-2012", "10:30", "May 5, 2020", "1.95 m"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "Paris", "\\text{Paris}", "e41", "A", "2011-2012", "10:30", "May 5, 2020", "1.95 m"],
+)
 def test_not_mathematical(text: str) -> None:
     assert not is_mathematical(text)
 
@@ -187,7 +199,10 @@ def test_a_comparison_past_its_deadline_is_false_and_the_pool_recovers() -> None
 
 def test_many_threads_share_the_pool() -> None:
     verdicts: list[bool] = []
-    threads = [threading.Thread(target=lambda n=n: verdicts.append(math_equal(f"2^{{{n}}}", str(2**n)))) for n in range(2, 10)]
+    threads = [
+        threading.Thread(target=lambda n=n: verdicts.append(math_equal(f"2^{{{n}}}", str(2**n))))
+        for n in range(2, 10)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -212,7 +227,9 @@ def test_no_worker_outlives_its_process() -> None:
         "assert scoring.math_equal('2^{3}', '8')\n"
         "print(next(iter(math_pool.shared_pool()._workers)).process.pid)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
     with pytest.raises(ProcessLookupError):
         os.kill(int(done.stdout), 0)
 

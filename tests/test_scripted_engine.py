@@ -21,7 +21,12 @@ def ids(text: str) -> list[int]:
     return list(word_tokenizer().encode(text, add_special_tokens=False))
 
 
-def complete(engine: ScriptedEngine, prefix: Sequence[int] = (5, 6), sampling: Sampling = SAMPLING, **rest: Any) -> Completion:
+def complete(
+    engine: ScriptedEngine,
+    prefix: Sequence[int] = (5, 6),
+    sampling: Sampling = SAMPLING,
+    **rest: Any,
+) -> Completion:
     return asyncio.run(engine.complete(prefix, sampling, noise_key=("k",), **rest))
 
 
@@ -36,7 +41,9 @@ def test_it_is_an_engine() -> None:
 
 
 def test_replies_come_in_order_with_scores() -> None:
-    engine = ScriptedEngine(["<search>w1</search>", "<answer>w2</answer>"], word_tokenizer(), logprob=-0.25, entropy=1.5)
+    engine = ScriptedEngine(
+        ["<search>w1</search>", "<answer>w2</answer>"], word_tokenizer(), logprob=-0.25, entropy=1.5
+    )
     first, second = complete(engine), complete(engine, (7,))
     assert first.token_ids == tuple(ids("<search>w1</search>")) and first.finish is StopReason.STOP
     # The answer is followed by the end-of-sequence token, as sampled ones are.
@@ -51,10 +58,18 @@ def test_replies_come_in_order_with_scores() -> None:
 
 def test_limits_and_ends() -> None:
     stop = word_tokenizer().eos_token_id
-    engine = ScriptedEngine([ids("w1 w2 w3 w4"), [*ids("w1"), stop, *ids("w2")], "w1</search>w2 w3", "w1 w2"], word_tokenizer())
+    engine = ScriptedEngine(
+        [ids("w1 w2 w3 w4"), [*ids("w1"), stop, *ids("w2")], "w1</search>w2 w3", "w1 w2"],
+        word_tokenizer(),
+    )
     short = Sampling(max_new_tokens=3, stop=SAMPLING.stop)
     results = [complete(engine, sampling=short) for _ in range(4)]
-    assert [result.finish for result in results] == [StopReason.LENGTH, StopReason.END, StopReason.STOP, StopReason.STOP]
+    assert [result.finish for result in results] == [
+        StopReason.LENGTH,
+        StopReason.END,
+        StopReason.STOP,
+        StopReason.STOP,
+    ]
     assert [len(result.token_ids) for result in results] == [3, 2, 2, 2]
 
 
@@ -62,7 +77,10 @@ def test_a_stop_over_several_tokens_keeps_the_one_that_closes_it() -> None:
     tokenizer = byte_tokenizer()
     engine = ScriptedEngine(["ab</search>!c"], tokenizer)
     result = complete(engine)
-    assert tokenizer.decode(list(result.token_ids)) == "ab</search>!" and result.finish is StopReason.STOP
+    assert (
+        tokenizer.decode(list(result.token_ids)) == "ab</search>!"
+        and result.finish is StopReason.STOP
+    )
 
 
 def test_a_function_sees_the_path_and_may_wait() -> None:

@@ -39,7 +39,9 @@ def ask(tool: SearchTool, query: str) -> str:
 def test_the_best_passage_comes_first_on_one_line(tmp_path: Path) -> None:
     tool = build(tmp_path)
     assert len(tool.backend) == 4
-    assert ask(tool, "capital of France") == ("Doc 1: Paris is the capital of France\nDoc 2: Berlin is the capital of Germany")
+    assert ask(tool, "capital of France") == (
+        "Doc 1: Paris is the capital of France\nDoc 2: Berlin is the capital of Germany"
+    )
 
 
 def test_equal_scores_keep_the_order_of_the_corpus(tmp_path: Path) -> None:
@@ -47,7 +49,9 @@ def test_equal_scores_keep_the_order_of_the_corpus(tmp_path: Path) -> None:
     (found,) = asyncio.run(backend.search(["yellow"], 2))
     assert [passage.id for passage in found] == ["c", "d"] and found[0].score == found[1].score
     assert ask(build(tmp_path, top_k=1), "yellow") == "Doc 1: Bananas are yellow"
-    assert ask(build(tmp_path, top_k=2), "capital yellow") == ask(build(tmp_path, top_k=2), "capital yellow")
+    assert ask(build(tmp_path, top_k=2), "capital yellow") == ask(
+        build(tmp_path, top_k=2), "capital yellow"
+    )
 
 
 def test_no_match_is_a_sentence_and_no_error(tmp_path: Path) -> None:
@@ -66,7 +70,9 @@ def test_nothing_is_printed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr() == ("", "")
 
 
-def test_variables_in_the_path_are_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_in_the_path_are_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     build(tmp_path)
     monkeypatch.setenv("CORPUS_HOME", str(tmp_path))
     assert len(SearchTool("$CORPUS_HOME/corpus.jsonl").backend) == 4

@@ -1,4 +1,5 @@
-"""The search world: questions that their own facts answer, worlds that never meet, experts right and wrong, plain English."""
+"""The search world: questions that their own facts answer, worlds that never meet, experts right
+and wrong, plain English."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from treegraft.tasks.search_words import NAMES, RELATIONS, English, Symbols
 from treegraft.tasks.search_world import SearchWorld, World
 
 
-def make_source(seed: int = 0, num_train: int = 60, num_eval: int = 20, **options: object) -> SearchWorld:
+def make_source(
+    seed: int = 0, num_train: int = 60, num_eval: int = 20, **options: object
+) -> SearchWorld:
     world = SearchWorldSettings.model_validate(options)
     return SearchWorld(world, seed=seed, num_train=num_train, num_eval=num_eval)
 
@@ -52,7 +55,13 @@ def test_a_question_reads_outermost_relation_first() -> None:
     assert (of, of_too, mark) == ("of", "of", "?")
     world = World(task.columns["world"], 64, 8)
     assert world.look_up(world.look_up(entity, inner), outer) == task.reference[0]
-    assert world.fact(entity, inner).split() == [inner, "of", entity, "is", world.look_up(entity, inner)]
+    assert world.fact(entity, inner).split() == [
+        inner,
+        "of",
+        entity,
+        "is",
+        world.look_up(entity, inner),
+    ]
 
 
 def test_paths_have_different_entities_and_relations() -> None:
@@ -67,7 +76,9 @@ def test_worlds_of_different_purposes_are_different() -> None:
     source = make_source()
     train = {task.columns["world"] for task in source.train_tasks()}
     held_out = [task.columns["world"] for task in source.eval_tasks()]
-    warmup = [task.columns["world"] for task in (*source.warmup_tasks(30, 0), *source.warmup_tasks(30, 1))]
+    warmup = [
+        task.columns["world"] for task in (*source.warmup_tasks(30, 0), *source.warmup_tasks(30, 1))
+    ]
     assert len(train) == 1
     assert len({*train, *held_out, *warmup}) == 1 + 20 + 60
 
@@ -87,7 +98,8 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_others() -> None:
 
 
 def test_a_fact_is_a_keyed_hash() -> None:
-    # Written out, because recorded runs stay readable only as long as a world's number keeps its facts.
+    # Written out, because recorded runs stay readable only as long as a world's number keeps its
+    # facts.
     digest = hashlib.blake2b(b"str:fact\x1fint:4\x1fstr:e9\x1fstr:r2", digest_size=8).digest()
     assert World(4, 64, 8).fact("e9", "r2") == f"r2 of e9 is e{int.from_bytes(digest, 'big') % 64}"
 
@@ -101,7 +113,9 @@ def test_a_small_world_repeats_questions_and_says_so() -> None:
     assert make_source().report() == ()
 
 
-@pytest.mark.parametrize("body", ["", "e9", "r2 e9", "e9 r2 r3", "e64 r2", "e9 r8", "paris capital", "e9\x00 r2"])
+@pytest.mark.parametrize(
+    "body", ["", "e9", "r2 e9", "e9 r2 r3", "e64 r2", "e9 r8", "paris capital", "e9\x00 r2"]
+)
 def test_what_the_tool_does_not_know_is_an_error_in_its_own_words(body: str) -> None:
     source = make_source()
     (tool,) = source.tools()
@@ -115,7 +129,11 @@ def test_the_vocabulary_has_every_word() -> None:
     words = {word for task in all_tasks(source) for word in task.question.split()}
     for task in all_tasks(source):
         for step in source.expert(task, 0):
-            texts = [call.body for call in step.calls] + [seen.text for seen in step.observations] + [step.answer or ""]
+            texts = (
+                [call.body for call in step.calls]
+                + [seen.text for seen in step.observations]
+                + [step.answer or ""]
+            )
             words |= {word for text in texts for word in text.split()}
     assert words <= set(source.vocabulary())
     assert len(source.vocabulary()) == len(set(source.vocabulary())) == 64 + 8 + 4
@@ -149,12 +167,16 @@ class EmptySource:
 
 
 def test_a_source_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("treegraft.tasks.build.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get)
+    monkeypatch.setattr(
+        "treegraft.tasks.build.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
+    )
     with pytest.raises(SettingError, match="without train_tasks"):
         build_tasks(TasksSettings(kind="mine:Empty"), seed=0)
     with pytest.raises(SettingError, match="colour"):
         build_tasks(TasksSettings(kind="mine:Empty", options={"colour": 1}), seed=0)
-    source = build_tasks(TasksSettings(kind="mine:World", num_eval=1, options={"hops": [4]}), seed=0)
+    source = build_tasks(
+        TasksSettings(kind="mine:World", num_eval=1, options={"hops": [4]}), seed=0
+    )
     assert source.eval_tasks()[0].category == "4 hops"
 
 
@@ -162,7 +184,7 @@ def _world(*, seed: int, num_train: int, num_eval: int, hops: list[int]) -> Sear
     return make_source(seed, num_train, num_eval, hops=hops)
 
 
-# --- an imperfect expert ----------------------------------------------------------------------------------------------
+# --- an imperfect expert --------------------------------------------------------------------------
 
 
 def searches_of(steps: tuple[StepContent, ...]) -> list[tuple[str, ...]]:
@@ -170,8 +192,11 @@ def searches_of(steps: tuple[StepContent, ...]) -> list[tuple[str, ...]]:
     return [tuple(step.calls[0].body.split()) for step in steps[:-1]]
 
 
-def split_off_detours(done: list[tuple[str, ...]], way: list[tuple[str, ...]]) -> Iterator[tuple[tuple[str, ...] | None, int]]:
-    """Yields for each search of the way the useless one before it, or None, and its place; fails for another shape."""
+def split_off_detours(
+    done: list[tuple[str, ...]], way: list[tuple[str, ...]]
+) -> Iterator[tuple[tuple[str, ...] | None, int]]:
+    """Yields for each search of the way the useless one before it, or None, and its place; fails
+    for another shape."""
     left = list(done)
     for place, right in enumerate(way):
         first = left.pop(0)
@@ -199,19 +224,32 @@ def test_shares_of_detours_and_errors() -> None:
             steps = source.expert(task, seed)
             done = searches_of(steps)
             for detour, place in split_off_detours(done, way):
-                kind = "none" if detour is None else "wrong relation" if detour[0] == way[place][0] else "elsewhere"
+                kind = (
+                    "none"
+                    if detour is None
+                    else "wrong relation"
+                    if detour[0] == way[place][0]
+                    else "elsewhere"
+                )
                 decisions[kind] += 1
                 assert kind != "wrong relation" or detour[1] != way[place][1]  # type: ignore[index]
             seen = [step.observations[0].text.split()[-1] for step in steps[:-1]]
             met = {entity for entity, _ in done} | set(seen)
-            answers["right" if steps[-1].answer == right else "met" if steps[-1].answer in met else "any"] += 1
+            answers[
+                "right"
+                if steps[-1].answer == right
+                else "met"
+                if steps[-1].answer in met
+                else "any"
+            ] += 1
     num = decisions.total()
     assert num == 120 * 4 * (1 + 3 + 5)
     assert within(decisions["none"], num, 0.6)
     assert within(decisions["wrong relation"], num, 0.2)
     assert within(decisions["elsewhere"], num, 0.2)
     assert within(answers["right"], 1440, 0.7)
-    # Half of the wrong answers are any of 63 entities, and at most 15 of those were met: 5 on the way, 10 on detours.
+    # Half of the wrong answers are any of 63 entities, and at most 15 of those were met: 5 on the
+    # way, 10 on detours.
     assert 0.15 * 48 / 63 - 0.04 < answers["any"] / 1440 < 0.15 + 0.04
 
 
@@ -247,7 +285,9 @@ def test_without_faults_the_seed_changes_nothing(words: bool) -> None:
     for task in source.train_tasks()[:9]:
         steps = source.expert(task, 0)
         assert all(source.expert(task, seed) == steps for seed in range(1, 5))
-        assert [step.answer for step in steps] == [None] * task.columns["hops"] + [task.reference[0]]
+        assert [step.answer for step in steps] == [None] * task.columns["hops"] + [
+            task.reference[0]
+        ]
 
 
 def test_an_early_answer_after_a_detour_is_what_the_detour_found() -> None:
@@ -257,7 +297,7 @@ def test_an_early_answer_after_a_detour_is_what_the_detour_found() -> None:
         assert source.early_answer(task, steps[:1]) == steps[0].observations[0].text.split()[-1]
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
+# --- in words -------------------------------------------------------------------------------------
 
 
 def to_words(text: str) -> str:
@@ -271,7 +311,9 @@ def test_words_say_the_same_world() -> None:
     for plain, spoken in zip(all_tasks(symbols), all_tasks(words), strict=True):
         assert spoken.reference == tuple(map(to_words, plain.reference))
         assert spoken.columns["path"] == [to_words(entity) for entity in plain.columns["path"]]
-        assert {k: spoken.columns[k] for k in ("world", "hops")} == {k: plain.columns[k] for k in ("world", "hops")}
+        assert {k: spoken.columns[k] for k in ("world", "hops")} == {
+            k: plain.columns[k] for k in ("world", "hops")
+        }
         assert (spoken.id, spoken.category) == (plain.id, plain.category)
         parts = to_words(plain.question).removesuffix(" ?").split(" of ")
         assert spoken.question == "Who is the " + " of the ".join(parts[:-1]) + f" of {parts[-1]}?"
@@ -283,8 +325,14 @@ def test_an_expert_in_words() -> None:
     first, second, last = source.expert(task, 0)
     friend = first.observations[0].text.removeprefix("The neighbour of Mira is ").removesuffix(".")
     assert friend in NAMES
-    assert (first.thought, first.calls[0].body) == ("I need the neighbour of Mira first.", "neighbour of Mira")
-    assert (second.thought, second.calls[0].body) == (f"I need the teacher of {friend} now.", f"teacher of {friend}")
+    assert (first.thought, first.calls[0].body) == (
+        "I need the neighbour of Mira first.",
+        "neighbour of Mira",
+    )
+    assert (second.thought, second.calls[0].body) == (
+        f"I need the teacher of {friend} now.",
+        f"teacher of {friend}",
+    )
     assert second.observations[0].text == f"The teacher of {friend} is {last.answer}."
     assert last == StepContent(thought="That answers the question.", answer=last.answer)
     assert last.answer in NAMES
@@ -314,14 +362,22 @@ def test_the_expert_in_words_finds_the_reference_through_the_tool(seed: int, hop
     st.sampled_from(["", " ", "\n", ' "', "\u201c"]),
     st.sampled_from(["", " ", "?", ".", ' ?" ', "\n"]),
 )
-def test_questions_and_queries_are_read_back(name: str, relations: list[str], case: type[str], before: str, after: str) -> None:
+def test_questions_and_queries_are_read_back(
+    name: str, relations: list[str], case: type[str], before: str, after: str
+) -> None:
     english = English(NAMES, RELATIONS)
     question = english.question(relations, name)
     assert english.read_question(question) == (relations, name)
-    assert english.read_question(before + case(question).replace(" ", "  ") + after) == (relations, name)
+    assert english.read_question(before + case(question).replace(" ", "  ") + after) == (
+        relations,
+        name,
+    )
     query = english.query(name, relations[0])
     for said in (query, f"the {query}", f"Who is the {query}?", f"What is the {query}"):
-        assert english.read_query(before + case(said).replace(" of ", "\n of  ") + after) == (name, relations[0])
+        assert english.read_query(before + case(said).replace(" of ", "\n of  ") + after) == (
+            name,
+            relations[0],
+        )
     assert english.read_fact(english.fact(name, relations[0], NAMES[7])) == NAMES[7]
 
 
@@ -378,7 +434,10 @@ def test_worlds_with_more_things_than_words_are_refused(name: str, num: int) -> 
         make_source(words=True, **{name: num})
 
 
-@pytest.mark.parametrize("question", ["What is 2 + 3?", "Who is Mira?", "Who is the uncle of Mira?", "r5 of r2 of e9 ?", ""])
+@pytest.mark.parametrize(
+    "question",
+    ["What is 2 + 3?", "Who is Mira?", "Who is the uncle of Mira?", "r5 of r2 of e9 ?", ""],
+)
 def test_questions_of_others_are_refused_with_an_example(question: str) -> None:
     with pytest.raises(SettingError, match="Who is the neighbour of the teacher of Mira"):
         make_source(words=True).expert(Task(id="x", question=question, reference=()), 0)

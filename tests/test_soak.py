@@ -1,4 +1,5 @@
-"""The engine under random traffic for half an hour: memory, threads and blocks stay what they were."""
+"""The engine under random traffic for half an hour: memory, threads and blocks stay what they
+were."""
 
 from __future__ import annotations
 
@@ -31,22 +32,34 @@ def resident_mb() -> float:
 
 
 async def tree(engine: NativeEngine, draw: random.Random, number: int) -> None:
-    """A prompt and a few generations of branches, of which some are given up; then it is forgotten, or left to age."""
+    """A prompt and a few generations of branches, of which some are given up; then it is forgotten,
+    or left to age."""
     start = tuple(draw.randrange(3, VOCABULARY) for _ in range(40))
     paths = [start + tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(1, 120)))]
     for step in range(draw.randint(1, 4)):
         sources = [path for path in paths for _ in range(draw.randint(1, 3))]
         asked = [
-            asyncio.create_task(engine.complete(path, Sampling(max_new_tokens=draw.randint(1, 40)), noise_key=(number, step, n)))
+            asyncio.create_task(
+                engine.complete(
+                    path, Sampling(max_new_tokens=draw.randint(1, 40)), noise_key=(number, step, n)
+                )
+            )
             for n, path in enumerate(sources)
         ]
         if draw.random() < 0.1 and len(asked) > 1:
             asked[0].cancel()
         done = await asyncio.gather(*asked, return_exceptions=True)
-        whole = [(path, d) for path, d in zip(sources, done, strict=True) if not isinstance(d, BaseException)]
+        whole = [
+            (path, d)
+            for path, d in zip(sources, done, strict=True)
+            if not isinstance(d, BaseException)
+        ]
         assert len(whole) >= max(1, len(asked) - 1)
         result = tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(0, 60)))
-        paths = [(*path, *d.token_ids, *result)[:800] for path, d in draw.sample(whole, min(4, len(whole)))]
+        paths = [
+            (*path, *d.token_ids, *result)[:800]
+            for path, d in draw.sample(whole, min(4, len(whole)))
+        ]
         await asyncio.sleep(draw.random() * 0.02)
     if draw.random() < 0.7:
         engine.forget(paths[0][:40])
@@ -57,7 +70,9 @@ async def tree(engine: NativeEngine, draw: random.Random, number: int) -> None:
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="memory is read from /proc")
 def test_soak() -> None:
     draw, model = random.Random(0), build_model("qwen3")
-    engine = NativeEngine(model, word_tokenizer(), EngineSettings(max_rows=24, cache_gb=0.01, deadline_s=60.0))
+    engine = NativeEngine(
+        model, word_tokenizer(), EngineSettings(max_rows=24, cache_gb=0.01, deadline_s=60.0)
+    )
     marks: list[tuple[float, float, int]] = []
 
     async def traffic() -> None:
@@ -74,10 +89,14 @@ def test_soak() -> None:
                 version = number // 200
                 await engine.publish(model.state_dict(), version)
             if number % 50 == 0:
-                marks.append((time.monotonic() - end + SECONDS, resident_mb(), threading.active_count()))
+                marks.append(
+                    (time.monotonic() - end + SECONDS, resident_mb(), threading.active_count())
+                )
         await asyncio.gather(*running)
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(engine.complete((5, 6), Sampling(max_new_tokens=1), noise_key=("last",)), 30.0)
+            await asyncio.wait_for(
+                engine.complete((5, 6), Sampling(max_new_tokens=1), noise_key=("last",)), 30.0
+            )
 
     async def main() -> None:
         try:
@@ -88,7 +107,10 @@ def test_soak() -> None:
     asyncio.run(main())
     # The first fifth fills caches and pools.
     settled = [mark for mark in marks if mark[0] > SECONDS / 5]
-    print(f"{len(marks)} marks, {settled[0][1]:.0f} MB at {settled[0][0]:.0f} s, {settled[-1][1]:.0f} MB at {settled[-1][0]:.0f} s")
+    print(
+        f"{len(marks)} marks, {settled[0][1]:.0f} MB at {settled[0][0]:.0f} s, {settled[-1][1]:.0f}"
+        f" MB at {settled[-1][0]:.0f} s"
+    )
     assert max(mark[1] for mark in settled) - settled[0][1] < GROWTH_MB
     assert {mark[2] for mark in settled} == {settled[0][2]}
     cache = engine._cache

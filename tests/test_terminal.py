@@ -85,7 +85,9 @@ def example_tree(thought: str = "look it up", result: str = "r2 of e9 is e41") -
             policy_step("0.1", StepContent(), violation="no thought"),
         ),
         leaves=(
-            Leaf(step_id="0.0.0", status=Status.COMPLETED, reward=1.0, is_correct=True, advantage=0.7),
+            Leaf(
+                step_id="0.0.0", status=Status.COMPLETED, reward=1.0, is_correct=True, advantage=0.7
+            ),
             Leaf(step_id="0.1", status=Status.FORMAT_VIOLATION, reward=-1.0, is_correct=False),
         ),
     )
@@ -107,7 +109,16 @@ class Words:
 
 def test_transcript_tells_each_step() -> None:
     text = rendered(transcript(example_tree().trajectories()[0]))
-    for part in ("r2 of e9 ?", "step 1", "look it up", "search", "r2 of e9 is e41", "[cached]", "step 2", "e41"):
+    for part in (
+        "r2 of e9 ?",
+        "step 1",
+        "look it up",
+        "search",
+        "r2 of e9 is e41",
+        "[cached]",
+        "step 2",
+        "e41",
+    ):
         assert part in text
     assert "completed, reward 1, correct, advantage +0.70" in text
     assert "expected" not in text
@@ -117,12 +128,21 @@ def test_transcript_of_a_violation_shows_what_was_written() -> None:
     trajectory = example_tree().trajectories()[1]
     assert "2 tokens" not in rendered(transcript(trajectory))
     text = rendered(transcript(trajectory, Words()))  # type: ignore[arg-type]
-    assert "no thought" in text and "<think> [7, 8]" in text and "format violation, reward -1, wrong, expected e41" in text
+    assert (
+        "no thought" in text
+        and "<think> [7, 8]" in text
+        and "format violation, reward -1, wrong, expected e41" in text
+    )
 
 
 def test_foreign_text_is_neither_markup_nor_control() -> None:
-    nasty = "[bold red]hi[/bold red] [/] [link=x] \x1b[31mred\x1b[0m \x07\r\u202egnorw \x9b2J :smile: ${}"
-    text = rendered(transcript(example_tree(thought=nasty, result=nasty).trajectories()[0]), width=200)
+    nasty = (
+        "[bold red]hi[/bold red] [/] [link=x] \x1b[31mred\x1b[0m \x07\r\u202egnorw \x9b2J"
+        " :smile: ${}"
+    )
+    text = rendered(
+        transcript(example_tree(thought=nasty, result=nasty).trajectories()[0]), width=200
+    )
     assert text.count("[bold red]hi[/bold red] [/] [link=x]") == 2 and ":smile:" in text
     assert not set("\x1b\x07\r\u202e\x9b") & set(text)
     assert plain("a\x1b\tb\n") == "a\u241b\tb\n"
@@ -157,14 +177,19 @@ def test_rich_display_shows_the_numbers_and_gives_the_terminal_back() -> None:
     text = console.export_text()
     for part in ("0.110", "25%", "start [x]: accuracy 41.5%, pass@4 72.0%", "careful [bold]now"):
         assert part in text
-    assert "finished runs/demo: accuracy 100.0%" in text and "checkpoint runs/demo/checkpoints/last" in text
+    assert (
+        "finished runs/demo: accuracy 100.0%" in text
+        and "checkpoint runs/demo/checkpoints/last" in text
+    )
     assert "treegraft run runs/demo/checkpoints/last 'r2 of e9 ?'" in text
     assert "0.030" not in text.rpartition("a trajectory")[0].rpartition("update")[2]
 
 
 def test_long_commands_are_not_wrapped() -> None:
     console = Console(file=io.StringIO(), record=True, width=40, force_terminal=True)
-    command = "treegraft train recipes/some_rather_long_name.toml --resume runs/some_rather_long_name"
+    command = (
+        "treegraft train recipes/some_rather_long_name.toml --resume runs/some_rather_long_name"
+    )
     RichDisplay(console).interrupted(command)
     assert command in console.export_text()
 
@@ -240,12 +265,23 @@ def test_an_evaluation_on_one_line() -> None:
         "eval/gain_low": 0.47,
         "eval/gain_high": 0.57,
     }
-    assert evaluation_line(metrics) == (
-        "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@2 50.0%, pass@4 72.0%, gain +0.52 [0.47, 0.57]"
+    assert (
+        evaluation_line(metrics)
+        == "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@2 50.0%, pass@4 72.0%, gain"
+        " +0.52 [0.47, 0.57]"
     )
-    assert evaluation_line(dict(reversed(metrics.items()))).startswith("accuracy 41.5% (2_hops 23%, 1_hop 60%), sampled")
-    assert evaluation_line(metrics, is_brief=True) == "accuracy 41.5%, sampled 38.0%, gain +0.52 [0.47, 0.57]"
-    sampled = {"eval/accuracy_sampled": 0.25, "eval/accuracy_sampled_math": 0.5, "eval/failed_frac": 0.1}
+    assert evaluation_line(dict(reversed(metrics.items()))).startswith(
+        "accuracy 41.5% (2_hops 23%, 1_hop 60%), sampled"
+    )
+    assert (
+        evaluation_line(metrics, is_brief=True)
+        == "accuracy 41.5%, sampled 38.0%, gain +0.52 [0.47, 0.57]"
+    )
+    sampled = {
+        "eval/accuracy_sampled": 0.25,
+        "eval/accuracy_sampled_math": 0.5,
+        "eval/failed_frac": 0.1,
+    }
     assert evaluation_line(sampled) == "accuracy_sampled 25.0% (math 50%), failed 10.0%"
     many = {"eval/accuracy": 0.5} | {f"eval/accuracy_{name}": 0.5 for name in "abcdefgh"}
     assert evaluation_line(many).endswith("f 50%, 2 more)")

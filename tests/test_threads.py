@@ -13,7 +13,10 @@ import torch
 from treegraft.core.threads import _pause, release_threads
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists() or _pause() is None, reason="torch has no OpenMP runtime of GNU's here")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists() or _pause() is None,
+    reason="torch has no OpenMP runtime of GNU's here",
+)
 def test_a_team_ends_and_comes_again() -> None:
     counts: list[int] = []
 

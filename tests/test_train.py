@@ -56,11 +56,13 @@ class Recorder:
 
 
 def start(folder: Path, name: str = "a", display: Any = None, **tables: Any) -> RunResult:
-    settings = tiny(**{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}})
+    settings = tiny(
+        **{**tables, "run": {"name": name, "dir": str(folder), **tables.get("run", {})}}
+    )
     return train(settings, display=display)
 
 
-# --- the run folder ---------------------------------------------------------------------------------------------------
+# --- the run folder -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +74,9 @@ def test_the_run_folder_holds_what_the_design_says(run: RunResult) -> None:
     folder = run.run_dir
     assert load_config(folder / "config.json").run.num_updates == 2
     trees = {path.name for path in (folder / "trees").iterdir()}
-    kinds = {f"eval-00000{update}-{kind}.jsonl" for update in (0, 1, 2) for kind in ("greedy", "sampled")}
+    kinds = {
+        f"eval-00000{update}-{kind}.jsonl" for update in (0, 1, 2) for kind in ("greedy", "sampled")
+    }
     assert trees == {"update-000001.jsonl", "update-000002.jsonl"} | kinds
     assert run.checkpoint_dir == folder / "checkpoints" / "update-000002"
     assert not [path for path in folder.rglob("*") if path.name.endswith(".partial")]
@@ -80,21 +84,55 @@ def test_the_run_folder_holds_what_the_design_says(run: RunResult) -> None:
 
 def test_every_metric_is_known_and_none_is_missing(run: RunResult) -> None:
     lines = read_metrics(run.run_dir)
-    assert [line["update"] for line in lines] == [line["policy_version"] for line in lines] == [0, 1, 2]
+    assert (
+        [line["update"] for line in lines]
+        == [line["policy_version"] for line in lines]
+        == [0, 1, 2]
+    )
     for line in lines:
         check_known(line)
     wanted = {
-        *("reward/mean", "reward/std", "reward/hierarchical", "eval/accuracy", "eval/accuracy_sampled", "eval/pass_at_2"),
-        *("rollout/num_sampled_tokens", "rollout/num_tool_calls", "rollout/retrieved_frac", "branch/num_branches"),
-        *("learn/unique_frac", "learn/clip_frac", "learn/entropy", "learn/engine_gap", "learn/grad_norm", "learn/loss"),
-        *("time/rollout_s", "time/learn_s", "time/update_s", "time/eval_s", "eval/accuracy_1_hop", "tools/search_calls"),
+        *(
+            "reward/mean",
+            "reward/std",
+            "reward/hierarchical",
+            "eval/accuracy",
+            "eval/accuracy_sampled",
+            "eval/pass_at_2",
+        ),
+        *(
+            "rollout/num_sampled_tokens",
+            "rollout/num_tool_calls",
+            "rollout/retrieved_frac",
+            "branch/num_branches",
+        ),
+        *(
+            "learn/unique_frac",
+            "learn/clip_frac",
+            "learn/entropy",
+            "learn/engine_gap",
+            "learn/grad_norm",
+            "learn/loss",
+        ),
+        *(
+            "time/rollout_s",
+            "time/learn_s",
+            "time/update_s",
+            "time/eval_s",
+            "eval/accuracy_1_hop",
+            "tools/search_calls",
+        ),
     }
     assert wanted <= lines[-1].keys()
     assert {"warmup/loss", "warmup/skill", "time/warmup_s", "eval/accuracy"} <= lines[0].keys()
-    assert {"eval/gain", "eval/gain_low", "eval/gain_high"} <= lines[-1].keys() and "eval/gain" not in lines[1]
+    assert {"eval/gain", "eval/gain_low", "eval/gain_high"} <= lines[
+        -1
+    ].keys() and "eval/gain" not in lines[1]
     latest: dict[str, float] = {}
     for line in lines:
-        latest = {key: value for key, value in latest.items() if not key.startswith("health/")} | line
+        latest = {
+            key: value for key, value in latest.items() if not key.startswith("health/")
+        } | line
     del latest["update"]
     assert run.metrics == latest
 
@@ -108,8 +146,13 @@ def test_trees_are_recorded_after_learning(run: RunResult) -> None:
             assert all(leaf.advantage is not None for leaf in tree.leaves) and len(tree.leaves) == 4
             rewards = [leaf.reward for leaf in tree.leaves]
             if len(set(rewards)) > 1:
-                assert all(step.ratios is not None and step.old_logprobs is not None for step in tree.steps[1:])
-                assert sum(leaf.advantage or 0.0 for leaf in tree.leaves) == pytest.approx(0.0, abs=1e-6)
+                assert all(
+                    step.ratios is not None and step.old_logprobs is not None
+                    for step in tree.steps[1:]
+                )
+                assert sum(leaf.advantage or 0.0 for leaf in tree.leaves) == pytest.approx(
+                    0.0, abs=1e-6
+                )
 
 
 def test_tensorboard_has_the_metrics(run: RunResult) -> None:
@@ -118,14 +161,17 @@ def test_tensorboard_has_the_metrics(run: RunResult) -> None:
     events = EventAccumulator(str(run.run_dir / "tensorboard"))
     events.Reload()
     found = {event.step: event.value for event in events.Scalars("reward/mean")}
-    assert found == {line["update"]: pytest.approx(line["reward/mean"]) for line in read_metrics(run.run_dir)[1:]}
+    assert found == {
+        line["update"]: pytest.approx(line["reward/mean"]) for line in read_metrics(run.run_dir)[1:]
+    }
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def recorded_gap(model: Any, trees: Sequence[Tree]) -> float:
-    """Returns the largest difference between recorded log-probabilities and those of a plain forward pass."""
+    """Returns the largest difference between recorded log-probabilities and those of a plain
+    forward pass."""
     gaps = []
     for tree in trees:
         for path in tree.trajectories():
@@ -134,7 +180,9 @@ def recorded_gap(model: Any, trees: Sequence[Tree]) -> float:
                 scores = torch.log_softmax(model(input_ids=ids).logits[0].float(), -1)
             for place in range(1, len(path.token_ids)):
                 if path.sampled_mask[place]:
-                    gaps.append(abs(float(scores[place - 1, path.token_ids[place]]) - path.logprobs[place]))
+                    gaps.append(
+                        abs(float(scores[place - 1, path.token_ids[place]]) - path.logprobs[place])
+                    )
     assert len(gaps) > 20
     return max(gaps)
 
@@ -151,20 +199,29 @@ def test_transformers_loads_the_checkpoint_and_scores_as_the_engine_did(run: Run
     trees = final_trees(run)
     assert recorded_gap(model, trees) < 1e-4
     assert tokenizer.encode(trees[0].task.question) == list(trees[0].steps[0].token_ids)
-    assert tokenizer.decode(tokenizer.encode("<search> e1 r2 </search>")) == "<search> e1 r2 </search>"
+    assert (
+        tokenizer.decode(tokenizer.encode("<search> e1 r2 </search>")) == "<search> e1 r2 </search>"
+    )
 
 
 def test_a_checkpoint_is_evaluated_and_asked(run: RunResult, tmp_path: Path) -> None:
     found = evaluate_checkpoint(run.run_dir, out=tmp_path / "trees.jsonl")
-    ours = {key: value for key, value in run.metrics.items() if key.startswith("eval/") and "gain" not in key}
+    ours = {
+        key: value
+        for key, value in run.metrics.items()
+        if key.startswith("eval/") and "gain" not in key
+    }
     assert found.metrics == ours and found.num_tasks == 4
     assert len(read_trees(tmp_path / "trees.jsonl")) == 8
     question = final_trees(run)[0].task.question
     answer, tokenizer = answer_question(run.checkpoint_dir, question)
     assert answer.task.question == question and answer.reward is None and answer.leaf.error is None
     greedy = read_trees(run.run_dir / "trees" / "eval-000002-greedy.jsonl")[0].trajectories()[0]
-    # The same tokens up to the first fact, which lies in another world than that of the held-out task.
-    assert tokenizer.decode(answer.token_ids[: answer.sampled_mask.index(True) + 1]) in tokenizer.decode(greedy.token_ids)
+    # The same tokens up to the first fact, which lies in another world than that of the held-out
+    # task.
+    assert tokenizer.decode(
+        answer.token_ids[: answer.sampled_mask.index(True) + 1]
+    ) in tokenizer.decode(greedy.token_ids)
 
 
 @pytest.mark.parametrize("merge", [True, False])
@@ -172,7 +229,10 @@ def test_adapters_are_merged_or_kept(merge: bool, tmp_path: Path) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    tables: dict[str, Any] = {"model": {"lora": {"rank": 4, "alpha": 8, "merge": merge}}, "warmup": {"num_steps": 8}}
+    tables: dict[str, Any] = {
+        "model": {"lora": {"rank": 4, "alpha": 8, "merge": merge}},
+        "warmup": {"num_steps": 8},
+    }
     run = start(tmp_path, eval={"every": 0}, **tables)
     plain = AutoModelForCausalLM.from_pretrained(run.checkpoint_dir)
     assert (run.checkpoint_dir / "adapter").exists() is not merge
@@ -201,32 +261,60 @@ def test_kinds_of_learning_go_on_where_they_stopped(tables: dict[str, Any], tmp_
     half = start(tmp_path, "half", run={"num_updates": 1}, **settings)
     train(tiny(**settings, run={"name": "half", "dir": str(tmp_path)}), resume=half.run_dir)
     others = ("config.json", "state.json")
-    assert [name for name in differing(whole.run_dir, half.run_dir) if not name.endswith(others)] == []
+    assert [
+        name for name in differing(whole.run_dir, half.run_dir) if not name.endswith(others)
+    ] == []
     assert ("learn/kl" in whole.metrics) is ("loss" in tables)
 
 
-def test_the_best_checkpoint_is_kept_beside_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_kept_beside_the_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     accuracies = {0: 0.2, 1: 0.9, 2: 0.5, 3: 0.9}
 
     async def measured(self: Any, update: int, watch: Any) -> dict[str, float]:
         return {"eval/accuracy": accuracies[update], "time/eval_s": 0.0}
 
     monkeypatch.setattr(_Run, "_evaluate", measured)
-    run = start(tmp_path, run={"num_updates": 3}, checkpoint={"every": 2, "keep": 1}, warmup={"num_steps": 1})
-    assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} == {"best", "update-000003"}
+    run = start(
+        tmp_path,
+        run={"num_updates": 3},
+        checkpoint={"every": 2, "keep": 1},
+        warmup={"num_steps": 1},
+    )
+    assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} == {
+        "best",
+        "update-000003",
+    }
     assert read_state(run.run_dir / "checkpoints" / "best").update == 1
     assert read_state(run.checkpoint_dir).best_accuracy == 0.9
 
 
-# --- ways in ----------------------------------------------------------------------------------------------------------
+# --- ways in --------------------------------------------------------------------------------------
 
 
 def test_settings_come_as_a_dict_a_path_or_an_object(tmp_path: Path) -> None:
-    short: dict[str, Any] = {"run": {"num_updates": 1, "dir": str(tmp_path)}, "warmup": {"num_steps": 1}, "eval": {"every": 0}}
+    short: dict[str, Any] = {
+        "run": {"num_updates": 1, "dir": str(tmp_path)},
+        "warmup": {"num_steps": 1},
+        "eval": {"every": 0},
+    }
     settings = tiny(**short)
     path = write_recipe(tmp_path / "little.json", settings)
-    runs = [train(settings), train(str(path)), train(path), train(Config.model_validate(settings)), train(path, recipe="x/y.toml")]
-    assert [run.run_dir.name.split("-seed3-")[0] for run in runs] == ["run", "little", "little", "run", "y"]
+    runs = [
+        train(settings),
+        train(str(path)),
+        train(path),
+        train(Config.model_validate(settings)),
+        train(path, recipe="x/y.toml"),
+    ]
+    assert [run.run_dir.name.split("-seed3-")[0] for run in runs] == [
+        "run",
+        "little",
+        "little",
+        "run",
+        "y",
+    ]
     assert len({run.run_dir for run in runs}) == 5
     assert all(differing(runs[0].run_dir, run.run_dir) == [] for run in runs[1:])
 
@@ -244,13 +332,21 @@ def test_an_engine_by_import_path_earns_known_rewards(tmp_path: Path) -> None:
     source = build_tasks(load_config(tiny()).tasks, 3)
     for task in (*source.train_tasks(), *source.eval_tasks()):
         ANSWERS[task.question] = task.reference[0]
-    run = start(tmp_path, engine={"kind": "tests.tiny_parts:make_habits"}, warmup={"num_steps": 0}, run={"num_updates": 1})
-    # Three of four leaves are right: mean 0.75, sample standard deviation sqrt((0.75² + 3 · 0.25²) / 3) = 0.5.
+    run = start(
+        tmp_path,
+        engine={"kind": "tests.tiny_parts:make_habits"},
+        warmup={"num_steps": 0},
+        run={"num_updates": 1},
+    )
+    # Three of four leaves are right: mean 0.75, sample standard deviation sqrt((0.75² + 3 · 0.25²)
+    # / 3) = 0.5.
     assert run.metrics["reward/mean"] == 0.75 and run.metrics["reward/std"] == pytest.approx(0.5)
     assert run.metrics["eval/accuracy"] == run.metrics["eval/pass_at_2"] == 1.0
     for tree in read_trees(run.run_dir / "trees" / "update-000001.jsonl"):
         assert [leaf.reward for leaf in tree.leaves] == [0.0, 1.0, 1.0, 1.0]
-        assert [leaf.advantage for leaf in tree.leaves] == pytest.approx([-1.5, 0.5, 0.5, 0.5], abs=1e-5)
+        assert [leaf.advantage for leaf in tree.leaves] == pytest.approx(
+            [-1.5, 0.5, 0.5, 0.5], abs=1e-5
+        )
         assert all(leaf.status is Status.COMPLETED and leaf.weight == 0.25 for leaf in tree.leaves)
 
 
@@ -258,24 +354,34 @@ def test_tasks_come_in_shuffled_epochs() -> None:
     tasks = [Task(id=str(n), question="?", reference=()) for n in range(6)]
 
     def drawn(seed: int) -> list[str]:
-        return [task.id for update in (1, 2, 3, 4) for task in sample_tasks(tasks, update, size=3, seed=seed)]
+        return [
+            task.id
+            for update in (1, 2, 3, 4)
+            for task in sample_tasks(tasks, update, size=3, seed=seed)
+        ]
 
     assert sorted(drawn(0)[:6]) == sorted(drawn(0)[6:]) == [task.id for task in tasks]
     assert drawn(0)[:6] != drawn(0)[6:] and drawn(0) != drawn(1)
     assert len(sample_tasks(tasks, 1, size=20, seed=0)) == 6
 
 
-# --- law 7: one policy ------------------------------------------------------------------------------------------------
+# --- law 7: one policy ----------------------------------------------------------------------------
 
 
-def test_a_skipped_publish_is_found_by_version_or_checksum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_publish_is_found_by_version_or_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish = NativeEngine.publish
 
-    async def skips_the_second(self: NativeEngine, weights: Mapping[str, Any], version: int) -> None:
+    async def skips_the_second(
+        self: NativeEngine, weights: Mapping[str, Any], version: int
+    ) -> None:
         if version != 1:
             await publish(self, weights, version)
 
-    async def keeps_old_weights(self: NativeEngine, weights: Mapping[str, Any], version: int) -> None:
+    async def keeps_old_weights(
+        self: NativeEngine, weights: Mapping[str, Any], version: int
+    ) -> None:
         await publish(self, self.model.state_dict(), version)
 
     monkeypatch.setattr(NativeEngine, "publish", skips_the_second)
@@ -300,28 +406,46 @@ def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabiliti
     monkeypatch.setattr(NativeEngine, "fingerprint", property(lambda self: ""))
     display = Recorder()
     with pytest.raises(DriftError, match="third time in a row"):
-        start(tmp_path, display=display, run={"num_updates": 9}, eval={"every": 0}, learn={"lr": 0.01})
+        start(
+            tmp_path, display=display, run={"num_updates": 9}, eval={"every": 0}, learn={"lr": 0.01}
+        )
     # Said once, when it begins, and written into the line of each update in which it stands.
-    assert [text.split(":")[0] for text in display.warnings if "engine_drift" in text.split(":")[0]] == ["engine_drift at update 2"]
+    assert [
+        text.split(":")[0] for text in display.warnings if "engine_drift" in text.split(":")[0]
+    ] == ["engine_drift at update 2"]
     lines = read_metrics(tmp_path / "a")
-    assert [line["update"] for line in lines if "health/engine_drift" in line] == [2, 3] and lines[-1]["update"] == 3
-    assert lines[2]["health/engine_drift"] == lines[2]["learn/engine_gap"] > lines[2]["learn/engine_gap_limit"] == 1e-4
+    assert [line["update"] for line in lines if "health/engine_drift" in line] == [2, 3] and lines[
+        -1
+    ]["update"] == 3
+    assert (
+        lines[2]["health/engine_drift"]
+        == lines[2]["learn/engine_gap"]
+        > lines[2]["learn/engine_gap_limit"]
+        == 1e-4
+    )
     assert any("once the cause is mended, go on" in text for text in display.warnings)
 
 
-# --- law 9: waits -----------------------------------------------------------------------------------------------------
+# --- law 9: waits ---------------------------------------------------------------------------------
 
 
 def test_a_long_wait_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupt, "HEARTBEAT_S", 0.02)
     monkeypatch.setattr(SlowSearch, "longest_s", 0.3)
     display = Recorder()
-    start(tmp_path, display=display, tasks={"kind": "tests.tiny_parts:SlowWorld"}, run={"num_updates": 1})
+    start(
+        tmp_path,
+        display=display,
+        tasks={"kind": "tests.tiny_parts:SlowWorld"},
+        run={"num_updates": 1},
+    )
     waits = [text for text in display.warnings if text.startswith("still waiting after")]
     assert any("on tool search" in text for text in waits)
 
 
-def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step, count = NativeEngine._step, 0
 
     def dies(self: NativeEngine) -> None:
@@ -342,27 +466,39 @@ def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(tmp_path: Path, monkey
     assert differing(whole.run_dir, tmp_path / "a") == []
 
 
-# --- law 11: evaluation -----------------------------------------------------------------------------------------------
+# --- law 11: evaluation ---------------------------------------------------------------------------
 
 
 def test_evaluation_has_independent_starts_whatever_the_explorer(tmp_path: Path) -> None:
     ASKED.clear()
-    run = start(tmp_path, explore={"explorers": ["tests.tiny_parts:OneByOne"]}, run={"num_updates": 1}, eval={"num_samples": 3})
+    run = start(
+        tmp_path,
+        explore={"explorers": ["tests.tiny_parts:OneByOne"]},
+        run={"num_updates": 1},
+        eval={"num_samples": 3},
+    )
     assert ASKED and not [group for group in ASKED if group.startswith("eval-")]
     for kind, count in (("greedy", 1), ("sampled", 3)):
         for tree in read_trees(run.run_dir / "trees" / f"eval-000001-{kind}.jsonl"):
             assert len(tree.leaves) == count
             starts = [step for step in tree.steps[1:] if step.parent == "0"]
-            assert len(starts) == count and not [step for step in tree.steps if isinstance(step.cause, BranchCause)]
+            assert len(starts) == count and not [
+                step for step in tree.steps if isinstance(step.cause, BranchCause)
+            ]
             assert all(leaf.advantage is None for leaf in tree.leaves)
 
 
-# --- warm-up ----------------------------------------------------------------------------------------------------------
+# --- warm-up --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def world() -> SearchWorld:
-    return SearchWorld(load_config(tiny()).tasks.search_world.model_copy(update={"hops": [3]}), seed=0, num_train=4, num_eval=2)
+    return SearchWorld(
+        load_config(tiny()).tasks.search_world.model_copy(update={"hops": [3]}),
+        seed=0,
+        num_train=4,
+        num_eval=2,
+    )
 
 
 @pytest.fixture
@@ -375,43 +511,65 @@ def form(world: SearchWorld) -> TagsFormat:
 def loss_words(form: TagsFormat, tree: Tree) -> list[str]:
     """Returns, for each step, its tokens that carry loss."""
     return [
-        form._tokenizer.decode([token for token, carries in zip(step.token_ids, step.loss_mask, strict=True) if carries])
+        form._tokenizer.decode(
+            [
+                token
+                for token, carries in zip(step.token_ids, step.loss_mask, strict=True)
+                if carries
+            ]
+        )
         for step in tree.steps
     ]
 
 
-def test_the_deciding_token_is_masked_and_nothing_else(world: SearchWorld, form: TagsFormat) -> None:
+def test_the_deciding_token_is_masked_and_nothing_else(
+    world: SearchWorld, form: TagsFormat
+) -> None:
     task = world.warmup_tasks(1, 0)[0]
     steps = world.expert(task, 0)
     calls = [step.calls[0].body for step in steps[:-1]]
     full = demonstration_tree(form, task, steps)
     masked = demonstration_tree(form, task, steps, masks_decisions=True)
     answer = f"\\boxed{{ {task.reference[0]} }} </answer> <eos>"
-    assert loss_words(form, full) == ["", *(f"<search> {call} </search>" for call in calls), f"<answer> {answer}"]
-    # Before the first result there is nothing to decide; after it "<search>" and "<answer>" are the two ways on.
+    assert loss_words(form, full) == [
+        "",
+        *(f"<search> {call} </search>" for call in calls),
+        f"<answer> {answer}",
+    ]
+    # Before the first result there is nothing to decide; after it "<search>" and "<answer>" are the
+    # two ways on.
     rest = [f"{call} </search>" for call in calls[1:]]
     assert loss_words(form, masked) == ["", f"<search> {calls[0]} </search>", *rest, answer]
     assert [step.token_ids for step in masked.steps] == [step.token_ids for step in full.steps]
 
 
 @pytest.mark.parametrize(("frac", "share"), [(1.0, 1.0), (0.5, 0.5), (0.0, 0.0)])
-def test_early_answers_follow_continue_prob(frac: float, share: float, world: SearchWorld, form: TagsFormat) -> None:
+def test_early_answers_follow_continue_prob(
+    frac: float, share: float, world: SearchWorld, form: TagsFormat
+) -> None:
     settings = WarmupSettings(decision_frac=frac, continue_prob=[0.25, 0.6], batch_size=60)
     source = Demonstrations(world, form, settings, seed=0)
     trees = [tree for step in range(20) for tree in source.batch(step)]
     lengths = [len(tree.steps) - 1 for tree in trees]
-    # Three searches and the answer; cut after one search with probability 0.75, after two with 0.25 · 0.4.
+    # Three searches and the answer; cut after one search with probability 0.75, after two with 0.25
+    # · 0.4.
     found = [lengths.count(length) / len(lengths) for length in (2, 3, 4)]
     assert found == pytest.approx([0.75 * share, 0.1 * share, 1.0 - 0.85 * share], abs=0.04)
     for tree in trees:
         if len(tree.steps) == 3:
             assert tree.leaves[0].answer == tree.steps[1].content.observations[0].text.split()[-1]
-    shows_decision = [sum(tree.steps[2].loss_mask) == sum(tree.steps[2].sampled_mask) for tree in trees]
+    shows_decision = [
+        sum(tree.steps[2].loss_mask) == sum(tree.steps[2].sampled_mask) for tree in trees
+    ]
     assert sum(shows_decision) / len(trees) == pytest.approx(frac if frac else 1.0, abs=0.05)
-    assert [tree.steps for tree in source.batch(3)] == [tree.steps for tree in Demonstrations(world, form, settings, 0).batch(3)]
+    assert [tree.steps for tree in source.batch(3)] == [
+        tree.steps for tree in Demonstrations(world, form, settings, 0).batch(3)
+    ]
 
 
-def test_skill_counts_steps_without_their_deciding_token(world: SearchWorld, form: TagsFormat) -> None:
+def test_skill_counts_steps_without_their_deciding_token(
+    world: SearchWorld, form: TagsFormat
+) -> None:
     task = world.warmup_tasks(1, 0)[0]
     steps = world.expert(task, 0)
 
@@ -431,7 +589,8 @@ def test_skill_counts_steps_without_their_deciding_token(world: SearchWorld, for
     def skill(*wrong: int) -> float:
         return step_skill(Stub(*wrong), form, [(task, steps)])  # type: ignore[arg-type]
 
-    # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4, 8 and 12 decide.
+    # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4,
+    # 8 and 12 decide.
     assert skill() == skill(4, 8, 12) == 1.0
     assert skill(0) == skill(5) == skill(9, 10, 11) == skill(14) == 0.75
     assert skill(1, 5) == 0.5
@@ -444,7 +603,13 @@ def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path
         steps = []
         for step in world.expert(task, 0):
             calls = [{"name": call.name, "body": call.body} for call in step.calls]
-            steps.append({"calls": calls, "observations": [o.text for o in step.observations], "answer": step.answer})
+            steps.append(
+                {
+                    "calls": calls,
+                    "observations": [o.text for o in step.observations],
+                    "answer": step.answer,
+                }
+            )
         rows.append({"question": task.question, "steps": steps})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = WarmupSettings(traces=str(path), batch_size=50)
@@ -472,13 +637,18 @@ def test_traces_from_a_file(world: SearchWorld, form: TagsFormat, tmp_path: Path
         ("no json\n", "line 1"),
         ('{"question": "q", "steps": [{"answer": "a"}]}\n{"question": "q"}\n', "line 2.*'steps'"),
         ('{"question": "q", "steps": []}\n', "no steps"),
-        ('{"question": "q", "steps": [{"calls": [{"name": "fly", "body": "x"}]}]}\n', "line 1.*no tool 'fly'"),
+        (
+            '{"question": "q", "steps": [{"calls": [{"name": "fly", "body": "x"}]}]}\n',
+            "line 1.*no tool 'fly'",
+        ),
         ('{"question": "q", "steps": [{"answer": "</answer>"}]}\n', "line 1.*reserved tag"),
         ('{"question": "q", "steps": [{"thought": "hm"}]}\n', "line 1"),
         ('{"question": 5, "steps": [{"answer": "a"}]}\n', "line 1"),
     ],
 )
-def test_bad_traces_are_named_before_any_work(text: str, part: str, world: SearchWorld, form: TagsFormat, tmp_path: Path) -> None:
+def test_bad_traces_are_named_before_any_work(
+    text: str, part: str, world: SearchWorld, form: TagsFormat, tmp_path: Path
+) -> None:
     path = tmp_path / "traces.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=part) as caught:
@@ -486,7 +656,9 @@ def test_bad_traces_are_named_before_any_work(text: str, part: str, world: Searc
     assert str(path) in str(caught.value)
 
 
-def test_an_expert_that_the_format_cannot_say_is_no_accident(world: SearchWorld, form: TagsFormat) -> None:
+def test_an_expert_that_the_format_cannot_say_is_no_accident(
+    world: SearchWorld, form: TagsFormat
+) -> None:
     task = world.warmup_tasks(1, 0)[0]
     with pytest.raises(ValueError, match=r"no tool|one call or an answer"):
         demonstration_tree(form, task, (StepContent(thought="hm"),))

@@ -1,4 +1,5 @@
-"""The learner's compiled attention over packed trees against softmax in float64, and what happens where there is none."""
+"""The learner's compiled attention over packed trees against softmax in float64, and what happens
+where there is none."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def random_batch(seed: int, num_trees: int) -> list[Node]:
     return nodes
 
 
-def softmax_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: list[Node], scaling: float) -> torch.Tensor:
+def softmax_of(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: list[Node], scaling: float
+) -> torch.Tensor:
     count = query.shape[1]
     ends = subtree_ends(PackedTree(0, count, tuple(nodes)), torch.device("cpu"))
     index = torch.arange(count)
@@ -70,7 +73,12 @@ def softmax_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, node
     st.booleans(),
 )
 def test_outputs_and_gradients(
-    seed: int, num_trees: int, shape: tuple[int, int, int], dtype: torch.dtype, num_threads: int, is_by_token: bool
+    seed: int,
+    num_trees: int,
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    num_threads: int,
+    is_by_token: bool,
 ) -> None:
     """Random batches of random trees, strided as a model's layers give them or not."""
     width, kv_heads, group = shape
@@ -82,7 +90,10 @@ def test_outputs_and_gradients(
         x = torch.randn(count, heads, width, generator=generator).to(dtype).transpose(0, 1)
         return (x if is_by_token else x.contiguous()).requires_grad_()
 
-    inputs, upstream = (drawn(kv_heads * group), drawn(kv_heads), drawn(kv_heads)), drawn(kv_heads * group).detach().transpose(0, 1)
+    inputs, upstream = (
+        (drawn(kv_heads * group), drawn(kv_heads), drawn(kv_heads)),
+        drawn(kv_heads * group).detach().transpose(0, 1),
+    )
     exact = [x.detach().double().requires_grad_() for x in inputs]
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
@@ -116,36 +127,52 @@ def test_a_token_that_sees_only_itself_gives_its_value(dtype: torch.dtype) -> No
 
 
 def test_numbers_do_not_depend_on_what_else_is_packed() -> None:
-    """A tree alone, and after another whose length is no multiple of a tile: the same bits forward."""
+    """A tree alone, and after another whose length is no multiple of a tile: the same bits
+    forward."""
     kernels, nodes = compiled(16, torch.float32), random_batch(3, 1)
     count, generator = nodes[0].subtree_end, torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(2, count + 37, 16, generator=generator) for _ in range(3))
     both = [Node(0, 37, 37), *(Node(n.start + 37, n.end + 37, n.subtree_end + 37) for n in nodes)]
     together = kernels.attend(query, key, value, TreeRuns(both, count + 37, 1), 0.25)
-    alone = kernels.attend(*(x[:, 37:].contiguous() for x in (query, key, value)), TreeRuns(nodes, count, 1), 0.25)
+    alone = kernels.attend(
+        *(x[:, 37:].contiguous() for x in (query, key, value)), TreeRuns(nodes, count, 1), 0.25
+    )
     assert torch.equal(together[37:], alone)
 
 
 def test_work_is_dealt_out_evenly() -> None:
-    """A prompt of 128 seen by all 640 rows, and eight branches of 64: 78k and 36k, 4096 each, in two shares."""
+    """A prompt of 128 seen by all 640 rows, and eight branches of 64: 78k and 36k, 4096 each, in
+    two shares."""
     nodes = [Node(0, 128, 640), *(Node(n, n + 64, n + 64) for n in range(128, 640, 64))]
     table = TreeRuns(nodes, 640, 2).table.tolist()
-    assert [run[:3] for run in table] == [[0, 64, 640], [64, 64, 640], *([n, 64, n + 64] for n in range(128, 640, 64))]
-    loads = [sum(count * (end - start) for start, count, end, share in table if share == s) for s in range(2)]
+    assert [run[:3] for run in table] == [
+        [0, 64, 640],
+        [64, 64, 640],
+        *([n, 64, n + 64] for n in range(128, 640, 64)),
+    ]
+    loads = [
+        sum(count * (end - start) for start, count, end, share in table if share == s)
+        for s in range(2)
+    ]
     assert max(loads) - min(loads) <= 4096
     assert TreeRuns(nodes[:1], 640, 5).num_shares == 2, "no share is empty"
 
 
 def test_a_window_that_hides_nothing_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last token of the longest path sees its first one, `longest - 1` before it, in a window of `longest`."""
+    """The last token of the longest path sees its first one, `longest - 1` before it, in a window
+    of `longest`."""
     batch, asked = pack_trees(example_trees(1)), list[int]()
     count, longest = len(batch.token_ids), int(batch.position_ids.max()) + 1
     query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
 
     def attend(window: int | None, **options: Any) -> torch.Tensor:
-        return PackedPlan(batch, **options).attend(0, query, key, value, AttentionOptions(0.3, window, None, None))
+        return PackedPlan(batch, **options).attend(
+            0, query, key, value, AttentionOptions(0.3, window, None, None)
+        )
 
-    everything, less = (attend(window, compile_kernels=False, dense_limit=count) for window in (None, longest - 1))
+    everything, less = (
+        attend(window, compile_kernels=False, dense_limit=count) for window in (None, longest - 1)
+    )
     assert not torch.allclose(everything, less)
     found = attention.tree_kernels
     monkeypatch.setattr(attention, "tree_kernels", lambda *args: asked.append(1) or found(*args))
@@ -167,7 +194,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 def learn_once(**learn: Any) -> float:
-    learner = Learner(build_model("llama"), LearnSettings(**learn), LossSettings(), length_constant=7)
+    learner = Learner(
+        build_model("llama"), LearnSettings(**learn), LossSettings(), length_constant=7
+    )
     scores, _ = learner.scores(pack_trees(example_trees(2)))
     scores.sum().backward()
     return float(scores.detach().sum())
@@ -181,24 +210,39 @@ def test_without_a_compiler_torchs_operators_do_it(
     with caplog.at_level(logging.WARNING):
         found = learn_once()
         learn_once()
-    assert caplog.text.count("no C compiler was found") == 1 and "attention over trees takes torch's operators" in caplog.text
+    assert (
+        caplog.text.count("no C compiler was found") == 1
+        and "attention over trees takes torch's operators" in caplog.text
+    )
     assert found == pytest.approx(learn_once(compile_kernels=False), abs=1e-4)
 
 
 def test_they_are_not_asked_for_where_the_recipe_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     with_them = learn_once()
-    monkeypatch.setattr("treegraft.policy.learn.tree_attention.tree_kernels", lambda *_: pytest.fail("they were asked for"))
+    monkeypatch.setattr(
+        "treegraft.policy.learn.tree_attention.tree_kernels",
+        lambda *_: pytest.fail("they were asked for"),
+    )
     assert learn_once(compile_kernels=False) == pytest.approx(with_them, abs=1e-4)
 
 
-def test_kernels_that_are_off_are_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_kernels_that_are_off_are_not_used(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     compiled(8, torch.float32)
     module._tree_kernels.cache_clear()
     right = TreeKernels.backward
-    for factor, notice in ((1.01, "our kernels are off by 0.01"), (math.nan, "our kernels are off by nan")):
+    for factor, notice in (
+        (1.01, "our kernels are off by 0.01"),
+        (math.nan, "our kernels are off by nan"),
+    ):
         spoilt = (1.0, 1.0, factor)
         monkeypatch.setattr(
-            TreeKernels, "backward", lambda *args, by=spoilt: tuple(f * grad for f, grad in zip(by, right(*args), strict=True))
+            TreeKernels,
+            "backward",
+            lambda *args, by=spoilt: tuple(
+                f * grad for f, grad in zip(by, right(*args), strict=True)
+            ),
         )
         with caplog.at_level(logging.WARNING):
             assert tree_kernels(8, torch.float32, "cpu") is None
@@ -207,12 +251,15 @@ def test_kernels_that_are_off_are_not_used(fresh: Path, monkeypatch: pytest.Monk
 
 
 def test_values_of_another_width_or_type_take_torchs_operators() -> None:
-    """Latent attention has narrower values, autocast leaves mixed types; both run, and a width of values is kept."""
+    """Latent attention has narrower values, autocast leaves mixed types; both run, and a width of
+    values is kept."""
     batch = pack_trees(example_trees(1))
     count = len(batch.token_ids)
     query, key, value = torch.randn(3, 2, count, 8, generator=torch.Generator().manual_seed(0))
     options = AttentionOptions(0.3, None, None, None)
-    expected = PackedPlan(batch, compile_kernels=False, dense_limit=count).attend(0, query, key, value, options)
+    expected = PackedPlan(batch, compile_kernels=False, dense_limit=count).attend(
+        0, query, key, value, options
+    )
     narrow = PackedPlan(batch).attend(0, query, key, value[..., :6], options)
     torch.testing.assert_close(narrow, expected[..., :6])
     assert PackedPlan(batch)._kernels(query, key, value.bfloat16(), options) is None
@@ -220,10 +267,14 @@ def test_values_of_another_width_or_type_take_torchs_operators() -> None:
 
 def test_the_proof_runs_in_inference_mode_too(fresh: Path) -> None:
     with torch.inference_mode():
-        assert tree_kernels(8, torch.float32, "cpu") is not None or compiled(8, torch.float32) is None
+        assert (
+            tree_kernels(8, torch.float32, "cpu") is not None or compiled(8, torch.float32) is None
+        )
 
 
-def test_one_thread_of_ours_is_no_match_for_many(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_thread_of_ours_is_no_match_for_many(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     compiled(8, torch.float32)
     module._tree_kernels.cache_clear()
@@ -232,5 +283,8 @@ def test_one_thread_of_ours_is_no_match_for_many(fresh: Path, monkeypatch: pytes
 
 
 def test_other_devices_and_types_have_none() -> None:
-    assert tree_kernels(8, torch.float32, "cuda") is None and tree_kernels(8, torch.float16, "cpu") is None
+    assert (
+        tree_kernels(8, torch.float32, "cuda") is None
+        and tree_kernels(8, torch.float16, "cpu") is None
+    )
     assert tree_kernels(7, torch.float32, "cpu") is None

@@ -51,12 +51,16 @@ def test_the_example_of_the_page() -> None:
 
 def test_a_leaf_without_loss_takes_it_from_its_own_path_only() -> None:
     tree = example()
-    first, second = replace(tree, leaves=(replace(tree.leaves[0], has_loss=False), tree.leaves[1])).trajectories()
+    first, second = replace(
+        tree, leaves=(replace(tree.leaves[0], has_loss=False), tree.leaves[1])
+    ).trajectories()
     assert not any(first.loss_mask) and sum(first.sampled_mask) == 5
     assert sum(second.loss_mask) == 4
 
 
-@pytest.mark.parametrize("column", ["origins", "loss_mask", "sampling_logprobs", "entropies", "old_logprobs", "ratios"])
+@pytest.mark.parametrize(
+    "column", ["origins", "loss_mask", "sampling_logprobs", "entropies", "old_logprobs", "ratios"]
+)
 def test_columns_of_another_length_are_refused(column: str) -> None:
     values = {"origins": (S, S), "loss_mask": (True, True)}.get(column, (0.0, 0.0))
     with pytest.raises(ValueError, match=f"step '0.0': {column} has 2 entries, token_ids has 3"):
@@ -65,7 +69,9 @@ def test_columns_of_another_length_are_refused(column: str) -> None:
 
 @pytest.mark.parametrize("origin", [origin for origin in Origin if origin is not Origin.POLICY])
 def test_law_4_no_loss_but_on_sampled_tokens(origin: Origin) -> None:
-    with pytest.raises(ValueError, match=f"token 2: loss on a token of origin {origin.name.lower()}"):
+    with pytest.raises(
+        ValueError, match=f"token 2: loss on a token of origin {origin.name.lower()}"
+    ):
         make_step(origins=(S, S, origin), loss_mask=(True, True, True))
 
 
@@ -75,7 +81,9 @@ def test_law_4_on_random_trees(tree: Tree) -> None:
     for path in tree.trajectories():
         columns = (path.sampled_mask, path.loss_mask, path.origins, path.logprobs, path.entropies)
         assert {len(column) for column in columns} == {len(path.token_ids)}
-        for sampled, has_loss, origin in zip(path.sampled_mask, path.loss_mask, path.origins, strict=True):
+        for sampled, has_loss, origin in zip(
+            path.sampled_mask, path.loss_mask, path.origins, strict=True
+        ):
             assert sampled == (origin is Origin.POLICY)
             assert sampled or not has_loss
         assert path.token_ids == path.prompt_ids + path.completion_ids
@@ -83,7 +91,10 @@ def test_law_4_on_random_trees(tree: Tree) -> None:
 
 def test_the_status_table() -> None:
     """Rows of the table in design.md 3; a failed leaf counts nowhere."""
-    table = {status: (rule.in_group, rule.in_denominator, rule.has_loss) for status, rule in LEARNING_RULES.items()}
+    table = {
+        status: (rule.in_group, rule.in_denominator, rule.has_loss)
+        for status, rule in LEARNING_RULES.items()
+    }
     counts, nowhere = (True, True, True), (False, False, False)
     assert table == {
         Status.COMPLETED: counts,

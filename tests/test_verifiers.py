@@ -1,4 +1,5 @@
-"""Environments of the package verifiers, where it is installed: TextArena's Wordle, with a few words of our own."""
+"""Environments of the package verifiers, where it is installed: TextArena's Wordle, with a few
+words of our own."""
 
 from __future__ import annotations
 
@@ -18,22 +19,45 @@ from treegraft.tools.build import open_environments
 from treegraft.tools.environments.sessions import Environments
 
 WORDLE = {"taskset": "textarena", "settings": {"game": "Wordle-v0"}}
-WORDS = ("apple", "house", "table", "river", "stone", "light", "night", "water", "green", "chair", "plant", "music")
+WORDS = (
+    "apple",
+    "house",
+    "table",
+    "river",
+    "stone",
+    "light",
+    "night",
+    "water",
+    "green",
+    "chair",
+    "plant",
+    "music",
+)
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The two data sets of NLTK that the game reads, in small: no package of the index carries them."""
-    pytest.importorskip("verifiers.v1", reason="needs verifiers, which cannot be installed beside mcp 2.3")
+    """The two data sets of NLTK that the game reads, in small: no package of the index carries
+    them."""
+    pytest.importorskip(
+        "verifiers.v1", reason="needs verifiers, which cannot be installed beside mcp 2.3"
+    )
     pytest.importorskip("textarena", reason="needs textarena")
     nltk = pytest.importorskip("nltk", reason="needs nltk")
     folder = tmp_path_factory.mktemp("nltk")
-    lists, tagger = folder / "corpora" / "words", folder / "taggers" / "averaged_perceptron_tagger_eng"
+    lists, tagger = (
+        folder / "corpora" / "words",
+        folder / "taggers" / "averaged_perceptron_tagger_eng",
+    )
     lists.mkdir(parents=True)
     tagger.mkdir(parents=True)
     for name in ("en", "en-basic"):
         (lists / name).write_text("\n".join(WORDS))
-    for part, value in (("weights", {}), ("tagdict", dict.fromkeys(WORDS, "NN")), ("classes", ["NN"])):
+    for part, value in (
+        ("weights", {}),
+        ("tagdict", dict.fromkeys(WORDS, "NN")),
+        ("classes", ["NN"]),
+    ):
         (tagger / f"{tagger.name}.{part}.json").write_text(json.dumps(value))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nltk.data, "path", [str(folder)])
@@ -42,7 +66,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def opened(capability: Any = "replay", **options: Any) -> Environments:
-    settings = EnvironmentSettings(kind="verifiers", options={**WORDLE, **options}, capability=capability, deadline_s=30)
+    settings = EnvironmentSettings(
+        kind="verifiers", options={**WORDLE, **options}, capability=capability, deadline_s=30
+    )
     kind = open_environments(settings)
     assert kind is not None
     return Environments(kind, settings)
@@ -58,7 +84,8 @@ def test_tasks_have_the_game_s_prompt() -> None:
 
 @pytest.mark.usefixtures("words")
 def test_a_game_is_played_branched_and_won() -> None:
-    """Whoever tries all words wins; a branch after one guess sees the same letters, and a lost episode earns less."""
+    """Whoever tries all words wins; a branch after one guess sees the same letters, and a lost
+    episode earns less."""
     worlds = opened(tool="guess")
     task = VerifiersTasks(seed=0, num_train=1, num_eval=1, **WORDLE).train_tasks()[0]
 
@@ -78,12 +105,17 @@ def test_a_game_is_played_branched_and_won() -> None:
             assert "A P P L E" in first.text and not first.is_error
             assert (await other.call(ToolCall("guess", "[apple]"))).text == first.text
             branch = await one.mark().open()
-            # Six guesses each: five more for one, five others for the branch; one of the two finds the word, or neither.
+            # Six guesses each: five more for one, five others for the branch; one of the two finds
+            # the word, or neither.
             ends = [await play(one, WORDS[1:6]), await play(branch, WORDS[6:11])]
-            assert sorted(reward for _, reward in ends)[1] == 1.0 or all(reward < 1 for _, reward in ends)
+            assert sorted(reward for _, reward in ends)[1] == 1.0 or all(
+                reward < 1 for _, reward in ends
+            )
             won = [word for word, reward in ends if reward == 1.0] or [WORDS[11]]
             assert await play(other, won) == (won[0], 1.0)
-            assert (await other.call(ToolCall("guess", "[apple]"))).text == "the episode is over; give your answer"
+            assert (
+                await other.call(ToolCall("guess", "[apple]"))
+            ).text == "the episode is over; give your answer"
         found = worlds.take_metrics()
         assert (found["environment/num_replays"], found["environment/num_mismatches"]) == (1, 0)
 
@@ -99,7 +131,9 @@ def test_an_episode_without_a_guess_ends_with_its_reward() -> None:
         async with make_toolbox(worlds).sessions(task) as sessions:
             await sessions.prepare(1)
             assert await (await sessions.start(0).open()).reward() == 0.0
-        async with make_toolbox(worlds).sessions(Task(id="t", question="?", reference=())) as sessions:
+        async with make_toolbox(worlds).sessions(
+            Task(id="t", question="?", reference=())
+        ) as sessions:
             await sessions.prepare(1)
             with pytest.raises(ToolUnavailable, match="has no column verifiers_index"):
                 await sessions.start(0).open()
@@ -127,14 +161,20 @@ def test_tasksets_that_cannot_be_had() -> None:
         ({**WORDLE, "game": "x"}, "auto", "game: Extra inputs"),
     ],
 )
-def test_what_is_refused_without_the_package(options: dict[str, Any], capability: Any, part: str) -> None:
+def test_what_is_refused_without_the_package(
+    options: dict[str, Any], capability: Any, part: str
+) -> None:
     with pytest.raises(SettingError, match=part):
-        open_environments(EnvironmentSettings(kind="verifiers", options=options, capability=capability))
+        open_environments(
+            EnvironmentSettings(kind="verifiers", options=options, capability=capability)
+        )
 
 
 def test_a_missing_package_is_named() -> None:
     try:
         import verifiers.v1  # noqa: F401
     except ImportError:
-        with pytest.raises(SettingError, match=r"the package 'verifiers' \(0\.4 or newer\) is not installed"):
+        with pytest.raises(
+            SettingError, match=r"the package 'verifiers' \(0\.4 or newer\) is not installed"
+        ):
             open_environments(EnvironmentSettings(kind="verifiers", options=WORDLE))

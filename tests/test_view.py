@@ -1,4 +1,5 @@
-"""The viewer without a browser: what it reads of run folders, what it answers, and whom it refuses."""
+"""The viewer without a browser: what it reads of run folders, what it answers, and whom it
+refuses."""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from starlette.testclient import TestClient
 from tests.trees import recorded_trees
-from tests.viewed import copy_without_checkpoints, expert_hash, grown_tree, metrics_of, plain_tree, write_run, write_update
+from tests.viewed import (
+    copy_without_checkpoints,
+    expert_hash,
+    grown_tree,
+    metrics_of,
+    plain_tree,
+    write_run,
+    write_update,
+)
 from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
@@ -53,8 +62,18 @@ def ask(client: TestClient, path: str, **query: Any) -> Any:
 
 def test_a_group_is_summed_up() -> None:
     group = summarise(json.loads(tree_to_json(grown_tree(1, "t/1"))))
-    assert (group["num_leaves"], group["num_grafts"], group["num_branches"], group["num_errors"]) == (4, 1, 1, 1)
-    assert (group["reward_mean"], group["reward_min"], group["reward_max"], group["best"]) == (0.25, 0.0, 1.0, 0)
+    assert (
+        group["num_leaves"],
+        group["num_grafts"],
+        group["num_branches"],
+        group["num_errors"],
+    ) == (4, 1, 1, 1)
+    assert (group["reward_mean"], group["reward_min"], group["reward_max"], group["best"]) == (
+        0.25,
+        0.0,
+        1.0,
+        0,
+    )
     # pppp + ssstt + rrrr + ss; the graft's own call is another agent's.
     assert [leaf["num_tokens"] for leaf in group["leaves"]] == [15, 12, 14, 12]
     assert [leaf["num_calls"] for leaf in group["leaves"]] == [1, 1, 2, 0]
@@ -77,7 +96,10 @@ def test_a_tree_is_drawn_with_its_reasons() -> None:
     assert steps["0.0"]["advantage"] == pytest.approx(0.5)
     # The policy's step before the graft has entropies .1 .2 .3, the one after it .1 .2.
     assert drawn["leaves"][0]["effects"]["0.0.0"] == pytest.approx([0.2, 0.15])
-    assert drawn["grafted"] == {"with": {"num": 1, "reward": 1.0}, "without": {"num": 3, "reward": 0.0}}
+    assert drawn["grafted"] == {
+        "with": {"num": 1, "reward": 1.0},
+        "without": {"num": 3, "reward": 0.0},
+    }
 
 
 def test_tokens_carry_what_was_recorded() -> None:
@@ -94,11 +116,15 @@ def test_metrics_are_followed_and_a_cut_is_noticed(tmp_path: Path) -> None:
     assert (era, [line["update"] for line in lines]) == (0, [0, 1, 2])
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"update": 3, "reward/mean": NaN}\n{"update": 4, "rew')
-    assert [(line["update"], line.get("reward/mean")) for line in run.metrics()[1][3:]] == [(3, "nan")]
+    assert [(line["update"], line.get("reward/mean")) for line in run.metrics()[1][3:]] == [
+        (3, "nan")
+    ]
     with (path / "metrics.jsonl").open("a") as file:
         file.write('ard/mean": 0.5}\n')
     assert run.metrics()[1][-1] == {"update": 4, "reward/mean": 0.5}
-    RunFolder(path).cut_to(1, len((path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0]))
+    RunFolder(path).cut_to(
+        1, len((path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[0])
+    )
     assert run.metrics() == (1, [lines[0]])
 
 
@@ -121,12 +147,16 @@ def test_warnings_say_what_is_wrong() -> None:
     assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
         ("failed", "trajectories lost to failures of ours: 25.0%", True)
     ]
-    assert [one["rule"] for one in shown(standing([{"update": 1, "learn/loss": "nan"}], {}))[0]] == ["not_finite"]
+    assert [
+        one["rule"] for one in shown(standing([{"update": 1, "learn/loss": "nan"}], {}))[0]
+    ] == ["not_finite"]
     # Recorded with them: what stands in the lines counts, whatever the default limits would say.
     assert standing(lines, {"health": {}}) == [[]] * 5
     held = [{**line, "health/tool_failing_search": 0.75} for line in lines]
     told = shown(standing(held, {"health": {}}))
-    assert [one["text"] for one in told[0]] == ["the tool search fails more than usual: 75% of its calls"]
+    assert [one["text"] for one in told[0]] == [
+        "the tool search fails more than usual: 75% of its calls"
+    ]
     assert [some[0]["is_new"] for some in told] == [True, False, False, False, False]
 
 
@@ -142,12 +172,29 @@ def test_two_folders_of_one_name(tmp_path: Path, run_dir: Path) -> None:
 
 def test_every_page_has_what_it_asks_for(client: TestClient) -> None:
     (run,) = client.get("/api/runs").json()
-    assert (run["name"], run["update"], run["num_updates"], run["is_live"]) == ("first", 4, 10, True)
-    assert [f["name"] for f in ask(client, "")["files"]][:3] == ["update-000001", "update-000002", "eval-000002-greedy"]
-    assert [bool(line["warnings"]) for line in ask(client, "/metrics")["lines"]] == [False, False, False, True, False]
+    assert (run["name"], run["update"], run["num_updates"], run["is_live"]) == (
+        "first",
+        4,
+        10,
+        True,
+    )
+    assert [f["name"] for f in ask(client, "")["files"]][:3] == [
+        "update-000001",
+        "update-000002",
+        "eval-000002-greedy",
+    ]
+    assert [bool(line["warnings"]) for line in ask(client, "/metrics")["lines"]] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]
     assert [line["update"] for line in ask(client, "/metrics", first=4, era=0)["lines"]] == [4]
     assert len(ask(client, "/metrics", first=4, era=7)["lines"]) == 5
-    assert [row["file"] for row in ask(client, "/task", id="t/1")] == [f"update-00000{n}" for n in (1, 2, 3, 4)]
+    assert [row["file"] for row in ask(client, "/task", id="t/1")] == [
+        f"update-00000{n}" for n in (1, 2, 3, 4)
+    ]
     assert ask(client, "/trees/update-000001/0")["best"] == 0
     tokens = ask(client, "/tokens/update-000001/0", leaf=0)
     assert tokens["steps"][0]["texts"] == ["? ", "search ", "e1 ", "e2 "]
@@ -181,7 +228,9 @@ def test_filters(client: TestClient, query: dict[str, Any], leaves: list[int] | 
     )
 
 
-def test_a_search_goes_on_where_it_stopped(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_goes_on_where_it_stopped(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("treegraft.view.query.MAX_FOUND", 1)
     seen, cursor = [], ""
     while cursor is not None:
@@ -192,10 +241,14 @@ def test_a_search_goes_on_where_it_stopped(client: TestClient, monkeypatch: pyte
 
 
 def test_text_beyond_ascii_and_lone_surrogates_are_found(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "first", num_updates=1, with_buffer=False, note="Ünïcode \ud800 İ \u202e end")
+    path = write_run(
+        tmp_path / "first", num_updates=1, with_buffer=False, note="Ünïcode \ud800 İ \u202e end"
+    )
     client = TestClient(build_app(open_runs([path])), base_url="http://localhost")
     assert len(ask(client, "/groups", q="ünïcode")["groups"]) == 1
-    assert ask(client, "/trees/update-000001/0")["steps"][1]["content"]["thought"].endswith("\u202e end")
+    assert ask(client, "/trees/update-000001/0")["steps"][1]["content"]["thought"].endswith(
+        "\u202e end"
+    )
 
 
 def test_from_a_graft_to_its_trace_and_back(client: TestClient, run_dir: Path) -> None:
@@ -209,7 +262,10 @@ def test_from_a_graft_to_its_trace_and_back(client: TestClient, run_dir: Path) -
     ]
     nearest = ask(client, "/buffer", q="r2 of e2 ?", near=1)["rows"][0]
     assert nearest["hash"] == expert_hash() and nearest["similarity"] == pytest.approx(1.0)
-    assert ask(client, "/buffer", q="100%_'")["total"] == 0 and ask(client, "/buffer", q="E3")["total"] == 2
+    assert (
+        ask(client, "/buffer", q="100%_'")["total"] == 0
+        and ask(client, "/buffer", q="E3")["total"] == 2
+    )
     assert {p.name: p.stat().st_mtime_ns for p in (run_dir / "buffer").iterdir()} == before
 
 
@@ -229,14 +285,19 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = write_run(tmp_path / "first", num_updates=1, with_buffer=False)
     with (path / "trees" / "update-000001.jsonl").open("a") as file:
         file.write('{"group_id": "half')
-    answer = TestClient(build_app(open_runs([path])), base_url="http://localhost").get("/api/runs/first/groups?file=update-000001")
+    answer = TestClient(build_app(open_runs([path])), base_url="http://localhost").get(
+        "/api/runs/first/groups?file=update-000001"
+    )
     assert answer.status_code == 404 and "line 3" in answer.json()["error"]
 
 
 # ---------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.1:80", "localhost:9", "LOCALHOST", "[::1]", "[::1]:80", "127.1.2.3"])
+@pytest.mark.parametrize(
+    "host",
+    ["127.0.0.1", "127.0.0.1:80", "localhost:9", "LOCALHOST", "[::1]", "[::1]:80", "127.1.2.3"],
+)
 def test_own_names(host: str) -> None:
     assert is_own_name(host, "127.0.0.1")
 
@@ -317,7 +378,10 @@ def test_nothing_is_written(client: TestClient, method: str) -> None:
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/static/app.js", "/nowhere"])
 def test_every_answer_carries_the_policy(client: TestClient, path: str) -> None:
     headers = client.get(path).headers
-    assert headers["content-security-policy"] == CONTENT_SECURITY_POLICY and headers["x-content-type-options"] == "nosniff"
+    assert (
+        headers["content-security-policy"] == CONTENT_SECURITY_POLICY
+        and headers["x-content-type-options"] == "nosniff"
+    )
     assert "unsafe" not in CONTENT_SECURITY_POLICY and "access-control-allow-origin" not in headers
 
 
@@ -326,7 +390,9 @@ def test_pages_load_nothing_from_elsewhere_and_never_make_markup_of_text() -> No
     for file in [*static.glob("*.js"), *static.glob("*.html"), *static.glob("*.css")]:
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not re.search(
-            r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|style=\"", text
+            r"https?://|innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new"
+            r" Function|style=\"",
+            text,
         ), file
     assert "MIT License" in (static / "vendor" / "uplot.LICENSE.txt").read_text()
 
@@ -335,18 +401,40 @@ def test_pages_load_nothing_from_elsewhere_and_never_make_markup_of_text() -> No
 
 
 def test_text_shows_lists_trees_and_transcripts(run_dir: Path) -> None:
-    shown = CliRunner().invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "200"})
-    assert shown.exit_code == 0 and "update-000004" in shown.output and "r2 of r1 of e1 ?" in shown.output
-    narrow = CliRunner().invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "80"}).output
-    assert "group reward min max correct leaves branches grafts errors longest question" in " ".join(narrow.split())
     shown = CliRunner().invoke(
-        command_line, ["view", str(run_dir), "--text", "--update", "1", "--group", "0"], env={"COLUMNS": "200"}
+        command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "200"}
     )
-    assert "entropy change +0.25, p 0.625" in shown.output and "graft from expert, similarity 0.875" in shown.output
+    assert (
+        shown.exit_code == 0
+        and "update-000004" in shown.output
+        and "r2 of r1 of e1 ?" in shown.output
+    )
+    narrow = (
+        CliRunner()
+        .invoke(command_line, ["view", str(run_dir), "--text"], env={"COLUMNS": "80"})
+        .output
+    )
+    assert (
+        "group reward min max correct leaves branches grafts errors longest question"
+        in " ".join(narrow.split())
+    )
+    shown = CliRunner().invoke(
+        command_line,
+        ["view", str(run_dir), "--text", "--update", "1", "--group", "0"],
+        env={"COLUMNS": "200"},
+    )
+    assert (
+        "entropy change +0.25, p 0.625" in shown.output
+        and "graft from expert, similarity 0.875" in shown.output
+    )
     assert "leaf 0 (0 to 3), the best by reward" in shown.output
     arguments = ["view", str(run_dir), "--text", "--eval", "2", "--group", "0", "--leaf", "2"]
     shown = CliRunner().invoke(command_line, arguments, env={"COLUMNS": "200"})
-    assert "no such entity" in shown.output and "wrong" in shown.output and "graft from" not in shown.output
+    assert (
+        "no such entity" in shown.output
+        and "wrong" in shown.output
+        and "graft from" not in shown.output
+    )
 
 
 @pytest.mark.parametrize(
@@ -367,8 +455,19 @@ def test_what_does_not_go_together_is_said(run_dir: Path, arguments: list[str], 
 
 
 def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
-    command = [sys.executable, "-m", "treegraft", "view", str(run_dir), "--port", "0", "--no-browser"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "treegraft",
+        "view",
+        str(run_dir),
+        "--port",
+        "0",
+        "--no-browser",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ
+    ) as process:
         try:
             assert process.stdout is not None
             address = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())
@@ -382,7 +481,10 @@ def test_the_command_serves_and_ends_with_ctrl_c(run_dir: Path) -> None:
 
 
 def test_the_viewer_starts_without_torch() -> None:
-    code = "import sys, treegraft.view.server, treegraft.view.command; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, treegraft.view.server, treegraft.view.command; sys.exit(bool({'torch',"
+        " 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -402,16 +504,23 @@ def test_a_path_read_by_its_places_is_the_path_of_the_whole_tree(tree: Tree) -> 
         assert found == {**parsed, "steps": wanted} and ids[-1] == leaf.step_id
 
 
-@pytest.mark.parametrize("line", ["", "[]", "{", '{"a"}', '{"a": 1', '{"steps": [1 2]}', '{"steps": [', '{"a": 1} x', '{"a" 1}'])
+@pytest.mark.parametrize(
+    "line",
+    ["", "[]", "{", '{"a"}', '{"a": 1', '{"steps": [1 2]}', '{"steps": [', '{"a": 1} x', '{"a" 1}'],
+)
 def test_damaged_lines_are_no_trees(line: str) -> None:
     with pytest.raises(ValueError):  # what json says differs
         parse_indexed(line.encode())
 
 
-def test_the_next_leaf_parses_its_path_alone(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_leaf_parses_its_path_alone(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(run_dir)
     whole = run.tree("update-000001", 0)
-    monkeypatch.setattr("treegraft.view.runs.parse_indexed", None)  # would fail if the line were parsed again
+    monkeypatch.setattr(
+        "treegraft.view.runs.parse_indexed", None
+    )  # would fail if the line were parsed again
     for leaf in range(4):
         assert path_tokens(run.path_of("update-000001", 0, leaf), leaf) == path_tokens(whole, leaf)
     with pytest.raises(DataError, match="there is no leaf 4"):
@@ -428,10 +537,12 @@ def test_a_file_written_anew_is_indexed_anew(tmp_path: Path) -> None:
 
 def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:
     base = json.loads(tree_to_json(grown_tree(1, "t/1")))
-    # Beside the graft below 0.0 stand the branch 0.0.1, an answer, and below the twin start 0.1 a failed search.
+    # Beside the graft below 0.0 stand the branch 0.0.1, an answer, and below the twin start 0.1 a
+    # failed search.
     found = draw(base)["peers"]["0.0.0"]
     assert (found["num"], found["num_same"], found["rewards"]) == (2, 0, [])
-    # Depths 1 and 3: the ungrafted path that comes so far is 0.1, 0.1.0, 0.1.0.0, from .1 .2 .3 to .1.
+    # Depths 1 and 3: the ungrafted path that comes so far is 0.1, 0.1.0, 0.1.0.0, from .1 .2 .3 to
+    # .1.
     assert found["drift"] == pytest.approx({"num": 1, "before": 0.2, "after": 0.1})
     steps = {step["id"]: step for step in base["steps"]}
     steps["0.1.0"]["content"] = steps["0.0.0"]["content"]
@@ -447,10 +558,23 @@ def test_a_graft_of_the_same_question_is_named(client: TestClient, tmp_path: Pat
     # The trace's question is "r2 of e2 ?", that of the group another.
     assert ask(client, "/trees/update-000001/0")["peers"]["0.0.0"]["is_same_question"] is False
     path = write_run(tmp_path / "same", num_updates=0)
-    write_trees(RunFolder(path).trees_path(1), [grown_tree(1, "t/1", question="r2  of e2 ?"), grown_tree(1, "t/9")])
+    write_trees(
+        RunFolder(path).trees_path(1),
+        [grown_tree(1, "t/1", question="r2  of e2 ?"), grown_tree(1, "t/9")],
+    )
     same = TestClient(build_app(open_runs([path])), base_url="http://127.0.0.1:8000")
-    said = [same.get(f"/api/runs/same/trees/update-000001/{n}").json()["peers"]["0.0.0"]["is_same_question"] for n in range(2)]
+    said = [
+        same.get(f"/api/runs/same/trees/update-000001/{n}").json()["peers"]["0.0.0"][
+            "is_same_question"
+        ]
+        for n in range(2)
+    ]
     # The buffer's text counts, not the task's name; without the buffer there is only the name.
     assert said == [True, False]
     (path / "buffer" / "traces.sqlite").unlink()
-    assert same.get("/api/runs/same/trees/update-000001/1").json()["peers"]["0.0.0"]["is_same_question"] is True
+    assert (
+        same.get("/api/runs/same/trees/update-000001/1").json()["peers"]["0.0.0"][
+            "is_same_question"
+        ]
+        is True
+    )

@@ -1,4 +1,5 @@
-"""The viewer's pages in a real headless Chromium: each view, keys, filters, addresses, following, foreign text."""
+"""The viewer's pages in a real headless Chromium: each view, keys, filters, addresses, following,
+foreign text."""
 
 from __future__ import annotations
 
@@ -25,12 +26,18 @@ from tests.viewed import (
 from treegraft.core.types import Leaf, StartCause, Status, StepContent, Task, Tree
 from treegraft.runs.record import RunFolder, write_trees
 
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"),
+    pytest.mark.skipif(
+        CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium"
+    ),
     # Playwright's own loop leaves a transport to the collector.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"),
+    pytest.mark.filterwarnings(
+        "ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning"
+    ),
 ]
 
 INJECTIONS = [
@@ -76,7 +83,9 @@ INJECTIONS = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("runs")
-    return write_run(folder / "first"), write_run(folder / "second", num_updates=3, with_buffer=False)
+    return write_run(folder / "first"), write_run(
+        folder / "second", num_updates=3, with_buffer=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +98,9 @@ def address(runs: tuple[Path, Path]) -> Iterator[str]:
 def browser() -> Iterator[Any]:
     with playwright.sync_playwright() as started:
         try:
-            opened = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=180_000)
+            opened = started.chromium.launch(
+                executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=180_000
+            )
         except playwright.Error as error:
             pytest.skip(f"Chromium does not start here: {str(error).splitlines()[0]}")
         yield opened
@@ -102,11 +113,19 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     made.set_default_timeout(60_000)
     problems: list[str] = []
     made.on("pageerror", lambda error: problems.append(str(error)))
-    made.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    made.on(
+        "console",
+        lambda message: problems.append(message.text) if message.type == "error" else None,
+    )
     # Nothing leaves the machine, whatever a page says.
     foreign: list[str] = []
     made.on(
-        "request", lambda request: None if request.url.startswith(("http://127.0.0.1:", "data:")) else foreign.append(request.url)
+        "request",
+        lambda request: (
+            None
+            if request.url.startswith(("http://127.0.0.1:", "data:"))
+            else foreign.append(request.url)
+        ),
     )
     yield made
     made.close()
@@ -121,7 +140,8 @@ def show(page: Any, address: str, place: str) -> None:
 
 
 def until(page: Any, expression: str) -> None:
-    """Waits for JavaScript to hold. Playwright's own way evaluates text inside the page, which the pages' policy forbids."""
+    """Waits for JavaScript to hold. Playwright's own way evaluates text inside the page, which the
+    pages' policy forbids."""
     for _ in range(600):
         if page.evaluate(expression):
             return
@@ -132,7 +152,11 @@ def until(page: Any, expression: str) -> None:
 def text(page: Any, selector: str) -> str:
     found = page.locator(selector).first
     # Elements of a drawing have no inner text.
-    return str(found.text_content() if found.evaluate("(e) => e instanceof SVGElement") else found.inner_text())
+    return str(
+        found.text_content()
+        if found.evaluate("(e) => e instanceof SVGElement")
+        else found.inner_text()
+    )
 
 
 def query(page: Any) -> str:
@@ -142,14 +166,22 @@ def query(page: Any) -> str:
 def test_overview(page: Any, address: str) -> None:
     show(page, address, "")
     cards = [card.get_attribute("data-card") for card in page.query_selector_all("section.card")]
-    assert cards[:7] == ["Reward", "Held-out accuracy", "Entropy", "Tool calls", "Retrieved", "Branched", "Time"]
-    assert "Warnings (in 2 updates)" in text(page, ".warnings") and "trajectories lost to failures of ours: 25.0%" in text(
+    assert cards[:7] == [
+        "Reward",
+        "Held-out accuracy",
+        "Entropy",
+        "Tool calls",
+        "Retrieved",
+        "Branched",
+        "Time",
+    ]
+    assert "Warnings (in 2 updates)" in text(
         page, ".warnings"
-    )
+    ) and "trajectories lost to failures of ours: 25.0%" in text(page, ".warnings")
     # What it means and what to do stand with it, and each update that it stood in is a way there.
-    assert "leave their groups" in text(page, ".warning") and "To do: The error stands on the failed leaves" in text(
+    assert "leave their groups" in text(
         page, ".warning"
-    )
+    ) and "To do: The error stands on the failed leaves" in text(page, ".warning")
     assert page.locator(".warning a").first.get_attribute("href").endswith("update-000003")
     box = page.query_selector("[data-card='Reward'] .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 20)
@@ -166,9 +198,16 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
     first = "#updates tbody tr:first-child td:first-child"
     assert text(page, first) == "update 4" and page.locator("tr.warned").count() == 1
     badge = page.locator("tr.warned .badge")
-    assert "failed" in badge.inner_text() and "To do: The error stands on the failed leaves" in badge.get_attribute("title")
+    assert (
+        "failed" in badge.inner_text()
+        and "To do: The error stands on the failed leaves" in badge.get_attribute("title")
+    )
     # What an update learned is not said of the evaluation after it.
-    cells = page.locator("#updates tr", has_text="evaluation after update 2").locator("td").all_inner_texts()
+    cells = (
+        page.locator("#updates tr", has_text="evaluation after update 2")
+        .locator("td")
+        .all_inner_texts()
+    )
     assert (cells[1], cells[9]) == ("\u2013", "\u2013")
     page.click("#updates th >> text=reward")
     page.click("#updates th >> text=reward")
@@ -194,21 +233,28 @@ def test_filters_stand_in_the_address(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001?status=failed")
     assert "why ?" in text(page, "#groups")
     show(page, address, "#/r/first/s?q=nonsense")
-    assert text(page, "#count") == "4 trees in 4 of 4 files" and "update 4, group 0" in text(page, "#groups")
+    assert text(page, "#count") == "4 trees in 4 of 4 files" and "update 4, group 0" in text(
+        page, "#groups"
+    )
 
 
 def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0")
-    assert "Best: leaf 0" in text(page, ".findings") and "Grafts: reward 1 over 1 leaf with, 0 over 3 without" in text(
+    assert "Best: leaf 0" in text(
         page, ".findings"
+    ) and "Grafts: reward 1 over 1 leaf with, 0 over 3 without" in text(page, ".findings")
+    assert (
+        page.locator("svg.drawing .node").count() == 9 and page.locator(".edge.branch").count() == 1
     )
-    assert page.locator("svg.drawing .node").count() == 9 and page.locator(".edge.branch").count() == 1
-    assert "├ p .63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(page, ".node.graft")
+    assert "├ p .63" in text(page, ".node.branch") and "◆ expert sim 0.88" in text(
+        page, ".node.graft"
+    )
     graft = text(page, "article.step.graft")
     assert (
         "another agent" in graft
         and "similarity 0.875" in graft
-        and "0.2 in its step before, 0.15 in its step after (-0.05); at the same depths without a graft: 0.2 and 0.1" in graft
+        and "0.2 in its step before, 0.15 in its step after (-0.05); at the same depths without a graft: 0.2 and 0.1"
+        in graft
         and "the policy itself went on 2 times, never with this step" in graft
         and "this very question" not in graft
     )
@@ -216,17 +262,27 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert "ratios \u00d7 1.0182 before clipping" in text(page, ".leaffacts")
     page.click(".leaf[data-leaf='1']")
     page.wait_for_selector(".pathpane[data-leaf='1']")
-    assert "entropy changed by +0.25" in text(page, "article.step.branch") and "leaf=1" in query(page)
+    assert "entropy changed by +0.25" in text(page, "article.step.branch") and "leaf=1" in query(
+        page
+    )
     page.keyboard.press("j")
     page.wait_for_selector(".pathpane[data-leaf='2']")
     assert "no such entity" in text(page, ".part.result.error")
-    refused = "entropy changed by -0.125 against the start, and probability 0.475 is not above the threshold, 0.5"
-    assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(page, ".leaffacts")
+    refused = (
+        "entropy changed by -0.125 against the start, and probability 0.475 is not above the"
+        " threshold, 0.5"
+    )
+    assert refused in text(page, "article[data-step='0.1.0'] .refused") and "shaping" not in text(
+        page, ".leaffacts"
+    )
     assert text(page, ".mark.refused") == "⊘ p .47 ≤ limit .50"
     # A step says its own part of its id, a leaf its number, as addresses and texts do.
-    assert "leaf 2 \u2717 0" in text(page, ".leaf[data-leaf='2']") and "Leaf 2 (0 to 3)" in text(page, ".pathhead")
+    assert "leaf 2 \u2717 0" in text(page, ".leaf[data-leaf='2']") and "Leaf 2 (0 to 3)" in text(
+        page, ".pathhead"
+    )
     assert (
-        text(page, ".node[data-step='0.1.0'] .part").strip() == ".0" and text(page, ".node[data-step='0.1'] .part").strip() == "0.1"
+        text(page, ".node[data-step='0.1.0'] .part").strip() == ".0"
+        and text(page, ".node[data-step='0.1'] .part").strip() == "0.1"
     )
     page.click(".findings button >> text=Best: leaf 0")
     page.wait_for_selector(".pathpane[data-leaf='0']")
@@ -235,19 +291,36 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     page.hover(".node[data-step='0.0.0'] .graftbox", position={"x": 2, "y": 2})
     assert "retrieved from" in text(page, "#tip")
     page.keyboard.press("m")
-    until(page, "[...document.querySelectorAll('details.raw pre')].some((p) => p.textContent.includes('search'))")
+    until(
+        page,
+        "[...document.querySelectorAll('details.raw pre')].some((p) =>"
+        " p.textContent.includes('search'))",
+    )
 
 
 def credited_tree() -> Tree:
-    """Returns a grown tree with two equally short right leaves, one without credit for its retrieval and one pushed down most."""
+    """Returns a grown tree with two equally short right leaves, one without credit for its
+    retrieval and one pushed down most."""
     tree = grown_tree(1, "t/1")
-    credit = ((1.0, 0.9, 1.0, 0.0), (1.0, 0.9, 1.0, 0.0), (0.0, -0.9, -1.0, 0.0), (0.0, -1.3, -1.0, 0.4))
+    credit = (
+        (1.0, 0.9, 1.0, 0.0),
+        (1.0, 0.9, 1.0, 0.0),
+        (0.0, -0.9, -1.0, 0.0),
+        (0.0, -1.3, -1.0, 0.4),
+    )
     parts = zip(tree.leaves, credit, ("0.0.1", "0.2", "0.1.0.0", "0.0.0.0"), strict=True)
     return replace(
         tree,
         leaves=tuple(
             replace(
-                leaf, step_id=where, reward=r, is_correct=r > 0, advantage=a, outcome_advantage=own, retrieval_reward=z, answer="e3"
+                leaf,
+                step_id=where,
+                reward=r,
+                is_correct=r > 0,
+                advantage=a,
+                outcome_advantage=own,
+                retrieval_reward=z,
+                answer="e3",
             )
             for leaf, (r, a, own, z), where in parts
         ),
@@ -264,13 +337,22 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
         best, down = (found.inner_text() for found in page.query_selector_all(".findings button"))
         assert (
             best
-            == "Best: leaf 0 and leaf 1, \u2713 correct, reward 1 (2 leaves earned it, the shortest with 12 tokens; group mean 0.5)"
+            == "Best: leaf 0 and leaf 1, \u2713 correct, reward 1 (2 leaves earned it, the shortest"
+            " with 12 tokens; group mean 0.5)"
         )
-        assert down == "Pushed down most: leaf 3, -1.3: reward 0 is below the mean, \u00d7 1.3 for its retrieval reward +0.4"
-        # A leaf without a graft is shifted too, for retrieval rewards are compared within the group.
-        words = "+0.9 = +1 of the reward alone \u00d7 0.9: its retrieval reward 0 is below the group's mean, 0.1"
+        assert (
+            down == "Pushed down most: leaf 3, -1.3: reward 0 is below the mean, \u00d7 1.3 for its"
+            " retrieval reward +0.4"
+        )
+        # A leaf without a graft is shifted too, for retrieval rewards are compared within the
+        # group.
+        words = (
+            "+0.9 = +1 of the reward alone \u00d7 0.9: its retrieval reward 0 is below the group's"
+            " mean, 0.1"
+        )
         assert words in text(page, ".leaffacts")
-        # A low window shows part of the drawing, and says so until one is there; the window itself never scrolls.
+        # A low window shows part of the drawing, and says so until one is there; the window itself
+        # never scrolls.
         assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
         page.click(".more button >> text=below")
         until(page, "!document.querySelector('.more').textContent.includes('below')")
@@ -281,23 +363,43 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
 
 def test_a_deep_link_shows_its_step(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0?step=0.1.0&over=entropy")
-    assert page.get_attribute(".pathpane", "data-leaf") == "2" and page.locator("article.step.sel[data-step='0.1.0']").count() == 1
+    assert (
+        page.get_attribute(".pathpane", "data-leaf") == "2"
+        and page.locator("article.step.sel[data-step='0.1.0']").count() == 1
+    )
     assert page.get_attribute("[data-overlay='entropy']", "aria-pressed") == "true"
     # The pane scrolls to the step, the page's own head stays.
-    assert page.evaluate("scrollY") == 0 and page.evaluate("document.getElementById('bar').getBoundingClientRect().top") == 0
+    assert (
+        page.evaluate("scrollY") == 0
+        and page.evaluate("document.getElementById('bar').getBoundingClientRect().top") == 0
+    )
 
 
 def test_token_overlays_are_switched_by_keys_and_hovering_is_exact(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0?leaf=0&mode=tokens")
-    classes = lambda: [span.get_attribute("class").split()[-1] for span in page.query_selector_all(".tok")]  # noqa: E731
+
+    def classes() -> list[str]:
+        spans = page.query_selector_all(".tok")
+        return [span.get_attribute("class").split()[-1] for span in spans]
+
     page.keyboard.press("1")
     # pppp ssstt rrrr ss
-    assert classes()[-15:] == ["o-prompt"] * 4 + ["o-policy"] * 3 + ["o-tool"] * 2 + ["o-retrieved"] * 4 + ["o-policy"] * 2
+    assert (
+        classes()[-15:]
+        == ["o-prompt"] * 4
+        + ["o-policy"] * 3
+        + ["o-tool"] * 2
+        + ["o-retrieved"] * 4
+        + ["o-policy"] * 2
+    )
     page.keyboard.press("5")
     spans = page.query_selector_all(".tokenview .tok")
     assert [span.get_attribute("class").split()[-1] for span in spans].count("has-loss") == 5
     page.keyboard.press("3")
-    assert spans[4].get_attribute("class") == "tok p10" and spans[0].get_attribute("class") == "tok nothing"
+    assert (
+        spans[4].get_attribute("class") == "tok p10"
+        and spans[0].get_attribute("class") == "tok nothing"
+    )
     page.keyboard.press("2")
     # Entropies 0.1, 0.2, 0.3 of at most 0.8.
     assert [span.get_attribute("class") for span in spans[4:7]] == ["tok s1", "tok s3", "tok s4"]
@@ -305,16 +407,25 @@ def test_token_overlays_are_switched_by_keys_and_hovering_is_exact(page: Any, ad
     page.wait_for_selector(".tokenview .tok.p1, .tokenview .tok.p2")
     page.query_selector_all(".tokenview .tok")[5].hover()
     shown = text(page, "#tip")
-    assert "0.2" in shown and "1.2" in shown and "0.1823215567939546" in shown and "policy" in shown and "1.5" in shown
+    assert (
+        "0.2" in shown
+        and "1.2" in shown
+        and "0.1823215567939546" in shown
+        and "policy" in shown
+        and "1.5" in shown
+    )
 
 
 def test_side_by_side(page: Any, address: str) -> None:
     show(page, address, "#/r/first/t/update-000001/0/vs?a=0&b=1")
     page.wait_for_selector(".versus[data-ready='0,1']")
-    assert "They part after 9 tokens" in text(page, ".findings") and "The left one earned 1, the right one 0" in text(
+    assert "They part after 9 tokens" in text(
         page, ".findings"
+    ) and "The left one earned 1, the right one 0" in text(page, ".findings")
+    assert (
+        "common: 2 steps, 9 tokens" in text(page, "details.common summary")
+        and page.locator(".step.parts").count() == 2
     )
-    assert "common: 2 steps, 9 tokens" in text(page, "details.common summary") and page.locator(".step.parts").count() == 2
     page.keyboard.press("j")
     page.wait_for_selector(".versus[data-ready='0,2']")
     # The first steps of both starts have the same tokens, written twice.
@@ -325,7 +436,9 @@ def test_side_by_side(page: Any, address: str) -> None:
 
 def test_one_task_across_updates(page: Any, address: str) -> None:
     show(page, address, "#/r/first/task?id=t%2F1")
-    assert page.locator("#groups tbody tr").count() == 4 and "1\u00d7 e3" in text(page, "#groups tbody tr:first-child")
+    assert page.locator("#groups tbody tr").count() == 4 and "1\u00d7 e3" in text(
+        page, "#groups tbody tr:first-child"
+    )
     assert page.get_attribute(".plot", "data-series") == "updates: 0.25 0.25 0.25 0.25"
 
 
@@ -336,13 +449,17 @@ def test_both_kinds_of_evaluation_are_drawn(browser: Any, tmp_path: Path) -> Non
         tree = grown_tree(update, "held/1")
         share = 0.0 if kind == "sampled" else 1.0
         write_trees(
-            folder.trees_path(update, kind), [replace(tree, leaves=tuple(replace(leaf, reward=share) for leaf in tree.leaves))]
+            folder.trees_path(update, kind),
+            [replace(tree, leaves=tuple(replace(leaf, reward=share) for leaf in tree.leaves))],
         )
     with served(path) as address:
         page = browser.new_page()
         page.set_default_timeout(60_000)
         show(page, address, "#/r/both/task?id=held%2F1")
-        assert page.get_attribute(".plot", "data-series") == "evaluation, greedy: 1 0.25; evaluation, sampled: 0 0"
+        assert (
+            page.get_attribute(".plot", "data-series")
+            == "evaluation, greedy: 1 0.25; evaluation, sampled: 0 0"
+        )
         page.close()
 
 
@@ -354,7 +471,9 @@ def test_buffer_from_a_graft_to_its_trace_and_back(page: Any, address: str) -> N
     page.click("#grafts a >> text=update 2, group 0")
     page.wait_for_selector("article.step.graft.sel")
     show(page, address, "#/r/first/buffer?q=r2%20of%20e2%20%3F&near=1")
-    assert "cosine 1" in text(page, ".trace:first-child") and expert_hash() == page.get_attribute(".trace:first-child", "data-hash")
+    assert "cosine 1" in text(page, ".trace:first-child") and expert_hash() == page.get_attribute(
+        ".trace:first-child", "data-hash"
+    )
     show(page, address, "#/r/second/buffer")
     assert "no Step-Trace Buffer" in text(page, "#page")
 
@@ -378,7 +497,9 @@ def test_a_run_is_followed_while_it_writes(browser: Any, tmp_path: Path) -> None
         page = browser.new_page()
         page.set_default_timeout(60_000)
         show(page, address, "")
-        assert page.get_attribute(".cards", "data-points") == "2" and "running" in text(page, "#live")
+        assert page.get_attribute(".cards", "data-points") == "2" and "running" in text(
+            page, "#live"
+        )
         write_update(path, 2)
         RunFolder(path).append_metrics(2, metrics_of(2))
         page.wait_for_selector(".cards[data-points='3']")
@@ -395,7 +516,9 @@ def test_a_copied_folder_shows_ids(browser: Any, runs: tuple[Path, Path], tmp_pa
         page = browser.new_page()
         page.set_default_timeout(60_000)
         show(page, address, "#/r/copy/t/update-000001/0?mode=tokens")
-        assert "tokens are shown as ids" in text(page, ".pathpane") and re.match(r"#\d+", text(page, ".tokenview .tok"))
+        assert "tokens are shown as ids" in text(page, ".pathpane") and re.match(
+            r"#\d+", text(page, ".tokenview .tok")
+        )
         page.close()
 
 
@@ -404,7 +527,9 @@ def hostile_tree() -> Tree:
     steps = [step("0", "pp", StepContent(thought=" ".join(INJECTIONS)), None)]
     leaves = []
     for n, foreign in enumerate(INJECTIONS):
-        steps.append(step(f"0.{n}", "ss", StepContent(thought=foreign, answer=foreign), StartCause(), ids=n))
+        steps.append(
+            step(f"0.{n}", "ss", StepContent(thought=foreign, answer=foreign), StartCause(), ids=n)
+        )
         leaves.append(
             Leaf(
                 step_id=f"0.{n}",
@@ -416,7 +541,12 @@ def hostile_tree() -> Tree:
                 reward_parts={foreign: 0.0},
             )
         )
-    task = Task(id=INJECTIONS[0], question=" ".join(INJECTIONS), reference=(INJECTIONS[1],), category=INJECTIONS[2])
+    task = Task(
+        id=INJECTIONS[0],
+        question=" ".join(INJECTIONS),
+        reference=(INJECTIONS[1],),
+        category=INJECTIONS[2],
+    )
     return Tree(task=task, group_id=f"1/{INJECTIONS[0]}", steps=tuple(steps), leaves=tuple(leaves))
 
 
@@ -439,11 +569,15 @@ def test_what_models_write_is_shown_as_text(browser: Any, tmp_path: Path) -> Non
             show(page, address, place)
             assert page.evaluate("window.hacked") is None, place
             assert (
-                page.locator("#page script, #page iframe, #page object, #page embed, #page style, #page link, #page base").count()
+                page.locator(
+                    "#page script, #page iframe, #page object, #page embed, #page style, #page"
+                    " link, #page base"
+                ).count()
                 == 0
             )
             assert page.evaluate(
-                "[...document.querySelectorAll('#page *')].every((e) => [...e.attributes].every((a) => !a.name.startsWith('on')))"
+                "[...document.querySelectorAll('#page *')].every((e) => [...e.attributes].every((a)"
+                " => !a.name.startsWith('on')))"
             )
         show(page, address, f"{tree}?leaf=0")
         for n, foreign in enumerate(INJECTIONS):

@@ -1,7 +1,7 @@
 """The viewer of a run with 500 updates of 32 trees with 16 leaves: what its server holds in memory.
 
-The files of trees are links to one, so that the run takes 2 MB of disk; the server cannot know. How long it takes to open is
-measured and printed, never asserted.
+The files of trees are links to one, so that the run takes 2 MB of disk; the server cannot know. How
+long it takes to open is measured and printed, never asserted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,16 @@ import httpx
 import pytest
 from tests.viewed import metrics_of, plain_tree, step
 
-from treegraft.core.types import ContinuationCause, Leaf, Observation, StartCause, Status, StepContent, ToolCall, Tree
+from treegraft.core.types import (
+    ContinuationCause,
+    Leaf,
+    Observation,
+    StartCause,
+    Status,
+    StepContent,
+    ToolCall,
+    Tree,
+)
 from treegraft.runs.record import RunFolder, write_trees
 
 MOST_MB = 300
@@ -31,13 +40,30 @@ UPDATES, TREES, LEAVES = 500, 32, 16
 def wide_tree(number: int) -> Tree:
     """Returns a tree of 16 starts of three steps, some 700 tokens."""
     base = plain_tree(1, f"t/{number}")
-    seen = StepContent(calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="r1 of e1 is e2"),))
+    seen = StepContent(
+        calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="r1 of e1 is e2"),)
+    )
     steps, leaves = [base.root], []
     for n in range(LEAVES):
         steps.append(step(f"0.{n}", "ssssttttttt", seen, StartCause()))
         steps.append(step(f"0.{n}.0", "ssssttttttt", seen, ContinuationCause()))
-        steps.append(step(f"0.{n}.0.0", "ssssssssssssssssssssss", StepContent(answer="e2"), ContinuationCause()))
-        leaves.append(Leaf(step_id=f"0.{n}.0.0", status=Status.COMPLETED, reward=float(n % 2), advantage=0.5, weight=1 / LEAVES))
+        steps.append(
+            step(
+                f"0.{n}.0.0",
+                "ssssssssssssssssssssss",
+                StepContent(answer="e2"),
+                ContinuationCause(),
+            )
+        )
+        leaves.append(
+            Leaf(
+                step_id=f"0.{n}.0.0",
+                status=Status.COMPLETED,
+                reward=float(n % 2),
+                advantage=0.5,
+                weight=1 / LEAVES,
+            )
+        )
     return replace(base, steps=tuple(steps), leaves=tuple(leaves))
 
 
@@ -52,7 +78,9 @@ def write_large_run(path: Path) -> Path:
     return path
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc, which only Linux has")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="memory is read from /proc, which only Linux has"
+)
 def test_a_large_run_stays_small_in_memory(tmp_path: Path) -> None:
     path = write_large_run(tmp_path / "large")
     command = [sys.executable, "-m", "treegraft", "view", str(path), "--port", "0", "--no-browser"]
@@ -63,14 +91,25 @@ def test_a_large_run_stays_small_in_memory(tmp_path: Path) -> None:
             assert found is not None
             api = f"{found[0]}api/runs"
             opened = {}
-            for page in ("", "/large/metrics", "/large", "/large/groups?file=update-000250", "/large/trees/update-000250/31"):
+            for page in (
+                "",
+                "/large/metrics",
+                "/large",
+                "/large/groups?file=update-000250",
+                "/large/trees/update-000250/31",
+            ):
                 began = time.perf_counter()
                 assert httpx.get(f"{api}{page}", timeout=120).status_code == 200
                 opened[page] = round(time.perf_counter() - began, 3)
             # A search walks on through the run; ten parts of it are many files.
             cursor = ""
             for _ in range(3):
-                cursor = httpx.get(f"{api}/large/groups?q=nowhere&cursor={cursor}", timeout=120).json()["cursor"] or ""
+                cursor = (
+                    httpx.get(f"{api}/large/groups?q=nowhere&cursor={cursor}", timeout=120).json()[
+                        "cursor"
+                    ]
+                    or ""
+                )
             status = Path(f"/proc/{process.pid}/status").read_text()
             most = int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
             process.send_signal(signal.SIGINT)

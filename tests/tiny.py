@@ -1,4 +1,5 @@
-"""A run of a few seconds, for tests of the whole: settings, and what a finished run folder holds."""
+"""A run of a few seconds, for tests of the whole: settings, and what a finished run folder
+holds."""
 
 from __future__ import annotations
 
@@ -73,11 +74,17 @@ def is_timing(key: str) -> bool:
 
 
 def contents(run_dir: Path) -> dict[str, Any]:
-    """Returns everything that two equal runs have in common, by file: metrics less time/*, trees, checkpoints."""
+    """Returns everything that two equal runs have in common, by file: metrics less time/*, trees,
+    checkpoints."""
     found: dict[str, Any] = {}
     for file in sorted(run_dir.rglob("*")):
         name = file.relative_to(run_dir).as_posix()
-        if not file.is_file() or name == ".lock" or "tensorboard" in name or name.endswith(("-wal", "-shm", ".index")):
+        if (
+            not file.is_file()
+            or name == ".lock"
+            or "tensorboard" in name
+            or name.endswith(("-wal", "-shm", ".index"))
+        ):
             continue
         if name.endswith(".sqlite"):
             with TraceBuffer(file, None) as buffer:
@@ -85,7 +92,9 @@ def contents(run_dir: Path) -> dict[str, Any]:
             continue
         if name == "metrics.jsonl":
             lines = [json.loads(line) for line in file.read_text().splitlines()]
-            found[name] = [{key: value for key, value in line.items() if not is_timing(key)} for line in lines]
+            found[name] = [
+                {key: value for key, value in line.items() if not is_timing(key)} for line in lines
+            ]
         elif (name.endswith("config.json") and "treegraft" in name) or name == "config.json":
             settings = json.loads(file.read_text())
             settings["run"] |= {"name": None, "dir": ""}
@@ -94,7 +103,9 @@ def contents(run_dir: Path) -> dict[str, Any]:
             state = json.loads(file.read_text())
             # The length of metrics.jsonl and the settings hold times and names.
             del state["metrics_size"], state["checksums"]["treegraft/config.json"]
-            state["pending"] = {key: value for key, value in state["pending"].items() if not is_timing(key)}
+            state["pending"] = {
+                key: value for key, value in state["pending"].items() if not is_timing(key)
+            }
             found[name] = state
         else:
             found[name] = file.read_bytes()
@@ -104,4 +115,6 @@ def contents(run_dir: Path) -> dict[str, Any]:
 def differing(a: Path, b: Path) -> list[str]:
     """Returns the files in which two runs differ."""
     first, second = contents(a), contents(b)
-    return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
+    return sorted(
+        name for name in first.keys() | second.keys() if first.get(name) != second.get(name)
+    )

@@ -1,4 +1,5 @@
-"""What tests of whole runs name by import path: a slow tool, an engine of known habits, an explorer that remembers."""
+"""What tests of whole runs name by import path: a slow tool, an engine of known habits, an explorer
+that remembers."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
 
 
 class SlowSearch(WorldSearch):
-    """Takes a different time at every call. Not cacheable: the same words mean different facts in different worlds."""
+    """Takes a different time at every call. Not cacheable: the same words mean different facts in
+    different worlds."""
 
     luck = random.Random()
     longest_s = 0.03
@@ -65,13 +67,19 @@ class Habits:
     """Answers right at once, but wrong in the first start of each training tree."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._right = ScriptedEngine(lambda path: f"<answer> \\boxed{{ {ANSWERS[path.strip()]} }} </answer>", tokenizer)
-        self._wrong = ScriptedEngine(lambda path: "<answer> \\boxed{ unknown } </answer>", tokenizer)
+        self._right = ScriptedEngine(
+            lambda path: f"<answer> \\boxed{{ {ANSWERS[path.strip()]} }} </answer>", tokenizer
+        )
+        self._wrong = ScriptedEngine(
+            lambda path: "<answer> \\boxed{ unknown } </answer>", tokenizer
+        )
         self.policy_version = 0
         self.fingerprint = ""
         self.death = None
 
-    async def complete(self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any) -> Completion:
+    async def complete(
+        self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any
+    ) -> Completion:
         engine = self._wrong if noise_key[1] == "train" and noise_key[-1] == "0.0" else self._right
         return await engine.complete(prefix_ids, sampling, noise_key=noise_key, **hints)
 

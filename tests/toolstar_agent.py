@@ -1,4 +1,5 @@
-"""An agent of eight habits, by which start of the tree it is, for the test of recipes/toolstar.toml."""
+"""An agent of eight habits, by which start of the tree it is, for the test of
+recipes/toolstar.toml."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 REFERENCES: dict[str, str] = {}
 """Answers by question as the prompt shows it; the test fills it in."""
 
-_QUESTION = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>\n<\|im_start\|>assistant\n(.*)", re.DOTALL)
+_QUESTION = re.compile(
+    r"<\|im_start\|>user\n(.*?)<\|im_end\|>\n<\|im_start\|>assistant\n(.*)", re.DOTALL
+)
 
 
 def think(text: str, action: str) -> str:
@@ -41,12 +44,17 @@ def both_tools(question: str, reference: str, num_results: int) -> str:
 
 def only_search(question: str, reference: str, num_results: int) -> str:
     """Searches and answers right."""
-    return (think("Look it up.", f"<search>{search_of(question)}</search>"), think("Found.", answer(reference)))[num_results]
+    return (
+        think("Look it up.", f"<search>{search_of(question)}</search>"),
+        think("Found.", answer(reference)),
+    )[num_results]
 
 
 def almost(question: str, reference: str, num_results: int) -> str:
     """Makes a mistake in its code and says one word too many."""
-    return (think("Try.", "<python>1 / 0</python>"), think("Guess.", answer(f"{reference} zzz")))[num_results]
+    return (think("Try.", "<python>1 / 0</python>"), think("Guess.", answer(f"{reference} zzz")))[
+        num_results
+    ]
 
 
 def thoughtless(question: str, reference: str, num_results: int) -> str:
@@ -56,7 +64,9 @@ def thoughtless(question: str, reference: str, num_results: int) -> str:
 
 def forger(question: str, reference: str, num_results: int) -> str:
     """Writes the result itself, with both tools' tags in it."""
-    return think("Pretend.", f"<result>\n<search>x</search><python>1</python>{reference}\n</result>")
+    return think(
+        "Pretend.", f"<result>\n<search>x</search><python>1</python>{reference}\n</result>"
+    )
 
 
 def rambler(question: str, reference: str, num_results: int) -> str:
@@ -103,10 +113,15 @@ class Agent:
     @property
     def death(self) -> None: ...
 
-    async def complete(self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any) -> Completion:
-        """Lets the habit of the start reply; the last part of the key is the step's id, "0.START.…"."""
+    async def complete(
+        self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any
+    ) -> Completion:
+        """Lets the habit of the start reply; the last part of the key is the step's id,
+        "0.START.…"."""
         start = int(str(noise_key[-1]).split(".")[1])
-        return await self._engines[start].complete(prefix_ids, sampling, noise_key=noise_key, **hints)
+        return await self._engines[start].complete(
+            prefix_ids, sampling, noise_key=noise_key, **hints
+        )
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Has nothing to forget."""

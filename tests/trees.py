@@ -29,14 +29,22 @@ from treegraft.core.types import (
 
 VOCABULARY = 97
 """Token ids of random trees are 3..VOCABULARY - 1, clear of padding and end tokens."""
-LETTERS = {"p": Origin.PROMPT, "s": Origin.POLICY, "t": Origin.TOOL, "r": Origin.RETRIEVED, "f": Origin.FORCED}
+LETTERS = {
+    "p": Origin.PROMPT,
+    "s": Origin.POLICY,
+    "t": Origin.TOOL,
+    "r": Origin.RETRIEVED,
+    "f": Origin.FORCED,
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One step: Part("sst", Part("s", reward=1.0), Part("ss")) is a search with its result and two answers below it.
+    """One step: Part("sst", Part("s", reward=1.0), Part("ss")) is a search with its result and two
+    answers below it.
 
-    A capital S is a sampled token that carries no loss. A step of r alone is a graft; `lesson` is how many tokens its agent wrote.
+    A capital S is a sampled token that carries no loss. A step of r alone is a graft; `lesson` is
+    how many tokens its agent wrote.
     """
 
     marks: str
@@ -53,8 +61,11 @@ class Part:
         return cls(marks, children, **fields)
 
 
-def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Sequence[int] = ()) -> Tree:
-    """Returns the tree; token ids (unless given, in depth-first order) and log-probabilities are random from `seed`."""
+def build_tree(
+    root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Sequence[int] = ()
+) -> Tree:
+    """Returns the tree; token ids (unless given, in depth-first order) and log-probabilities are
+    random from `seed`."""
     draw, lesson_draw = random.Random(seed), random.Random(f"lessons {seed}")
     given = iter(tokens)
     steps: list[Step] = []
@@ -64,7 +75,9 @@ def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Seque
         origins = tuple(LETTERS[mark.lower()] for mark in part.marks)
         sampled = [origin is Origin.POLICY for origin in origins]
         is_leaf = parent is not None and not part.children
-        cause: Any = None if parent is None else StartCause() if parent == "0" else ContinuationCause()
+        cause: Any = (
+            None if parent is None else StartCause() if parent == "0" else ContinuationCause()
+        )
         is_graft = set(part.marks) == {"r"}
         if is_graft:
             cause = GraftCause(source="expert", task_id=task_id, reward=1.0, similarity=0.875)
@@ -75,11 +88,15 @@ def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Seque
                 id=step_id,
                 parent=parent,
                 depth=step_id.count("."),
-                token_ids=tuple(next(given, None) or draw.randrange(3, VOCABULARY) for _ in origins),
+                token_ids=tuple(
+                    next(given, None) or draw.randrange(3, VOCABULARY) for _ in origins
+                ),
                 origins=origins,
                 loss_mask=tuple(mark == "s" for mark in part.marks),
                 sampling_logprobs=tuple(-draw.random() if one else 0.0 for one in sampled),
-                entropies=tuple((next(known, None) or draw.random()) if one else 0.0 for one in sampled),
+                entropies=tuple(
+                    (next(known, None) or draw.random()) if one else 0.0 for one in sampled
+                ),
                 temperature=part.temperature,
                 stop_reason=None if parent is None or is_graft else ended,
                 cause=cause,
@@ -88,7 +105,14 @@ def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Seque
         )
         if is_leaf:
             failed = part.status is Status.FAILED
-            leaves.append(Leaf(step_id=step_id, status=part.status, reward=None if failed else part.reward, has_loss=not failed))
+            leaves.append(
+                Leaf(
+                    step_id=step_id,
+                    status=part.status,
+                    reward=None if failed else part.reward,
+                    has_loss=not failed,
+                )
+            )
         for ordinal, child in enumerate(part.children):
             add(child, f"{step_id}.{ordinal}", step_id)
 
@@ -101,7 +125,11 @@ def build_tree(root: Part, *, task_id: str = "t/1", seed: int = 0, tokens: Seque
 def parts(draw: Any, depth: int = 3) -> Part:
     """A random step with everything below it; a failed one may be empty."""
     width = draw(st.integers(1, 3)) if depth and draw(st.booleans()) else 0
-    status = draw(st.sampled_from([Status.COMPLETED] * 4 + list(Status))) if not width else Status.COMPLETED
+    status = (
+        draw(st.sampled_from([Status.COMPLETED] * 4 + list(Status)))
+        if not width
+        else Status.COMPLETED
+    )
     if status is Status.FAILED and draw(st.booleans()):
         return Part("", status=status)
     marks = draw(st.text("ssssSttrf", min_size=1, max_size=5))
@@ -117,28 +145,45 @@ def parts(draw: Any, depth: int = 3) -> Part:
 
 @st.composite
 def random_trees(draw: Any, *, min_starts: int = 1) -> Tree:
-    """A random tree: branches at any depth, tokens of every origin, all statuses, empty steps where a leaf has failed."""
+    """A random tree: branches at any depth, tokens of every origin, all statuses, empty steps where
+    a leaf has failed."""
     prompt = "p" * draw(st.integers(1, 6))
     starts = tuple(draw(parts()) for _ in range(draw(st.integers(min_starts, 4))))
     return build_tree(Part(prompt, starts), seed=draw(st.integers(0, 10**6)))
 
 
 @st.composite
-def agent_steps(draw: Any, depth: int = 3, *, after_graft: bool = False, is_first: bool = True) -> Part:
+def agent_steps(
+    draw: Any, depth: int = 3, *, after_graft: bool = False, is_first: bool = True
+) -> Part:
     """A step of a rollout as RAPO on an entropy-branched tree grows it, with everything below it.
 
-    The first step and the one after a graft are the policy's own; grafts and branches stand at any other place and mix.
+    The first step and the one after a graft are the policy's own; grafts and branches stand at any
+    other place and mix.
     """
     if not is_first and not after_graft and draw(st.booleans()):
-        below = [draw(agent_steps(depth, after_graft=True, is_first=False)) for _ in range(draw(st.integers(1, 2)))]
+        below = [
+            draw(agent_steps(depth, after_graft=True, is_first=False))
+            for _ in range(draw(st.integers(1, 2)))
+        ]
         # A trajectory may end on a graft: no step, token or second was left for the policy.
         ends = draw(st.integers(0, 5)) == 0
-        status = draw(st.sampled_from([Status.TRUNCATED, Status.FAILED])) if ends else Status.COMPLETED
+        status = (
+            draw(st.sampled_from([Status.TRUNCATED, Status.FAILED])) if ends else Status.COMPLETED
+        )
         marks = "r" * draw(st.integers(1, 4))
-        return Part(marks, () if ends else tuple(below), status=status, reward=-1.0, lesson=draw(st.integers(0, 3)))
+        return Part(
+            marks,
+            () if ends else tuple(below),
+            status=status,
+            reward=-1.0,
+            lesson=draw(st.integers(0, 3)),
+        )
     width = draw(st.integers(1, 3)) if depth and draw(st.integers(0, 3)) else 0
     marks = draw(st.text("sssS", min_size=1, max_size=3)) + draw(st.sampled_from(["", "t", "ttf"]))
-    status = Status.COMPLETED if width else draw(st.sampled_from([Status.COMPLETED] * 3 + list(Status)))
+    status = (
+        Status.COMPLETED if width else draw(st.sampled_from([Status.COMPLETED] * 3 + list(Status)))
+    )
     return Part(
         marks,
         tuple(draw(agent_steps(depth - 1, is_first=False)) for _ in range(width)),
@@ -169,9 +214,14 @@ def recorded_trees(draw: Any) -> Tree:
         mask = step.sampled_mask
         content = StepContent(
             thought=draw(texts),
-            calls=tuple(ToolCall(name, draw(texts)) for name in draw(st.lists(st.sampled_from(["python", "search"]), max_size=2))),
+            calls=tuple(
+                ToolCall(name, draw(texts))
+                for name in draw(st.lists(st.sampled_from(["python", "search"]), max_size=2))
+            ),
             observations=tuple(
-                Observation(text=draw(texts), is_error=draw(st.booleans()), is_truncated=draw(st.booleans()))
+                Observation(
+                    text=draw(texts), is_error=draw(st.booleans()), is_truncated=draw(st.booleans())
+                )
                 for _ in range(draw(st.integers(0, 2)))
             ),
             answer=draw(st.none() | texts),
@@ -205,7 +255,13 @@ def recorded_trees(draw: Any) -> Tree:
             question=draw(texts),
             reference=tuple(draw(st.lists(texts, max_size=3))),
             category=draw(texts),
-            columns=draw(st.dictionaries(texts, st.none() | texts | st.integers() | st.lists(texts, max_size=2), max_size=3)),
+            columns=draw(
+                st.dictionaries(
+                    texts,
+                    st.none() | texts | st.integers() | st.lists(texts, max_size=2),
+                    max_size=3,
+                )
+            ),
         ),
         steps=tuple(dressed(step) for step in tree.steps),
         leaves=tuple(
@@ -220,5 +276,9 @@ def recorded_trees(draw: Any) -> Tree:
             )
             for leaf in tree.leaves
         ),
-        budget=BudgetState(num_leaves=draw(st.integers(0, 9)), num_tool_calls=1, num_sampled_tokens=draw(st.integers(0, 9))),
+        budget=BudgetState(
+            num_leaves=draw(st.integers(0, 9)),
+            num_tool_calls=1,
+            num_sampled_tokens=draw(st.integers(0, 9)),
+        ),
     )

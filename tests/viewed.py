@@ -1,4 +1,5 @@
-"""Run folders for tests of the viewer: written with the record's own functions, small, with everything a page can show."""
+"""Run folders for tests of the viewer: written with the record's own functions, small, with
+everything a page can show."""
 
 from __future__ import annotations
 
@@ -40,20 +41,48 @@ from treegraft.traces.keys import split_steps
 from treegraft.view.runs import open_runs
 from treegraft.view.server import address_of, build_app, listen
 
-WORDS = ["<pad>", "<eos>", "?", "search", "e1", "e2", "e3", "r1", "r2", "is", "answer", "of", "<search>", "</search>"]
-EXPERT_CALL = StepContent(calls=(ToolCall("search", "e2 r2"),), observations=(Observation(text="r2 of e2 is e3"),))
+WORDS = [
+    "<pad>",
+    "<eos>",
+    "?",
+    "search",
+    "e1",
+    "e2",
+    "e3",
+    "r1",
+    "r2",
+    "is",
+    "answer",
+    "of",
+    "<search>",
+    "</search>",
+]
+EXPERT_CALL = StepContent(
+    calls=(ToolCall("search", "e2 r2"),), observations=(Observation(text="r2 of e2 is e3"),)
+)
 
 _P, _S, _T, _R = Origin.PROMPT, Origin.POLICY, Origin.TOOL, Origin.RETRIEVED
 
 
-def step(step_id: str, marks: str, content: StepContent, cause: Cause | None, *, ids: int = 0, learned: bool = True) -> Step:
-    """Returns a step of tokens of these origins (p, s, t, r); sampled ones have entropies 0.1, 0.2, ... and ratios 1.1, 1.2, ..."""
+def step(
+    step_id: str,
+    marks: str,
+    content: StepContent,
+    cause: Cause | None,
+    *,
+    ids: int = 0,
+    learned: bool = True,
+) -> Step:
+    """Returns a step of tokens of these origins (p, s, t, r); sampled ones have entropies 0.1, 0.2,
+    ... and ratios 1.1, 1.2, ..."""
     origins = tuple({"p": _P, "s": _S, "t": _T, "r": _R}[mark] for mark in marks)
     numbers = [origins[: n + 1].count(_S) for n in range(len(origins))]
     is_sampled = [origin is _S for origin in origins]
 
     def column(scale: float, base: float, filler: float) -> tuple[float, ...]:
-        return tuple(base + scale * n if s else filler for n, s in zip(numbers, is_sampled, strict=True))
+        return tuple(
+            base + scale * n if s else filler for n, s in zip(numbers, is_sampled, strict=True)
+        )
 
     return Step(
         id=step_id,
@@ -73,13 +102,33 @@ def step(step_id: str, marks: str, content: StepContent, cause: Cause | None, *,
     )
 
 
-def grown_tree(update: int, task: str, *, question: str = "r2 of r1 of e1 ?", answer: str = "e3", note: str = "") -> Tree:
-    """Returns a tree of four leaves: a right one after a graft, a wrong one, a branch beside it, a truncated start."""
-    graft = GraftCause(source="expert", task_id="t/9", reward=1.0, similarity=0.875, content_hash=expert_hash())
+def grown_tree(
+    update: int,
+    task: str,
+    *,
+    question: str = "r2 of r1 of e1 ?",
+    answer: str = "e3",
+    note: str = "",
+) -> Tree:
+    """Returns a tree of four leaves: a right one after a graft, a wrong one, a branch beside it, a
+    truncated start."""
+    graft = GraftCause(
+        source="expert", task_id="t/9", reward=1.0, similarity=0.875, content_hash=expert_hash()
+    )
     branch = BranchCause(entropy_change=0.25, probability=0.625, rule="threshold")
-    refused = BranchDecision(seen=BranchCause(entropy_change=-0.125, probability=0.475, rule="threshold", bar=0.5), num_wanted=0)
-    search = StepContent(thought=note, calls=(ToolCall("search", "e1 r1"),), observations=(Observation(text="r1 of e1 is e2"),))
-    failed = StepContent(calls=(ToolCall("search", "nonsense"),), observations=(Observation(text="no such entity", is_error=True),))
+    refused = BranchDecision(
+        seen=BranchCause(entropy_change=-0.125, probability=0.475, rule="threshold", bar=0.5),
+        num_wanted=0,
+    )
+    search = StepContent(
+        thought=note,
+        calls=(ToolCall("search", "e1 r1"),),
+        observations=(Observation(text="r1 of e1 is e2"),),
+    )
+    failed = StepContent(
+        calls=(ToolCall("search", "nonsense"),),
+        observations=(Observation(text="no such entity", is_error=True),),
+    )
     steps = (
         step("0", "pppp", StepContent(thought=question), None),
         step("0.0", "ssstt", search, StartCause(), ids=1),
@@ -91,14 +140,21 @@ def grown_tree(update: int, task: str, *, question: str = "r2 of r1 of e1 ?", an
         step("0.1.0.0", "s", StepContent(answer="e1"), ContinuationCause(), ids=7),
         step("0.2", "ssssssss", StepContent(thought="on and on"), StartCause(), ids=8),
     )
-    leaf_parts = (("0.0.0.0", 1.0, 1.5), ("0.0.1", 0.0, -0.5), ("0.1.0.0", 0.0, -0.5), ("0.2", 0.0, -0.5))
+    leaf_parts = (
+        ("0.0.0.0", 1.0, 1.5),
+        ("0.0.1", 0.0, -0.5),
+        ("0.1.0.0", 0.0, -0.5),
+        ("0.2", 0.0, -0.5),
+    )
     leaves = tuple(
         Leaf(
             step_id=step_id,
             status=Status.TRUNCATED if step_id == "0.2" else Status.COMPLETED,
             reward=reward,
             reward_parts={"exact_match": reward},
-            answer=None if step_id == "0.2" else {"0.0.0.0": answer, "0.0.1": "e2"}.get(step_id, "e1"),
+            answer=None
+            if step_id == "0.2"
+            else {"0.0.0.0": answer, "0.0.1": "e2"}.get(step_id, "e1"),
             is_correct=reward == 1.0,
             weight=0.25,
             advantage=advantage,
@@ -118,9 +174,17 @@ def grown_tree(update: int, task: str, *, question: str = "r2 of r1 of e1 ?", an
 
 def plain_tree(update: int, task: str) -> Tree:
     """Returns a tree of one leaf without reward, graft or branch."""
-    steps = (step("0", "pp", StepContent(thought="why ?"), None), step("0.0", "ss", StepContent(answer="because"), StartCause()))
+    steps = (
+        step("0", "pp", StepContent(thought="why ?"), None),
+        step("0.0", "ss", StepContent(answer="because"), StartCause()),
+    )
     leaf = Leaf(step_id="0.0", status=Status.FAILED, error="the search service is down")
-    return Tree(task=Task(id=task, question="why ?", reference=()), group_id=f"{update}/{task}", steps=steps, leaves=(leaf,))
+    return Tree(
+        task=Task(id=task, question="why ?", reference=()),
+        group_id=f"{update}/{task}",
+        steps=steps,
+        leaves=(leaf,),
+    )
 
 
 def expert_traces() -> list[Trace]:
@@ -150,14 +214,26 @@ def metrics_of(update: int) -> dict[str, float]:
         "rollout/tool_calls_mean": 1.5,
         "time/update_s": 3.0,
     }
-    metrics |= {"time/rollout_s": 2.0, "time/learn_s": 0.5, "rollout/failed_frac": 0.25 if update == 3 else 0.0}
-    metrics |= {"branch/num_branches": 1.0, "rollout/num_trajectories": 4.0, "graft/hybrid_frac": 0.25}
+    metrics |= {
+        "time/rollout_s": 2.0,
+        "time/learn_s": 0.5,
+        "rollout/failed_frac": 0.25 if update == 3 else 0.0,
+    }
+    metrics |= {
+        "branch/num_branches": 1.0,
+        "rollout/num_trajectories": 4.0,
+        "graft/hybrid_frac": 0.25,
+    }
     return metrics | ({"eval/accuracy": 0.5} if update % 2 == 0 else {})
 
 
-def write_run(path: Path, *, num_updates: int = 4, total: int = 10, with_buffer: bool = True, note: str = "") -> Path:
+def write_run(
+    path: Path, *, num_updates: int = 4, total: int = 10, with_buffer: bool = True, note: str = ""
+) -> Path:
     """Returns a run folder with so many of its updates done."""
-    folder = RunFolder.create(path, json.dumps({"run": {"num_updates": total}, "tasks": {"num_eval": 40}}))
+    folder = RunFolder.create(
+        path, json.dumps({"run": {"num_updates": total}, "tasks": {"num_eval": 40}})
+    )
     for update in range(num_updates + 1):
         folder.append_metrics(update, metrics_of(update))
         if update:
@@ -167,7 +243,9 @@ def write_run(path: Path, *, num_updates: int = 4, total: int = 10, with_buffer:
     if with_buffer:
         with TraceBuffer(path / "buffer" / "traces.sqlite", "hashing") as buffer:
             buffer.add(expert_traces())
-        (path / "buffer.json").write_text(json.dumps({"path": "buffer/traces.sqlite", "num_traces": 2}))
+        (path / "buffer.json").write_text(
+            json.dumps({"path": "buffer/traces.sqlite", "num_traces": 2})
+        )
     return path
 
 
@@ -181,7 +259,12 @@ def write_update(path: Path, update: int, *, note: str = "") -> None:
 def served(*paths: Path) -> Iterator[str]:
     """Gives the address of a viewer of these runs."""
     made = listen("127.0.0.1", 0)
-    config = uvicorn.Config(build_app(open_runs(list(paths))), log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        build_app(open_runs(list(paths))),
+        log_level="warning",
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
     server = uvicorn.Server(config)
     thread = Thread(target=server.run, kwargs={"sockets": [made]}, daemon=True)
     thread.start()

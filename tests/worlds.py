@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 
 
 class KeyDoor:
-    """A hall with a key and a locked room: take the key, unlock the door, go in. Says how many moves were made."""
+    """A hall with a key and a locked room: take the key, unlock the door, go in. Says how many
+    moves were made."""
 
     capability = "fork"
     live: ClassVar[list[KeyDoor]] = []

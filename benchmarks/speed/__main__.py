@@ -1,4 +1,5 @@
-"""`python -m benchmarks.speed engine | update | whole | buffer | growth`: each against a peer, the two taking turns."""
+"""`python -m benchmarks.speed engine | update | whole | buffer | growth`: each against a peer, the
+two taking turns."""
 
 from __future__ import annotations
 
@@ -33,19 +34,54 @@ BENCHES = {
 }
 """Each a module of benchmarks.speed with a function `cases`."""
 
-JsonFile = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write machine and rows there, after each row.")]
-Append = Annotated[bool, typer.Option("--append", help="Keep the rows that FILE has; those measured again are replaced.")]
-Only = Annotated[list[str] | None, typer.Option(metavar="PART", help="Run this part alone; may be given several times.")]
-ListParts = Annotated[bool, typer.Option("--list", help="Print the names of the parts and do nothing.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Tiny model and sizes, seconds: tests the benchmark, measures nothing.")]
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write machine and rows there, after each row."),
+]
+Append = Annotated[
+    bool,
+    typer.Option(
+        "--append", help="Keep the rows that FILE has; those measured again are replaced."
+    ),
+]
+Only = Annotated[
+    list[str] | None,
+    typer.Option(metavar="PART", help="Run this part alone; may be given several times."),
+]
+ListParts = Annotated[
+    bool, typer.Option("--list", help="Print the names of the parts and do nothing.")
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick", help="Tiny model and sizes, seconds: tests the benchmark, measures nothing."
+    ),
+]
 NumRuns = Annotated[int, typer.Option(min=1, help="Runs of each side; medians are of these.")]
 Model = Annotated[str, typer.Option(help="As model.path of a recipe.")]
 Dtype = Annotated[str, typer.Option(help="bfloat16 or float32; `update` measures both.")]
-Threads = Annotated[int | None, typer.Option(min=1, help="Threads of torch, for every side; torch's own choice by default.")]
-VllmPython = Annotated[Path | None, typer.Option(metavar="FILE", help="Python of an environment with vLLM.")]
-VllmArgs = Annotated[str, typer.Option(metavar="ARGS", help='Further arguments of `vllm serve`, such as "--enforce-eager".')]
-TrlPython = Annotated[Path | None, typer.Option(metavar="FILE", help="Python of an environment with TRL.")]
-WorkDir = Annotated[Path | None, typer.Option(metavar="FOLDER", help="Keeps models, agents and the peers' output for later runs.")]
+Threads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Threads of torch, for every side; torch's own choice by default."),
+]
+VllmPython = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Python of an environment with vLLM.")
+]
+VllmArgs = Annotated[
+    str,
+    typer.Option(
+        metavar="ARGS", help='Further arguments of `vllm serve`, such as "--enforce-eager".'
+    ),
+]
+TrlPython = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Python of an environment with TRL.")
+]
+WorkDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Keeps models, agents and the peers' output for later runs."
+    ),
+]
 
 
 @contextmanager
@@ -108,7 +144,10 @@ def _add_command(name: str, text: str) -> None:
                 report.keep_earlier()
             console.print(", ".join(f"{key} {value}" for key, value in where.items()))
             if (where["load_average"] or 0) > math.ceil(0.25 * where["num_cpus"]):
-                console.print(f"note: other work keeps {where['load_average']} processes busy; these numbers are not worth quoting")
+                console.print(
+                    f"note: other work keeps {where['load_average']} processes busy; these numbers"
+                    " are not worth quoting"
+                )
             rows = report.run(cases, only or [])
         for line in markdown(rows):
             console.print(line)

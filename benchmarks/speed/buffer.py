@@ -1,9 +1,12 @@
-"""The Step-Trace Buffer with 170,000 traces: search against exact search, and adding and opening against the file alone.
+"""The Step-Trace Buffer with 170,000 traces: search against exact search, and adding and opening
+against the file alone.
 
-With $TREEGRAFT_DATA (a folder of questions and recorded searches) keys are real: questions, and histories made of questions and
-searches, embedded once by MiniLM into the work folder; 20,000 of them are grown to 170,000 by small perturbations (cosine about
-.98), and 1,000 others are the queries. Without it vectors are generated, in clusters. Searches use the default filter (no terminal
-traces) and read the traces they find from the file; embedding is not in their times. Kills during `add` are a test.
+With $TREEGRAFT_DATA (a folder of questions and recorded searches) keys are real: questions, and
+histories made of questions and searches, embedded once by MiniLM into the work folder; 20,000 of
+them are grown to 170,000 by small perturbations (cosine about .98), and 1,000 others are the
+queries. Without it vectors are generated, in clusters. Searches use the default filter (no terminal
+traces) and read the traces they find from the file; embedding is not in their times. Kills during
+`add` are a test.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Stock:
         return flags
 
     def traces(self) -> list[Trace]:
-        """Returns traces of about the size of the paper's (92 tokens a step), one in four terminal."""
+        """Returns traces of about the size of the paper's (92 tokens a step), one in four
+        terminal."""
         value = "What the agent thought, called and saw in about ninety tokens. " * 6
         return [
             Trace(
@@ -107,7 +111,9 @@ def _search(stage: Stage) -> Iterator[Row]:
     with TraceBuffer(_fresh(stage), Given(stock.vectors)) as buffer:
         buffer.add(stock.traces())
         buffer.settle()
-        exact = search_exactly(stock.vectors, stock.queries, [stock.allowed] * len(stock.queries), 1)
+        exact = search_exactly(
+            stock.vectors, stock.queries, [stock.allowed] * len(stock.queries), 1
+        )
         found = np.array([one[0][1] for one in buffer.search_vectors(stock.queries)])
         recall = float(np.mean(found >= np.array([one[1][0] for one in exact]) - 1e-6))
         what = f"the nearest of {len(stock.vectors):,} traces, recall@1 {recall:.3f}"
@@ -124,7 +130,12 @@ def _search(stage: Stage) -> Iterator[Row]:
                     search_exactly(stock.vectors, some, [stock.allowed] * len(some), 1)
 
             seconds = alternate({"ours": Side(ours), "exact": Side(theirs)}, stage.num_runs)
-            row = time_row(f"{what}, {batch} at once", "exact search in memory", seconds["ours"], seconds["exact"])
+            row = time_row(
+                f"{what}, {batch} at once",
+                "exact search in memory",
+                seconds["ours"],
+                seconds["exact"],
+            )
             yield _per(row, len(stock.queries), 1000, "ms a key")
 
 
@@ -140,12 +151,23 @@ def _file(stage: Stage) -> Iterator[Row]:
     seconds = alternate(
         {
             "ours": Side(add, before=lambda _: _remove(path)),
-            "file": Side(lambda _: _plain_file(path, stock, traces), before=lambda _: _remove(path)),
+            "file": Side(
+                lambda _: _plain_file(path, stock, traces), before=lambda _: _remove(path)
+            ),
         },
         stage.num_runs,
     )
-    row = time_row(f"adding {len(traces):,} traces", "the same texts and vectors in plain SQLite", seconds["ours"], seconds["file"])
-    yield replace(_per(row, len(traces), 1, "traces/s"), ours=len(traces) / row.ours, theirs=len(traces) / row.theirs)
+    row = time_row(
+        f"adding {len(traces):,} traces",
+        "the same texts and vectors in plain SQLite",
+        seconds["ours"],
+        seconds["file"],
+    )
+    yield replace(
+        _per(row, len(traces), 1, "traces/s"),
+        ours=len(traces) / row.ours,
+        theirs=len(traces) / row.theirs,
+    )
     _remove(path)
     with TraceBuffer(path, Given(stock.vectors)) as buffer:
         buffer.add(traces)
@@ -156,27 +178,47 @@ def _file(stage: Stage) -> Iterator[Row]:
             buffer.search_vectors(stock.queries[:1])
 
     files = [file for file in path.parent.glob(f"{path.name}*") if file.is_file()]
-    sides = {"ours": Side(open_it), "bytes": Side(lambda _: sum(len(file.read_bytes()) for file in files))}
+    sides = {
+        "ours": Side(open_it),
+        "bytes": Side(lambda _: sum(len(file.read_bytes()) for file in files)),
+    }
     seconds = alternate(sides, stage.num_runs)
     size = sum(file.stat().st_size for file in files)
     yield time_row(
-        f"opening {len(traces):,} traces and a first search", f"reading its {size / 1e6:.0f} MB", seconds["ours"], seconds["bytes"]
+        f"opening {len(traces):,} traces and a first search",
+        f"reading its {size / 1e6:.0f} MB",
+        seconds["ours"],
+        seconds["bytes"],
     )
 
 
 def _kinds(stage: Stage) -> Iterator[Row]:
-    """HNSW and IVF beside each other, one key at a time, with the default filter, without the buffer."""
+    """HNSW and IVF beside each other, one key at a time, with the default filter, without the
+    buffer."""
     faiss: Any = importlib.import_module("faiss")  # its types are those of the C++ functions below
     faiss.omp_set_num_threads(1)
     stock = _stock(stage)
     count, allowed = len(stock.vectors), stock.allowed
-    exact = np.array([one[1][0] for one in search_exactly(stock.vectors, stock.queries, [allowed] * len(stock.queries), 1)])
+    exact = np.array(
+        [
+            one[1][0]
+            for one in search_exactly(
+                stock.vectors, stock.queries, [allowed] * len(stock.queries), 1
+            )
+        ]
+    )
     table = RowTable(DIM)
     terminal = [not flag for flag in allowed.tolist()]
     names = [str(n) for n in range(count)]
-    table.append(Added(range(count), stock.vectors, [True] * count, terminal, [""] * count, [""] * count, names))
+    table.append(
+        Added(
+            range(count), stock.vectors, [True] * count, terminal, [""] * count, [""] * count, names
+        )
+    )
     if count <= index_module.FLAT_LIMIT:
-        stage.note(f"left out: kinds of index, which begin above {index_module.FLAT_LIMIT:,} traces")
+        stage.note(
+            f"left out: kinds of index, which begin above {index_module.FLAT_LIMIT:,} traces"
+        )
         return
     ivf = IvfIndex.build(table.rows, None, lambda: False)
     assert ivf is not None, "nothing stopped its building"
@@ -193,7 +235,14 @@ def _kinds(stage: Stage) -> Iterator[Row]:
         searches[f"HNSW32, efSearch {width}"] = partial(_hnsw_best, hnsw, parameters)
     recalls: dict[str, float] = {}
     for name, search in searches.items():
-        recalls[name] = float(np.mean([search(query) >= best - 1e-6 for query, best in zip(stock.queries, exact, strict=True)]))
+        recalls[name] = float(
+            np.mean(
+                [
+                    search(query) >= best - 1e-6
+                    for query, best in zip(stock.queries, exact, strict=True)
+                ]
+            )
+        )
 
     def every(search: Callable[[Vectors], float]) -> Side:
         return Side(lambda _: [search(query) for query in stock.queries] and None)
@@ -203,11 +252,17 @@ def _kinds(stage: Stage) -> Iterator[Row]:
     for name, times in seconds.items():
         if name != used:
             what = f"{used} (recall@1 {recalls[used]:.3f}), {count:,} traces"
-            yield _per(time_row(what, f"{name} (recall@1 {recalls[name]:.3f})", seconds[used], times), len(exact), 1000, "ms a key")
+            yield _per(
+                time_row(what, f"{name} (recall@1 {recalls[name]:.3f})", seconds[used], times),
+                len(exact),
+                1000,
+                "ms a key",
+            )
 
 
 def _embedding(stage: Stage) -> Iterator[Row]:
-    """Embedding new keys of some 80 tokens by MiniLM, as many as ask together, in the type that is taken here against float32."""
+    """Embedding new keys of some 80 tokens by MiniLM, as many as ask together, in the type that is
+    taken here against float32."""
     ours, plain = build_encoder("minilm"), build_encoder("minilm", dtype="float32")
     value = "What the agent thought, called and saw in about eighty tokens. " * 6
 
@@ -215,19 +270,31 @@ def _embedding(stage: Stage) -> Iterator[Row]:
         return [f"{count} keys, run {run}, {n}. {value}" for n in range(count)]
 
     for count in stage.pick(KEYS, (1, 2)):
-        cosine = float((ours.encode(texts(count, -1)) * plain.encode(texts(count, -1))).sum(axis=1).min())
+        cosine = float(
+            (ours.encode(texts(count, -1)) * plain.encode(texts(count, -1))).sum(axis=1).min()
+        )
         asked = partial(texts, count)
-        sides = {"ours": Side(partial(_embed, ours, asked)), "plain": Side(partial(_embed, plain, asked))}
+        sides = {
+            "ours": Side(partial(_embed, ours, asked)),
+            "plain": Side(partial(_embed, plain, asked)),
+        }
         seconds = alternate(sides, stage.num_runs)
         what = f"embedding {count} keys at once, cosine {cosine:.4f}"
-        yield _per(time_row(what, "MiniLM in float32", seconds["ours"], seconds["plain"]), count, 1000, "ms a key")
+        yield _per(
+            time_row(what, "MiniLM in float32", seconds["ours"], seconds["plain"]),
+            count,
+            1000,
+            "ms a key",
+        )
 
 
 def _embed(encoder: Encoder, texts: Callable[[int], list[str]], run: int) -> None:
     encoder.encode(texts(run))
 
 
-def _ivf_best(ivf: IvfIndex, table: RowTable, allowed: npt.NDArray[np.bool_], probes: int, query: Vectors) -> float:
+def _ivf_best(
+    ivf: IvfIndex, table: RowTable, allowed: npt.NDArray[np.bool_], probes: int, query: Vectors
+) -> float:
     before, index_module.NUM_PROBES = index_module.NUM_PROBES, probes
     try:
         return float(ivf.search(table.rows, query, allowed, 1)[1][0])
@@ -262,10 +329,13 @@ def _remove(path: Path) -> None:
 
 def _plain_file(path: Path, stock: Stock, traces: Sequence[Trace]) -> None:
     with sqlite3.connect(path) as connection:
-        connection.execute("CREATE TABLE traces (id INTEGER PRIMARY KEY, key TEXT, value TEXT, vector BLOB)")
+        connection.execute(
+            "CREATE TABLE traces (id INTEGER PRIMARY KEY, key TEXT, value TEXT, vector BLOB)"
+        )
         rows = zip(traces, stock.vectors, strict=True)
         connection.executemany(
-            "INSERT INTO traces (key, value, vector) VALUES (?, ?, ?)", ((t.key, t.value, v.tobytes()) for t, v in rows)
+            "INSERT INTO traces (key, value, vector) VALUES (?, ?, ?)",
+            ((t.key, t.value, v.tobytes()) for t, v in rows),
         )
     connection.close()
 
@@ -281,15 +351,20 @@ def _stock(stage: Stage) -> Stock:
         keys, real = real_keys(folder), real_vectors(stage, folder, stage.folder / "keys.npy")
         return Stock(grown(real[:NUM_REAL], num), real[NUM_REAL:], tuple(keys[:NUM_REAL]))
     stage.note("vectors are generated; with $TREEGRAFT_DATA they are those of real keys")
-    words = tuple(f"question {n} of a generated stock, with a step and what it found" for n in range(1000))
+    words = tuple(
+        f"question {n} of a generated stock, with a step and what it found" for n in range(1000)
+    )
     return Stock(generated_vectors(num, DIM, 2), generated_vectors(num_queries, DIM, 3), words)
 
 
 def grown(real: Vectors, num: int) -> Vectors:
-    """Returns [num, dim]: copies of `real`, each moved to a cosine of about .98 with its original."""
+    """Returns [num, dim]: copies of `real`, each moved to a cosine of about .98 with its
+    original."""
     draw = np.random.default_rng(SEED)
     vectors = np.resize(real, (num, real.shape[1]))
-    vectors = vectors + 0.2 / np.sqrt(real.shape[1]) * draw.standard_normal(vectors.shape, dtype=np.float32)
+    vectors = vectors + 0.2 / np.sqrt(real.shape[1]) * draw.standard_normal(
+        vectors.shape, dtype=np.float32
+    )
     moved: Vectors = (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32)
     return moved
 
@@ -300,7 +375,10 @@ def questions(data: Path) -> list[str]:
 
     found: list[str] = []
     for path in sorted((data / "rl").glob("*.parquet")):
-        found += [row["extra_info"]["question"] for row in parquet.read_table(path, columns=["extra_info"]).to_pylist()]
+        found += [
+            row["extra_info"]["question"]
+            for row in parquet.read_table(path, columns=["extra_info"]).to_pylist()
+        ]
     for path in sorted((data / "benchmarks").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         found += [row.get("question") or row["problem"] for row in rows]
@@ -308,7 +386,8 @@ def questions(data: Path) -> list[str]:
 
 
 def histories(asked: Sequence[str], data: Path, num: int) -> Iterator[str]:
-    """Gives keys of a question, a recorded search that shares most words with it, and the beginning of the result."""
+    """Gives keys of a question, a recorded search that shares most words with it, and the beginning
+    of the result."""
     recorded = json.loads((data / "rl" / "search_cache.json").read_text(encoding="utf-8"))
     words = [set(question.lower().split()) for question in asked]
     rounds = -(-num // len(recorded))
@@ -318,7 +397,10 @@ def histories(asked: Sequence[str], data: Path, num: int) -> Iterator[str]:
         shares = [len(sought & some) / len(sought | some) for some in words]
         for place in sorted(range(len(asked)), key=lambda place: -shares[place])[:rounds]:
             if made < num:
-                yield f"{asked[place]}\nsearch {query}\n{' '.join(result.split())[:RESULT_CHARACTERS]}"
+                yield (
+                    f"{asked[place]}\nsearch"
+                    f" {query}\n{' '.join(result.split())[:RESULT_CHARACTERS]}"
+                )
                 made += 1
 
 

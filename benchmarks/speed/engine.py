@@ -1,7 +1,9 @@
-"""Sampling: the native engine, with exact entropies, against transformers' generate, vLLM's server, and the products alone.
+"""Sampling: the native engine, with exact entropies, against transformers' generate, vLLM's server,
+and the products alone.
 
-A group shares one prompt. A tree is ARPO's: starts that call a tool, wait for it, read its result and go on, and branches beside
-them. Both engines meet the same lengths and waits; end tokens are ignored, so that all sample the same number of tokens.
+A group shares one prompt. A tree is ARPO's: starts that call a tool, wait for it, read its result
+and go on, and branches beside them. Both engines meet the same lengths and waits; end tokens are
+ignored, so that all sample the same number of tokens.
 """
 
 from __future__ import annotations
@@ -32,9 +34,15 @@ ROWS = (1, 4, 8, 16, 64, 256)
 
 def cases(stage: Stage) -> Mapping[str, Case]:
     """Returns the parts of `treegraft bench engine`."""
-    groups: dict[str, Case] = {f"group {rows}": partial(_group, stage, rows) for rows in stage.pick(GROUPS, (3, 5))}
-    trees: dict[str, Case] = {f"tree {num}": partial(_tree, stage, num) for num in stage.pick((1, 4), (1,))}
-    products: dict[str, Case] = {f"products {rows}": partial(_products, stage, rows) for rows in stage.pick(ROWS, (1, 17))}
+    groups: dict[str, Case] = {
+        f"group {rows}": partial(_group, stage, rows) for rows in stage.pick(GROUPS, (3, 5))
+    }
+    trees: dict[str, Case] = {
+        f"tree {num}": partial(_tree, stage, num) for num in stage.pick((1, 4), (1,))
+    }
+    products: dict[str, Case] = {
+        f"products {rows}": partial(_products, stage, rows) for rows in stage.pick(ROWS, (1, 17))
+    }
     return {**groups, **trees, "limit": partial(_limit, stage), **products}
 
 
@@ -55,34 +63,64 @@ def _group(stage: Stage, rows: int) -> Iterator[Row]:
             "generate": Side(lambda run: _generate(stage, stage.prompt(run, prompt), rows, tokens)),
         }
         if server is not None:
-            sides["vllm"] = _vllm_side(server, ours.runner, lambda run: server.complete([stage.prompt(run, prompt)] * rows, tokens))
+            sides["vllm"] = _vllm_side(
+                server,
+                ours.runner,
+                lambda run: server.complete([stage.prompt(run, prompt)] * rows, tokens),
+            )
         seconds = alternate(sides, stage.num_runs)
         if server is not None:
             ours.runner.run(_released(server))
-        stage.say(f"   log-probabilities and entropies differ from plain passes by {ours.worst_gap:.4f} nats in the mean at most")
+        stage.say(
+            f"   log-probabilities and entropies differ from plain passes by {ours.worst_gap:.4f}"
+            " nats in the mean at most"
+        )
     what = f"sampling, {prompt}-token prompt shared by {rows}, {tokens} new tokens"
     amount = float(rows * tokens)
-    yield speed_row(what, "transformers generate", seconds["ours"], seconds["generate"], amount, "tokens/s")
+    yield speed_row(
+        what, "transformers generate", seconds["ours"], seconds["generate"], amount, "tokens/s"
+    )
     if "vllm" in seconds:
-        yield speed_row(what, "vLLM CPU server, prefix caching", seconds["ours"], seconds["vllm"], amount, "tokens/s")
+        yield speed_row(
+            what,
+            "vLLM CPU server, prefix caching",
+            seconds["ours"],
+            seconds["vllm"],
+            amount,
+            "tokens/s",
+        )
 
 
 @torch.inference_mode()
 def _generate(stage: Stage, prompt: Sequence[int], rows: int, tokens: int) -> None:
-    """transformers' generate with its dynamic cache, which gives no log-probabilities or entropies here."""
+    """transformers' generate with its dynamic cache, which gives no log-probabilities or entropies
+    here."""
     model = stage.reference
     ids = torch.tensor([prompt] * rows, device=model.device)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, top_p=1.0, max_new_tokens=tokens)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=True,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=tokens,
+    )
     assert out.shape == (rows, len(prompt) + tokens), f"generate gave {tuple(out.shape)}"
 
 
-def _vllm_side(server: VllmServer, runner: asyncio.Runner, work: Callable[[int], Awaitable[Any]]) -> Side:
+def _vllm_side(
+    server: VllmServer, runner: asyncio.Runner, work: Callable[[int], Awaitable[Any]]
+) -> Side:
     """A side that lets the server go on for its turn only."""
 
     async def awaited(run: int) -> Any:
         return await work(run)
 
-    return Side(lambda run: runner.run(awaited(run)), before=lambda _: server.resume(), after=lambda run, found: server.pause())
+    return Side(
+        lambda run: runner.run(awaited(run)),
+        before=lambda _: server.resume(),
+        after=lambda run, found: server.pause(),
+    )
 
 
 async def _released(server: VllmServer) -> None:
@@ -108,26 +146,46 @@ def _tree(stage: Stage, num_trees: int) -> Iterator[Row]:
         }
         if server is not None:
 
-            async def complete(prefix: Sequence[int], count: int, key: tuple[int | str, ...]) -> Sequence[int]:
+            async def complete(
+                prefix: Sequence[int], count: int, key: tuple[int | str, ...]
+            ) -> Sequence[int]:
                 return (await server.complete([prefix], count))[0]
 
             def grow(run: int) -> Awaitable[int]:
-                return _grow(complete, plan, [stage.prompt(run * 8 + n, length) for n in range(num_trees)], run)
+                return _grow(
+                    complete,
+                    plan,
+                    [stage.prompt(run * 8 + n, length) for n in range(num_trees)],
+                    run,
+                )
 
             sides["vllm"] = _vllm_side(server, ours.runner, grow)
         seconds = alternate(sides, stage.num_runs)
         if server is not None:
             ours.runner.run(_released(server))
-        stage.say(f"   log-probabilities and entropies differ from plain passes by {ours.worst_gap:.4f} nats in the mean at most")
+        stage.say(
+            f"   log-probabilities and entropies differ from plain passes by {ours.worst_gap:.4f}"
+            " nats in the mean at most"
+        )
     yield from _tree_rows(plan, flat, num_trees, length, seconds)
 
 
-def _tree_rows(plan: TreePlan, flat: TreePlan, num_trees: int, length: int, seconds: Mapping[str, list[float]]) -> Iterator[Row]:
+def _tree_rows(
+    plan: TreePlan, flat: TreePlan, num_trees: int, length: int, seconds: Mapping[str, list[float]]
+) -> Iterator[Row]:
     several = "an ARPO tree" if num_trees == 1 else f"{num_trees} ARPO trees at once"
-    what = f"{several} of {len(plan.starts)} starts, {plan.num_leaves} leaves, {plan.num_steps} steps with tool waits"
-    yield time_row(what, "the same leaves sampled apart on our engine", seconds["tree"], seconds["apart"])
+    what = (
+        f"{several} of {len(plan.starts)} starts, {plan.num_leaves} leaves, {plan.num_steps} steps"
+        " with tool waits"
+    )
+    yield time_row(
+        what, "the same leaves sampled apart on our engine", seconds["tree"], seconds["apart"]
+    )
     unique, apart = length + plan.num_tokens, length + flat.num_tokens
-    cost, share = statistics.median(seconds["tree"]) / statistics.median(seconds["apart"]), unique / apart
+    cost, share = (
+        statistics.median(seconds["tree"]) / statistics.median(seconds["apart"]),
+        unique / apart,
+    )
     yield Row(
         what=f"{several}: its share of the time of leaves sampled apart",
         against=f"its share of their tokens, {unique} of {apart}, the prompt counted once in both",
@@ -141,11 +199,17 @@ def _tree_rows(plan: TreePlan, flat: TreePlan, num_trees: int, length: int, seco
         yield time_row(what, "vLLM CPU server, prefix caching", seconds["tree"], seconds["vllm"])
 
 
-def _our_side(stage: Stage, ours: OurEngine, plan: TreePlan, num_trees: int, length: int, name: str) -> Side:
+def _our_side(
+    stage: Stage, ours: OurEngine, plan: TreePlan, num_trees: int, length: int, name: str
+) -> Side:
     seen: list[tuple[list[int], Completion]] = []
 
-    async def complete(prefix: Sequence[int], count: int, key: tuple[int | str, ...]) -> Sequence[int]:
-        completion = await ours.engine.complete(prefix, Sampling(max_new_tokens=count), noise_key=("bench", name, *key))
+    async def complete(
+        prefix: Sequence[int], count: int, key: tuple[int | str, ...]
+    ) -> Sequence[int]:
+        completion = await ours.engine.complete(
+            prefix, Sampling(max_new_tokens=count), noise_key=("bench", name, *key)
+        )
         seen.append((list(prefix), completion))
         return completion.token_ids
 
@@ -174,9 +238,14 @@ async def _grow(
     prompts: Sequence[Sequence[int]],
     run: int,
 ) -> int:
-    """Grows a tree on each prompt, all at once; returns how many tokens were sampled, which have to be the plan's."""
-    counts = await asyncio.gather(*(grow_plan(complete, plan, prompt, (run, n)) for n, prompt in enumerate(prompts)))
-    assert set(counts) == {plan.num_sampled}, f"a tree of {plan.num_sampled} sampled tokens has {counts}"
+    """Grows a tree on each prompt, all at once; returns how many tokens were sampled, which have to
+    be the plan's."""
+    counts = await asyncio.gather(
+        *(grow_plan(complete, plan, prompt, (run, n)) for n, prompt in enumerate(prompts))
+    )
+    assert set(counts) == {plan.num_sampled}, (
+        f"a tree of {plan.num_sampled} sampled tokens has {counts}"
+    )
     return sum(counts)
 
 
@@ -196,7 +265,9 @@ def _limit(stage: Stage) -> Iterator[Row]:
             "products": Side(lambda _: [products() for _ in range(tokens)] and None),
         }
         seconds = alternate(sides, stage.num_runs)
-    step, floor = (1000 * statistics.median(seconds[name]) / tokens for name in ("ours", "products"))
+    step, floor = (
+        1000 * statistics.median(seconds[name]) / tokens for name in ("ours", "products")
+    )
     yield Row(
         what=f"distance to the limit: a step of {rows} rows, prompt and sampling included",
         against="the matrix products of the step alone, weights laid out",
@@ -216,7 +287,10 @@ def _products(stage: Stage, rows: int) -> Iterator[Row]:
         stage.note("left out: no products of ours for this processor and type")
         return
     linears = [module for module in model.modules() if type(module) is nn.Linear]
-    inputs = {width: torch.randn(rows, width).to(model.dtype) for width in {linear.in_features for linear in linears}}
+    inputs = {
+        width: torch.randn(rows, width).to(model.dtype)
+        for width in {linear.in_features for linear in linears}
+    }
 
     def side(kind: Callable[..., Product]) -> Side:
         products = [(kind(linear), inputs[linear.in_features]) for linear in linears]
@@ -230,11 +304,16 @@ def _products(stage: Stage, rows: int) -> Iterator[Row]:
 
     seconds = alternate({"ours": side(ours), "library": side(library)}, stage.num_runs)
     how = "weights laid out" if library is PackedLinears else "torch.nn.Linear"
-    yield time_row(f"the model's matrix products, {rows} rows, {stage.dtype}", f"the matrix library, {how}", *seconds.values())
+    yield time_row(
+        f"the model's matrix products, {rows} rows, {stage.dtype}",
+        f"the matrix library, {how}",
+        *seconds.values(),
+    )
 
 
 class MatrixProducts:
-    """The matrix products of one decoding step, head included, one after the other, and nothing else."""
+    """The matrix products of one decoding step, head included, one after the other, and nothing
+    else."""
 
     def __init__(self, model: Any, rows: int) -> None:
         """Takes over `model`; its products are fused and laid out as the engine's are."""
@@ -242,10 +321,19 @@ class MatrixProducts:
         assert forward is not None, problem
         head = model.get_output_embeddings()
         if isinstance(forward, FusedForward):
-            products: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [*forward.products(), (head, head.in_features)]
+            products: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [
+                *forward.products(),
+                (head, head.in_features),
+            ]
         else:
-            products = [(layer, layer.in_features) for layer in base_model(model).modules() if isinstance(layer, nn.Linear)]
-        self._work = [(product, torch.randn(rows, width).to(head.weight)) for product, width in products]
+            products = [
+                (layer, layer.in_features)
+                for layer in base_model(model).modules()
+                if isinstance(layer, nn.Linear)
+            ]
+        self._work = [
+            (product, torch.randn(rows, width).to(head.weight)) for product, width in products
+        ]
 
     @torch.inference_mode()
     def __call__(self) -> None:

@@ -1,7 +1,7 @@
 """Time against size: sampling, learning and the buffer, each curve with its exponent.
 
-An exponent is the slope of log time over log size, by least squares over all points of a curve, with its standard error. The sizes
-of a curve take turns, so that a busy moment does not bend it.
+An exponent is the slope of log time over log size, by least squares over all points of a curve,
+with its standard error. The sizes of a curve take turns, so that a busy moment does not bend it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def cases(stage: Stage) -> Mapping[str, Case]:
     }
 
 
-def curve_rows(name: str, unit: str, points: Mapping[str, float], seconds: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+def curve_rows(
+    name: str, unit: str, points: Mapping[str, float], seconds: Mapping[str, Sequence[float]]
+) -> Iterator[Row]:
     """Gives a row for each point, against the smallest one in proportion, and one for the exponent.
 
     Args:
@@ -101,42 +103,63 @@ def _depth_trees(stage: Stage) -> dict[str, Tree]:
 
 def _context_trees(stage: Stage) -> dict[str, Tree]:
     lengths, leaves = stage.pick(CONTEXTS, (16, 48)), stage.pick(8, 2)
-    return {f"context {n}": example_trees(Shape(1, n, leaves, stage.pick(64, 4)), stage.text)[0] for n in lengths}
+    return {
+        f"context {n}": example_trees(Shape(1, n, leaves, stage.pick(64, 4)), stage.text)[0]
+        for n in lengths
+    }
 
 
 def _deep_plan(stage: Stage, depth: int) -> TreePlan:
     """Four starts and eight leaves of `depth` steps, without waits."""
     lengths = stage.pick(((48, 48), (16, 16)), ((3, 3), (2, 2)))
-    return arpo_tree(num_starts=4, num_leaves=8, num_steps=depth, tokens=lengths[0], result=lengths[1], wait_s=(0.0, 0.0))
+    return arpo_tree(
+        num_starts=4,
+        num_leaves=8,
+        num_steps=depth,
+        tokens=lengths[0],
+        result=lengths[1],
+        wait_s=(0.0, 0.0),
+    )
 
 
 class _Learning:
     """One learner, and batches of one tree each."""
 
     def __init__(self, stage: Stage, *, saves_memory: bool = False) -> None:
-        """Args:
-        saves_memory: gradient checkpointing, without which the longest context does not fit into 24 GB.
+        """Args: saves_memory: gradient checkpointing, without which the longest context does not
+        fit into 24 GB.
         """
-        model = with_adapters(stage.load()[0], ModelSettings(gradient_checkpointing=saves_memory), seed=0)
+        model = with_adapters(
+            stage.load()[0], ModelSettings(gradient_checkpointing=saves_memory), seed=0
+        )
         learn = LearnSettings(max_pack_tokens=1 << 20)
         self._learner = Learner(model, learn, LossSettings(), length_constant=64)
 
     def side(self, tree: Tree) -> Side:
         """Returns forward and backward of the tree's log-probabilities."""
         batch = pack_trees([tree], device=self._learner.device)
-        return Side(lambda _: self._run(batch), before=lambda _: self._learner.model.zero_grad(set_to_none=True))
+        return Side(
+            lambda _: self._run(batch),
+            before=lambda _: self._learner.model.zero_grad(set_to_none=True),
+        )
 
     def _run(self, batch: TreeBatch) -> None:
         self._learner.scores(batch)[0].sum().backward()
 
 
-def _learning(stage: Stage, name: str, make: Callable[[Stage], dict[str, Tree]], *, saves_memory: bool = False) -> Iterator[Row]:
+def _learning(
+    stage: Stage, name: str, make: Callable[[Stage], dict[str, Tree]], *, saves_memory: bool = False
+) -> Iterator[Row]:
     learning = _Learning(stage, saves_memory=saves_memory)
     trees = make(stage)
-    seconds = alternate({label: learning.side(tree) for label, tree in trees.items()}, stage.num_runs)
+    seconds = alternate(
+        {label: learning.side(tree) for label, tree in trees.items()}, stage.num_runs
+    )
     points = {label: float(num_tree_tokens(tree)) for label, tree in trees.items()}
     how = ", gradient checkpointing" if saves_memory else ""
-    yield from curve_rows(f"learning by {name}, {stage.dtype}{how}", "unique tokens", points, seconds)
+    yield from curve_rows(
+        f"learning by {name}, {stage.dtype}{how}", "unique tokens", points, seconds
+    )
 
 
 def _learning_leaves(stage: Stage) -> Iterator[Row]:
@@ -144,11 +167,21 @@ def _learning_leaves(stage: Stage) -> Iterator[Row]:
     learning = _Learning(stage)
     few, many, tokens = stage.pick((8, 64, 2048), (2, 4, 16))
     shapes = {n: Shape(1, stage.pick(PROMPT, 8), n, tokens // n) for n in (few, many)}
-    sides = {str(n): learning.side(example_trees(shape, stage.text)[0]) for n, shape in shapes.items()}
-    yield _leaves_row(f"learning, {stage.dtype}", few, many, shapes[few].num_unique, alternate(sides, stage.num_runs))
+    sides = {
+        str(n): learning.side(example_trees(shape, stage.text)[0]) for n, shape in shapes.items()
+    }
+    yield _leaves_row(
+        f"learning, {stage.dtype}",
+        few,
+        many,
+        shapes[few].num_unique,
+        alternate(sides, stage.num_runs),
+    )
 
 
-def _leaves_row(name: str, few: int, many: int, num_unique: int, seconds: Mapping[str, Sequence[float]]) -> Row:
+def _leaves_row(
+    name: str, few: int, many: int, num_unique: int, seconds: Mapping[str, Sequence[float]]
+) -> Row:
     same = f"{few} leaves of the same {num_unique:,} unique tokens"
     row = time_row(f"{name}: {many} leaves", same, seconds[str(many)], seconds[str(few)])
     change = row.ours / row.theirs - 1
@@ -200,20 +233,30 @@ def planned_tree(plan: TreePlan, prompt: int, text: Sequence[int]) -> Tree:
     steps.sort(key=lambda one: one.ordinals)
     ends = sorted(leaves, key=lambda end: [int(part) for part in end.split(".")])
     found = tuple(Leaf(step_id=end, status=Status.COMPLETED, reward=0.0) for end in ends)
-    return Tree(task=Task(id="bench", question="", reference=()), group_id="bench", steps=tuple(steps), leaves=found)
+    return Tree(
+        task=Task(id="bench", question="", reference=()),
+        group_id="bench",
+        steps=tuple(steps),
+        leaves=found,
+    )
 
 
 # ---------------------------------------------------------------------- sampling
 
 
-def _group_side(stage: Stage, ours: OurEngine, prompt: int, rows: int, tokens: int, *, at: int) -> Side:
+def _group_side(
+    stage: Stage, ours: OurEngine, prompt: int, rows: int, tokens: int, *, at: int
+) -> Side:
     """A group of one prompt; `at` keeps the prompts of a curve's points apart."""
 
     def after(run: int, found: list[Any]) -> None:
         if run == 0:
             ours.check(stage.prompt(at, prompt), found, tokens)
 
-    return Side(lambda run: ours.group(stage.prompt(run * 1000 + at, prompt), rows, tokens, run), after=after)
+    return Side(
+        lambda run: ours.group(stage.prompt(run * 1000 + at, prompt), rows, tokens, run),
+        after=after,
+    )
 
 
 def _sampling_group(stage: Stage) -> Iterator[Row]:
@@ -234,9 +277,13 @@ def _sampling_depth(stage: Stage) -> Iterator[Row]:
         def grow(run: int, plan: TreePlan, number: int) -> int:
             prompt = stage.prompt(run * 1000 + number, length)
 
-            async def complete(prefix: Sequence[int], count: int, key: tuple[int | str, ...]) -> Sequence[int]:
+            async def complete(
+                prefix: Sequence[int], count: int, key: tuple[int | str, ...]
+            ) -> Sequence[int]:
                 sampling = Sampling(max_new_tokens=count)
-                return (await ours.engine.complete(prefix, sampling, noise_key=("bench", *key))).token_ids
+                return (
+                    await ours.engine.complete(prefix, sampling, noise_key=("bench", *key))
+                ).token_ids
 
             async def whole() -> int:
                 counted = await grow_plan(complete, plan, prompt, (run, number))
@@ -244,11 +291,15 @@ def _sampling_depth(stage: Stage) -> Iterator[Row]:
                 return counted
 
             counted = ours.runner.run(whole())
-            assert counted == plan.num_sampled, f"a tree of {plan.num_sampled} sampled tokens has {counted}"
+            assert counted == plan.num_sampled, (
+                f"a tree of {plan.num_sampled} sampled tokens has {counted}"
+            )
             return counted
 
         sides = {
-            label: Side(partial(lambda run, plan, number: grow(run, plan, number), plan=plan, number=number))
+            label: Side(
+                partial(lambda run, plan, number: grow(run, plan, number), plan=plan, number=number)
+            )
             for number, (label, plan) in enumerate(plans.items())
         }
         seconds = alternate(sides, stage.num_runs)
@@ -270,7 +321,9 @@ def _sampling_leaves(stage: Stage) -> Iterator[Row]:
     few, many, tokens = stage.pick((8, 64, 2048), (2, 4, 16))
     prompt = stage.pick(PROMPT, 8)
     with stage.engine() as ours:
-        sides = {str(n): _group_side(stage, ours, prompt, n, tokens // n, at=n) for n in (few, many)}
+        sides = {
+            str(n): _group_side(stage, ours, prompt, n, tokens // n, at=n) for n in (few, many)
+        }
         seconds = alternate(sides, stage.num_runs)
     yield _leaves_row(f"sampling, {stage.dtype}", few, many, prompt + tokens, seconds)
 
@@ -289,17 +342,34 @@ def generated_vectors(count: int, dim: int, seed: int) -> npt.NDArray[np.float32
 
 
 def _buffer(stage: Stage) -> Iterator[Row]:
-    """One query among more and more traces: vectors as long as the hashing encoder's, the index in use from 20,000 on."""
-    sizes, dim, num = stage.pick(TRACES, (200, 2000)), stage.pick(512, 32), stage.pick(NUM_QUERIES, 4)
+    """One query among more and more traces: vectors as long as the hashing encoder's, the index in
+    use from 20,000 on."""
+    sizes, dim, num = (
+        stage.pick(TRACES, (200, 2000)),
+        stage.pick(512, 32),
+        stage.pick(NUM_QUERIES, 4),
+    )
     queries, sides = generated_vectors(num, dim, 1), {}
     for size in sizes:
         table = RowTable(dim)
         vectors, every = generated_vectors(size, dim, 2), range(size)
-        table.append(Added(every, vectors, [True] * size, [False] * size, [""] * size, [""] * size, [str(n) for n in every]))
+        table.append(
+            Added(
+                every,
+                vectors,
+                [True] * size,
+                [False] * size,
+                [""] * size,
+                [""] * size,
+                [str(n) for n in every],
+            )
+        )
         index = IvfIndex.build(table.rows, None, lambda: False) if size > FLAT_LIMIT else None
         eligible = np.ones(size, bool)
 
-        def search(_: int, rows: Any = table.rows, index: Any = index, eligible: Any = eligible) -> None:
+        def search(
+            _: int, rows: Any = table.rows, index: Any = index, eligible: Any = eligible
+        ) -> None:
             for query in queries:
                 search_rows(rows, index, query[None], eligible, [eligible], 1)
 

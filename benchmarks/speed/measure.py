@@ -1,4 +1,5 @@
-"""Rows of a benchmark: ways of doing the same work, alternating in one run, and the ratio of their medians."""
+"""Rows of a benchmark: ways of doing the same work, alternating in one run, and the ratio of their
+medians."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from treegraft.runs.record import write_atomically
 class Row:
     """One line of a benchmark's table.
 
-    Row(what="sampling, 16 x 128 tokens", against="transformers generate", ratio=4.5, ours=301.0, theirs=67.0, unit="tokens/s",
+    Row(what="sampling, 16 x 128 tokens", against="transformers generate", ratio=4.5, ours=301.0,
+    theirs=67.0, unit="tokens/s",
         num_runs=5)
     """
 
@@ -33,7 +35,8 @@ class Row:
     ours: float
     """Median of our runs, in `unit`."""
     theirs: float
-    """Median of the other's runs, in `unit`; where nothing runs, the number that ours is held against."""
+    """Median of the other's runs, in `unit`; where nothing runs, the number that ours is held
+    against."""
     unit: str
     num_runs: int
     """Runs of each side behind the medians, the first ones that do not count left out."""
@@ -49,8 +52,11 @@ class Side:
     after: Callable[[int, Any], None] | None = None
 
 
-def alternate(sides: Mapping[str, Side], num_runs: int, *, num_first: int = 1) -> dict[str, list[float]]:
-    """Returns the seconds of each side's runs; the sides take turns, in turned order every other round.
+def alternate(
+    sides: Mapping[str, Side], num_runs: int, *, num_first: int = 1
+) -> dict[str, list[float]]:
+    """Returns the seconds of each side's runs; the sides take turns, in turned order every other
+    round.
 
     Args:
         num_first: rounds before them that do not count.
@@ -72,28 +78,66 @@ def alternate(sides: Mapping[str, Side], num_runs: int, *, num_first: int = 1) -
     return seconds
 
 
-def compare(what: str, ours: Callable[[], object], theirs: Callable[[], object], against: str, num_runs: int = 5) -> float:
-    """Returns how many times faster ours is, after one run of each that does not count; prints a line."""
-    seconds = alternate({"ours": Side(lambda _: ours()), "theirs": Side(lambda _: theirs())}, num_runs)
+def compare(
+    what: str,
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    against: str,
+    num_runs: int = 5,
+) -> float:
+    """Returns how many times faster ours is, after one run of each that does not count; prints a
+    line."""
+    seconds = alternate(
+        {"ours": Side(lambda _: ours()), "theirs": Side(lambda _: theirs())}, num_runs
+    )
     mine, other = (statistics.median(times) for times in seconds.values())
-    print(f"{what}: {other / mine:.2f}x against {against} (medians of {num_runs}: {mine:.2f} s, {other:.2f} s)", flush=True)
+    print(
+        f"{what}: {other / mine:.2f}x against {against} (medians of {num_runs}: {mine:.2f} s,"
+        f" {other:.2f} s)",
+        flush=True,
+    )
     return other / mine
 
 
-def speed_row(what: str, against: str, ours: Sequence[float], theirs: Sequence[float], amount: float, unit: str) -> Row:
-    """Returns the row of two sides that did the same `amount` of work in these seconds: amount / s each, ratio ours / theirs."""
+def speed_row(
+    what: str,
+    against: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    amount: float,
+    unit: str,
+) -> Row:
+    """Returns the row of two sides that did the same `amount` of work in these seconds: amount / s
+    each, ratio ours / theirs."""
     mine, other = amount / statistics.median(ours), amount / statistics.median(theirs)
-    return Row(what=what, against=against, ratio=mine / other, ours=mine, theirs=other, unit=unit, num_runs=len(ours))
+    return Row(
+        what=what,
+        against=against,
+        ratio=mine / other,
+        ours=mine,
+        theirs=other,
+        unit=unit,
+        num_runs=len(ours),
+    )
 
 
 def time_row(what: str, against: str, ours: Sequence[float], theirs: Sequence[float]) -> Row:
     """Returns the row of two sides in seconds: the ratio is theirs / ours."""
     mine, other = statistics.median(ours), statistics.median(theirs)
-    return Row(what=what, against=against, ratio=other / mine, ours=mine, theirs=other, unit="s", num_runs=len(ours))
+    return Row(
+        what=what,
+        against=against,
+        ratio=other / mine,
+        ours=mine,
+        theirs=other,
+        unit="s",
+        num_runs=len(ours),
+    )
 
 
 def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Returns (exponent b, its standard error) of seconds = a · size^b, by least squares on the logarithms.
+    """Returns (exponent b, its standard error) of seconds = a · size^b, by least squares on the
+    logarithms.
 
     The error is NaN with fewer than three points.
 
@@ -101,7 +145,9 @@ def fit_exponent(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[floa
         ValueError: fewer than two sizes that differ.
     """
     if len(sizes) < 2 or len(set(sizes)) < 2:
-        raise ValueError(f"fit_exponent: got the sizes {list(sizes)}; expected two or more that differ")
+        raise ValueError(
+            f"fit_exponent: got the sizes {list(sizes)}; expected two or more that differ"
+        )
     x, y = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
     mean_x, mean_y = statistics.fmean(x), statistics.fmean(y)
     spread = math.fsum((a - mean_x) ** 2 for a in x)
@@ -121,7 +167,8 @@ Case = Callable[[], Iterable[Row]]
 
 @dataclass(slots=True)
 class Report:
-    """Rows as they come, printed and written at once, so that a run that is cut off leaves what it had."""
+    """Rows as they come, printed and written at once, so that a run that is cut off leaves what it
+    had."""
 
     machine: dict[str, Any]
     file: Path | None = None
@@ -143,7 +190,8 @@ class Report:
             self.rows = [Row(**row) for row in listed]
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise DataError(
-                f"'{self.file}' is not the JSON of a benchmark ({error}); expected one, or leave out --append."
+                f"'{self.file}' is not the JSON of a benchmark ({error}); expected one, or leave"
+                " out --append."
             ) from error
 
     def run(self, cases: Mapping[str, Case], only: Sequence[str]) -> list[Row]:
@@ -160,26 +208,34 @@ class Report:
 
     def add(self, row: Row) -> None:
         """Prints and writes a row, in the place of an older one of the same work and peer."""
-        places = [n for n, other in enumerate(self.rows) if (other.what, other.against) == (row.what, row.against)]
+        places = [
+            n
+            for n, other in enumerate(self.rows)
+            if (other.what, other.against) == (row.what, row.against)
+        ]
         if places:
             self.rows[places[0]] = row
         else:
             self.rows.append(row)
         self.say(
-            f"{row.what}: {row.ratio:.2f} against {row.against} ({number(row.ours)} and {number(row.theirs)} {row.unit}, "
-            f"medians of {row.num_runs})"
+            f"{row.what}: {row.ratio:.2f} against {row.against} ({number(row.ours)} and"
+            f" {number(row.theirs)} {row.unit}, medians of {row.num_runs})"
         )
         self.write()
 
     def write(self) -> None:
         """Writes the JSON, where one is wanted."""
         if self.file is not None:
-            content = {"machine": self.machine | {"load_average_end": load_average()}, "rows": [asdict(row) for row in self.rows]}
+            content = {
+                "machine": self.machine | {"load_average_end": load_average()},
+                "rows": [asdict(row) for row in self.rows],
+            }
             write_atomically(self.file, json.dumps(content, indent=1) + "\n")
 
 
 def chosen_cases(cases: Iterable[str], only: Sequence[str]) -> list[str]:
-    """Returns the names to run, in order: all, or those that are named or begin with a name and a blank.
+    """Returns the names to run, in order: all, or those that are named or begin with a name and a
+    blank.
 
     Raises:
         SettingError: a name that fits none.
@@ -187,7 +243,10 @@ def chosen_cases(cases: Iterable[str], only: Sequence[str]) -> list[str]:
     known = list(cases)
     for name in only:
         if not any(_fits(case, name) for case in known):
-            raise SettingError(f"--only: there is no part '{name}'; expected {', '.join(known)}.{nearest(name, known)}")
+            raise SettingError(
+                f"--only: there is no part '{name}'; expected"
+                f" {', '.join(known)}.{nearest(name, known)}"
+            )
     return [case for case in known if not only or any(_fits(case, name) for name in only)]
 
 
@@ -200,5 +259,13 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
     yield "| what | against | ratio | ours | theirs | unit | runs |"
     yield "|---|---|---|---|---|---|---|"
     for row in rows:
-        cells = (row.what, row.against, f"{row.ratio:.2f}", number(row.ours), number(row.theirs), row.unit, str(row.num_runs))
+        cells = (
+            row.what,
+            row.against,
+            f"{row.ratio:.2f}",
+            number(row.ours),
+            number(row.theirs),
+            row.unit,
+            str(row.num_runs),
+        )
         yield f"| {' | '.join(cells)} |"

@@ -1,4 +1,5 @@
-"""A child process: by how much the resident memory rises in one forward and backward pass. Its argument is JSON (`update`)."""
+"""A child process: by how much the resident memory rises in one forward and backward pass. Its
+argument is JSON (`update`)."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from pathlib import Path
 
 
 def peak_bytes() -> int | None:
-    """Returns the most resident memory that this process had since `forget_peak`; None where the system does not say."""
+    """Returns the most resident memory that this process had since `forget_peak`; None where the
+    system does not say."""
     return _status("VmHWM")
 
 
@@ -25,7 +27,9 @@ def _status(name: str) -> int | None:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None
+    )
 
 
 def forget_peak() -> bool:
@@ -47,14 +51,20 @@ def main() -> None:
 
     asked = json.loads(sys.argv[1])
     stage = Stage(
-        folder=Path(asked["folder"]), model=asked["model"], is_quick=asked["is_quick"], num_threads=asked["num_threads"], num_runs=1
+        folder=Path(asked["folder"]),
+        model=asked["model"],
+        is_quick=asked["is_quick"],
+        num_threads=asked["num_threads"],
+        num_runs=1,
     )
     side = SIDES[asked["side"]](stage, Shape(**asked["shape"]), asked["dtype"])
     is_known = forget_peak()
     before = resident_bytes()
     side.run()
     peak = peak_bytes()
-    print(json.dumps(peak - before if is_known and peak is not None and before is not None else None))
+    print(
+        json.dumps(peak - before if is_known and peak is not None and before is not None else None)
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""RAPO and ARPO against GRPO, all ours: updates of the same tasks that take turns on the same, frozen weights.
+"""RAPO and ARPO against GRPO, all ours: updates of the same tasks that take turns on the same,
+frozen weights.
 
-The agent is the recipe's after its warm-up, made once and kept in the work folder. An update is rollout, credit, learning (at a
-learning rate of 0) and publish; retrieval and tools are the recipe's.
+The agent is the recipe's after its warm-up, made once and kept in the work folder. An update is
+rollout, credit, learning (at a learning rate of 0) and publish; retrieval and tools are the
+recipe's.
 
-What saved tokens predict is GRPO's rollout time times the ratio of unique tokens after the prompts, plus its learning time times
-the ratio of unique tokens learned from, plus its publish time. Calls run beside the engine, and their time is printed: in
-this world it is too small to count.
+What saved tokens predict is GRPO's rollout time times the ratio of unique tokens after the prompts,
+plus its learning time times the ratio of unique tokens learned from, plus its publish time. Calls
+run beside the engine, and their time is printed: in this world it is too small to count.
 """
 
 from __future__ import annotations
@@ -40,7 +42,14 @@ _QUICK: Mapping[str, Any] = {
     "model": {
         "path": "tiny",
         "dtype": "float32",
-        "tiny": {"hidden_size": 32, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "intermediate_size": 64, "max_context": 96},
+        "tiny": {
+            "hidden_size": 32,
+            "num_layers": 1,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "intermediate_size": 64,
+            "max_context": 96,
+        },
     },
     "tasks": {
         "num_train": 12,
@@ -91,7 +100,9 @@ def _compare(stage: Stage, name: str) -> Iterator[Row]:
         config = _config(stage, name)
         parts = assemble(config, model_path=checkpoint)
         stack.callback(lambda: runner.run(parts.close()))
-        methods = {each: Updates(stage, parts, _config(stage, each), runner, stack) for each in costs}
+        methods = {
+            each: Updates(stage, parts, _config(stage, each), runner, stack) for each in costs
+        }
         for update in range(1, stage.num_runs + 2):
             for each in list(costs) if update % 2 else list(costs)[::-1]:
                 cost = methods[each].update(update)
@@ -105,12 +116,22 @@ def _compare(stage: Stage, name: str) -> Iterator[Row]:
 def _rows(name: str, grpo: Sequence[Cost], own: Sequence[Cost]) -> Iterator[Row]:
     against = "GRPO, both ours, same tasks, noise and frozen weights"
     what = f"{name}, smollm2_search recipe"
-    yield time_row(f"{what}: rollout", against, [c.rollout_s for c in own], [c.rollout_s for c in grpo])
-    yield time_row(f"{what}: rollout and update", against, [c.update_s for c in own], [c.update_s for c in grpo])
+    yield time_row(
+        f"{what}: rollout", against, [c.rollout_s for c in own], [c.rollout_s for c in grpo]
+    )
+    yield time_row(
+        f"{what}: rollout and update",
+        against,
+        [c.update_s for c in own],
+        [c.update_s for c in grpo],
+    )
     predicted = [predict(mine, other) for mine, other in zip(own, grpo, strict=True)]
     what = f"{what}: rollout and update, against what its tokens predict"
     yield time_row(
-        what, "GRPO's times, scaled by the ratios of tokens sampled and learned from", [c.update_s for c in own], predicted
+        what,
+        "GRPO's times, scaled by the ratios of tokens sampled and learned from",
+        [c.update_s for c in own],
+        predicted,
     )
 
 
@@ -127,10 +148,10 @@ def _described(costs: Sequence[Cost]) -> str:
         return statistics.median(values)
 
     return (
-        f"rollout {middle('rollout_s'):.2f} s, learning {middle('learn_s'):.2f} s, publish {middle('publish_s'):.2f} s, "
-        f"{middle('num_sampled'):.0f} tokens sampled, {middle('num_new_tokens'):.0f} after prompts, "
-        f"{middle('num_learned'):.0f} learned from, {middle('num_calls'):.0f} calls "
-        f"of {1000 * middle('tool_s'):.1f} ms in all"
+        f"rollout {middle('rollout_s'):.2f} s, learning {middle('learn_s'):.2f} s, publish"
+        f" {middle('publish_s'):.2f} s, {middle('num_sampled'):.0f} tokens sampled,"
+        f" {middle('num_new_tokens'):.0f} after prompts, {middle('num_learned'):.0f} learned from,"
+        f" {middle('num_calls'):.0f} calls of {1000 * middle('tool_s'):.1f} ms in all"
     )
 
 
@@ -143,16 +164,25 @@ def recipe_path(name: str) -> Path:
     Raises:
         DataError: there is none, as in an installed package.
     """
-    places = [Path.cwd() / "recipes" / name, *(parent / "recipes" / name for parent in Path(__file__).resolve().parents)]
+    places = [
+        Path.cwd() / "recipes" / name,
+        *(parent / "recipes" / name for parent in Path(__file__).resolve().parents),
+    ]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        raise DataError(f"recipes/{name} is not here; expected the recipes of a clone. Run the command where the folder lies.")
+        raise DataError(
+            f"recipes/{name} is not here; expected the recipes of a clone. Run the command where"
+            " the folder lies."
+        )
     return found
 
 
 def _config(stage: Stage, method: str) -> Config:
     """The recipe with a method, frozen: a learning rate of 0 and no warm-up."""
-    return load_config(_settings(stage), [f"explore.explorers={METHODS[method]}", "learn.lr=0", "warmup.num_steps=0"])
+    return load_config(
+        _settings(stage),
+        [f"explore.explorers={METHODS[method]}", "learn.lr=0", "warmup.num_steps=0"],
+    )
 
 
 def _settings(stage: Stage) -> dict[str, Any]:
@@ -180,8 +210,13 @@ def _agent(stage: Stage) -> Path:
     if note.exists() and Path(note.read_text(encoding="utf-8")).is_dir():
         return Path(note.read_text(encoding="utf-8"))
     stage.say("warming the agent up, once")
-    config = load_config(_settings(stage), ["run.name=bench-agent-tiny" if stage.is_quick else "run.name=bench-agent"])
-    config = config.model_copy(update={"run": config.run.model_copy(update={"dir": str(stage.folder)})})
+    config = load_config(
+        _settings(stage),
+        ["run.name=bench-agent-tiny" if stage.is_quick else "run.name=bench-agent"],
+    )
+    config = config.model_copy(
+        update={"run": config.run.model_copy(update={"dir": str(stage.folder)})}
+    )
     checkpoint = sft(config).checkpoint_dir.absolute()
     note.write_text(str(checkpoint), encoding="utf-8")
     return checkpoint
@@ -190,16 +225,25 @@ def _agent(stage: Stage) -> Path:
 class Updates:
     """Updates by one method with the parts that all methods share."""
 
-    def __init__(self, stage: Stage, parts: Parts, config: Config, runner: asyncio.Runner, stack: ExitStack) -> None:
+    def __init__(
+        self, stage: Stage, parts: Parts, config: Config, runner: asyncio.Runner, stack: ExitStack
+    ) -> None:
         self._parts, self._config, self._runner = parts, config, runner
         self._tasks = list(parts.source.train_tasks())
-        self._learner = Learner(parts.model, config.learn, config.loss, length_constant=config.rollout.max_completion_tokens)
+        self._learner = Learner(
+            parts.model,
+            config.learn,
+            config.loss,
+            length_constant=config.rollout.max_completion_tokens,
+        )
         self._retriever: BufferRetriever | None = None
         if "graft" in config.explore.explorers:
             folder = stage.folder / "buffer-run"
             folder.mkdir(parents=True, exist_ok=True)
             encoder = check_buffer(config, parts.source, folder)
-            buffer = runner.run(open_buffer(config, parts.source, parts.scorer, parts.format, folder, 0, encoder))
+            buffer = runner.run(
+                open_buffer(config, parts.source, parts.scorer, parts.format, folder, 0, encoder)
+            )
             stack.callback(buffer.close)
             self._retriever = BufferRetriever(buffer, config.buffer)
             stack.callback(self._retriever.close)
@@ -210,11 +254,15 @@ class Updates:
 
     async def _update(self, number: int) -> Cost:
         config, parts = self._config, self._parts
-        tasks = sample_tasks(self._tasks, number, size=config.run.tasks_per_update, seed=config.run.seed)
+        tasks = sample_tasks(
+            self._tasks, number, size=config.run.tasks_per_update, seed=config.run.seed
+        )
         parts.toolbox.take_metrics()
         began = time.perf_counter()
         grower = parts.grower(
-            build_explorer(config.explore, vocab_size=len(parts.tokenizer)), training_limits(config), self._retriever
+            build_explorer(config.explore, vocab_size=len(parts.tokenizer)),
+            training_limits(config),
+            self._retriever,
         )
         trees = await grower.grow_all(
             tasks,
@@ -223,15 +271,25 @@ class Updates:
             max_live_trees=max_live_trees(config),
         )
         rolled = time.perf_counter()
-        _, metrics = self._learner.learn(credit_trees(self._learner.with_exact_entropies(trees), config))
+        _, metrics = self._learner.learn(
+            credit_trees(self._learner.with_exact_entropies(trees), config)
+        )
         learned = time.perf_counter()
         await parts.engine.publish(self._learner.export_weights(), number)
         done = time.perf_counter()
-        return _cost(trees, metrics, parts.toolbox.take_metrics(), (rolled - began, learned - rolled, done - learned))
+        return _cost(
+            trees,
+            metrics,
+            parts.toolbox.take_metrics(),
+            (rolled - began, learned - rolled, done - learned),
+        )
 
 
 def _cost(
-    trees: Sequence[Tree], learned: Mapping[str, float], tools: Mapping[str, float], seconds: tuple[float, float, float]
+    trees: Sequence[Tree],
+    learned: Mapping[str, float],
+    tools: Mapping[str, float],
+    seconds: tuple[float, float, float],
 ) -> Cost:
     calls = sum(tree.budget.num_tool_calls for tree in trees)
     spent = sum(

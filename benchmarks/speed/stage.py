@@ -1,4 +1,5 @@
-"""What the benchmarks share: the model, prompts, the engine, and the check that what was sampled is right."""
+"""What the benchmarks share: the model, prompts, the engine, and the check that what was sampled is
+right."""
 
 from __future__ import annotations
 
@@ -22,10 +23,18 @@ from treegraft.settings.config import EngineSettings, ModelSettings, TinySetting
 
 Result = TypeVar("Result")
 
-_TINY = TinySettings(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2, num_kv_heads=1, max_context=4096)
+_TINY = TinySettings(
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=2,
+    num_kv_heads=1,
+    max_context=4096,
+)
 _WORDS = 60
 _MEAN_GAP = {"float32": 1e-3, "bfloat16": 0.15}
-"""Largest mean |log-probability of the engine - of a plain pass|, nats; two correct ones in bfloat16 differ by .03 to .08."""
+"""Largest mean |log-probability of the engine - of a plain pass|, nats; two correct ones in
+bfloat16 differ by .03 to .08."""
 _NUM_CHECKED = 2
 """Completions of each run that are compared with a plain forward pass."""
 
@@ -69,7 +78,8 @@ class Stage:
     # ------------------------------------------------------------------ models
 
     def load(self, dtype: str | None = None) -> tuple[Any, Any]:
-        """Returns a fresh (model, tokenizer) without end tokens, so that every completion has the length asked for."""
+        """Returns a fresh (model, tokenizer) without end tokens, so that every completion has the
+        length asked for."""
         shown = dtype or self.dtype
         if self.is_quick:
             settings = ModelSettings(path="tiny", dtype=shown, tiny=_TINY)
@@ -83,15 +93,21 @@ class Stage:
 
     @cached_property
     def reference(self) -> Any:
-        """The model with its own attention, for plain forward passes and for transformers' generate."""
+        """The model with its own attention, for plain forward passes and for transformers'
+        generate."""
         return self.load()[0]
 
     @cached_property
     def saved_model(self) -> Path:
         """A folder with the model, for peers."""
-        place = self.folder / f"model-{'tiny' if self.is_quick else self.model.replace('/', '_').replace(':', '_')}-{self.dtype}"
+        place = (
+            self.folder
+            / f"model-{'tiny' if self.is_quick else self.model.replace('/', '_').replace(':', '_')}-{self.dtype}"
+        )
         if not (place / "config.json").exists():
-            settings = ModelSettings(path="tiny" if self.is_quick else self.model, dtype=self.dtype, tiny=_TINY)
+            settings = ModelSettings(
+                path="tiny" if self.is_quick else self.model, dtype=self.dtype, tiny=_TINY
+            )
             model, tokenizer = load_model(settings, vocabulary=[f"w{n}" for n in range(_WORDS)])
             partial = place.with_name(f".{place.name}.partial")
             base_model(model).save_pretrained(partial)
@@ -100,30 +116,39 @@ class Stage:
         return place
 
     def prompt(self, run: int, length: int) -> list[int]:
-        """Returns token ids drawn by the run's number, so that no run finds another's prompt in a cache."""
+        """Returns token ids drawn by the run's number, so that no run finds another's prompt in a
+        cache."""
         vocabulary = base_model(self.reference).config.get_text_config().vocab_size
         draw = random.Random(f"prompt {run}")
-        return [draw.randrange(min(100, vocabulary // 2), min(20_000, vocabulary)) for _ in range(length)]
+        return [
+            draw.randrange(min(100, vocabulary // 2), min(20_000, vocabulary))
+            for _ in range(length)
+        ]
 
     @cached_property
     def text(self) -> list[int]:
-        """Tokens of real text: this package's own source. On random ones a model's gradients in bfloat16 can be mostly noise."""
+        """Tokens of real text: this package's own source. On random ones a model's gradients in
+        bfloat16 can be mostly noise."""
         _, tokenizer = self.load()
         if self.is_quick:
             draw = random.Random("text")
             return [draw.randrange(len(tokenizer)) for _ in range(1000)]
         files = sorted(Path(__file__).parents[1].rglob("*.py"))
-        ids: list[int] = tokenizer("\n".join(file.read_text(encoding="utf-8") for file in files), verbose=False)["input_ids"]
+        ids: list[int] = tokenizer(
+            "\n".join(file.read_text(encoding="utf-8") for file in files), verbose=False
+        )["input_ids"]
         return ids
 
     # ------------------------------------------------------------------ ours
 
     @contextmanager
     def engine(self, *, max_context: int | None = None, **options: Any) -> Iterator[OurEngine]:
-        """Gives the native engine with a copy of the model of its own, and the event loop to call it on.
+        """Gives the native engine with a copy of the model of its own, and the event loop to call
+        it on.
 
         Args:
-            max_context: longest path where the model names a shorter one; what it says there means nothing, but takes its time.
+            max_context: longest path where the model names a shorter one; what it says there means
+                nothing, but takes its time.
             options: of the engine's constructor.
         """
         model, tokenizer = self.load()
@@ -138,7 +163,8 @@ class Stage:
 
     @contextmanager
     def vllm(self) -> Iterator[VllmServer | None]:
-        """Gives vLLM's server, stopped; None, with a line that says how to have it, where there is none."""
+        """Gives vLLM's server, stopped; None, with a line that says how to have it, where there is
+        none."""
         python = peer_python("vllm", self.vllm_python)
         if python is None:
             self.note(missing("vllm"))
@@ -146,7 +172,12 @@ class Stage:
             return
         self.say(f"starting vLLM (its output: {self.folder / 'vllm.log'})")
         server = VllmServer.start(
-            python, self.saved_model, self.folder, dtype=self.dtype, num_threads=self.threads, more=self.vllm_args
+            python,
+            self.saved_model,
+            self.folder,
+            dtype=self.dtype,
+            num_threads=self.threads,
+            more=self.vllm_args,
         )
         try:
             server.pause()
@@ -158,14 +189,19 @@ class Stage:
 
     @torch.inference_mode()
     def check(self, prefix_ids: Sequence[int], completion: Completion) -> float:
-        """Returns the mean |difference| of log-probabilities and entropies to a plain forward pass, in nats.
+        """Returns the mean |difference| of log-probabilities and entropies to a plain forward pass,
+        in nats.
 
         Raises:
             EngineError: it is beyond the noise of the dtype.
         """
         ids = torch.tensor([[*prefix_ids, *completion.token_ids]], device=self.reference.device)
         kept = len(completion.token_ids) + 1
-        logits = self.reference(input_ids=ids, use_cache=False, logits_to_keep=kept).logits[0, :-1].float()
+        logits = (
+            self.reference(input_ids=ids, use_cache=False, logits_to_keep=kept)
+            .logits[0, :-1]
+            .float()
+        )
         logprobs = torch.log_softmax(logits, dim=-1)
         chosen = logprobs.gather(1, ids[0, len(prefix_ids) :, None])[:, 0].cpu()
         entropies = -(logprobs.exp() * logprobs).sum(dim=-1).cpu()
@@ -173,8 +209,9 @@ class Stage:
         gap = max(gap, float((entropies - torch.tensor(completion.entropies)).abs().mean()))
         if not gap <= _MEAN_GAP[self.dtype]:
             raise EngineError(
-                f"benchmark: log-probabilities or entropies of the engine differ from a plain pass by {gap:.3g} nats in the mean; "
-                f"expected at most {_MEAN_GAP[self.dtype]:g} in {self.dtype}. What is wrong is not worth timing."
+                "benchmark: log-probabilities or entropies of the engine differ from a plain pass"
+                f" by {gap:.3g} nats in the mean; expected at most {_MEAN_GAP[self.dtype]:g} in"
+                f" {self.dtype}. What is wrong is not worth timing."
             )
         return gap
 
@@ -189,23 +226,33 @@ class OurEngine:
     worst_gap: float = 0.0
     """Largest mean difference to a plain forward pass so far, in nats."""
 
-    def group(self, prompt: Sequence[int], num_rows: int, num_tokens: int, run: int) -> list[Completion]:
-        """Returns completions of one prompt, sampled together; nothing of them stays in the engine."""
+    def group(
+        self, prompt: Sequence[int], num_rows: int, num_tokens: int, run: int
+    ) -> list[Completion]:
+        """Returns completions of one prompt, sampled together; nothing of them stays in the
+        engine."""
 
         async def sample() -> list[Completion]:
             sampling = Sampling(max_new_tokens=num_tokens)
-            calls = [self.engine.complete(prompt, sampling, noise_key=("bench", run, row)) for row in range(num_rows)]
+            calls = [
+                self.engine.complete(prompt, sampling, noise_key=("bench", run, row))
+                for row in range(num_rows)
+            ]
             found = await asyncio.gather(*calls)
             self.engine.forget(prompt)
             return found
 
         return self.runner.run(sample())
 
-    def check(self, prompt: Sequence[int], completions: Sequence[Completion], num_tokens: int) -> None:
+    def check(
+        self, prompt: Sequence[int], completions: Sequence[Completion], num_tokens: int
+    ) -> None:
         """Counts the tokens, and compares some completions with plain forward passes."""
         counts = {len(completion.token_ids) for completion in completions}
         if counts != {num_tokens}:
-            raise EngineError(f"benchmark: completions have {sorted(counts)} tokens; expected {num_tokens} each")
+            raise EngineError(
+                f"benchmark: completions have {sorted(counts)} tokens; expected {num_tokens} each"
+            )
         for completion in completions[:: max(1, len(completions) // _NUM_CHECKED)][:_NUM_CHECKED]:
             self.worst_gap = max(self.worst_gap, self.stage.check(prompt, completion))
 

@@ -1,6 +1,8 @@
-"""A child process: TRL's GRPOTrainer, one optimiser step for each "go". Run by the Python of an environment with TRL.
+"""A child process: TRL's GRPOTrainer, one optimiser step for each "go". Run by the Python of an
+environment with TRL.
 
-It knows nothing of this package. Its argument is JSON: model, prompt, num_generations, num_tokens, dtype, num_threads, lr, folder.
+It knows nothing of this package. Its argument is JSON: model, prompt, num_generations, num_tokens,
+dtype, num_threads, lr, folder.
 """
 
 from __future__ import annotations
@@ -15,8 +17,13 @@ from typing import Any
 def main() -> None:
     """Answers each line with {"seconds", "num_prompt_tokens", "num_completion_tokens"}."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
-    # Before Python 3.11 the files beside this one come first, and one is called as a module of the standard library.
-    sys.path[:] = [place for place in sys.path if os.path.realpath(place) != os.path.dirname(os.path.realpath(__file__))]
+    # Before Python 3.11 the files beside this one come first, and one is called as a module of the
+    # standard library.
+    sys.path[:] = [
+        place
+        for place in sys.path
+        if os.path.realpath(place) != os.path.dirname(os.path.realpath(__file__))
+    ]
     # What libraries print must not stand between the answers.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
@@ -30,7 +37,9 @@ def main() -> None:
     torch.set_num_threads(settings["num_threads"])
     seen: dict[str, int] = {}
 
-    def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    def reward(
+        prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
         """Some variance within the group; counts what was sampled."""
         seen["num_completion_tokens"] = sum(len(ids) for ids in completion_ids)
         return [float(sum(ids) % 7) for ids in completion_ids]
@@ -47,7 +56,9 @@ def main() -> None:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             seconds = time.perf_counter() - self.began
-            answers.write(json.dumps({"seconds": seconds, "num_prompt_tokens": num_prompt, **seen}) + "\n")
+            answers.write(
+                json.dumps({"seconds": seconds, "num_prompt_tokens": num_prompt, **seen}) + "\n"
+            )
 
     count, tokens = settings["num_generations"], settings["num_tokens"]
     arguments = GRPOConfig(
@@ -76,9 +87,19 @@ def main() -> None:
         seed=0,
     )
     rows = Dataset.from_list([{"prompt": settings["prompt"]}] * 64)
-    trainer = GRPOTrainer(model=settings["model"], reward_funcs=reward, args=arguments, train_dataset=rows, callbacks=[Turns()])
-    num_prompt = len(trainer.processing_class(settings["prompt"], add_special_tokens=False)["input_ids"])
-    answers.write(json.dumps({"num_prompt_tokens": num_prompt, "num_threads": torch.get_num_threads()}) + "\n")
+    trainer = GRPOTrainer(
+        model=settings["model"],
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=rows,
+        callbacks=[Turns()],
+    )
+    num_prompt = len(
+        trainer.processing_class(settings["prompt"], add_special_tokens=False)["input_ids"]
+    )
+    answers.write(
+        json.dumps({"num_prompt_tokens": num_prompt, "num_threads": torch.get_num_threads()}) + "\n"
+    )
     trainer.train()
 
 

@@ -1,7 +1,9 @@
-"""Learning: forward and backward of a tree's log-probabilities, packed, against one padded row per trajectory.
+"""Learning: forward and backward of a tree's log-probabilities, packed, against one padded row per
+trajectory.
 
-The rows of a tree have one length here, so nothing is padded in truth: the best case of padding. Their log-probabilities are taken
-at completion positions only, in micro-batches of 8; ours computes entropies as well. Gradients are compared before any timing.
+The rows of a tree have one length here, so nothing is padded in truth: the best case of padding.
+Their log-probabilities are taken at completion positions only, in micro-batches of 8; ours computes
+entropies as well. Gradients are compared before any timing.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from treegraft.settings.config import LearnSettings, LossSettings
 
 MICRO_BATCH = 8
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.15}
-"""Largest norm of the difference of two gradients over the norm of the padded one; bfloat16 is off by .03 to .05 in any layout."""
+"""Largest norm of the difference of two gradients over the norm of the padded one; bfloat16 is off
+by .03 to .05 in any layout."""
 _MEMORY_SHAPE = "3.3"
 
 
@@ -61,8 +64,13 @@ class Shape:
     @property
     def num_pairs(self) -> tuple[int, int]:
         """Pairs of tokens of which one sees the other: in trees, and in trajectories apart."""
-        own, above = _num_causal(self.prompt) + self.leaves * _num_causal(self.tokens), self.leaves * self.prompt * self.tokens
-        return self.num_trees * (own + above), self.num_trees * self.leaves * _num_causal(self.prompt + self.tokens)
+        own, above = (
+            _num_causal(self.prompt) + self.leaves * _num_causal(self.tokens),
+            self.leaves * self.prompt * self.tokens,
+        )
+        return self.num_trees * (own + above), self.num_trees * self.leaves * _num_causal(
+            self.prompt + self.tokens
+        )
 
 
 def _num_causal(count: int) -> int:
@@ -70,11 +78,18 @@ def _num_causal(count: int) -> int:
 
 
 def multiplication_ratio(shape: Shape, model: Any) -> float:
-    """Returns the multiplications of a forward pass over trajectories apart, over those of a packed one."""
+    """Returns the multiplications of a forward pass over trajectories apart, over those of a packed
+    one."""
     config = base_model(model).config.get_text_config()
-    linear = sum(module.weight.numel() for module in decoder(model).modules() if isinstance(module, nn.Linear))
+    linear = sum(
+        module.weight.numel()
+        for module in decoder(model).modules()
+        if isinstance(module, nn.Linear)
+    )
     pair = 2 * config.num_hidden_layers * config.num_attention_heads * (head_width(config) or 0)
-    head = shape.num_trees * shape.leaves * shape.tokens * model.get_output_embeddings().weight.numel()
+    head = (
+        shape.num_trees * shape.leaves * shape.tokens * model.get_output_embeddings().weight.numel()
+    )
     packed, apart = (
         linear * tokens + pair * pairs + head
         for tokens, pairs in zip((shape.num_unique, shape.num_flat), shape.num_pairs, strict=True)
@@ -97,7 +112,9 @@ def cases(stage: Stage) -> Mapping[str, Case]:
     shapes = stage.pick(SHAPES, QUICK)
     found: dict[str, Case] = {}
     for dtype in ("float32", "bfloat16"):
-        found |= {f"{name} {dtype}": partial(_time, stage, shape, dtype) for name, shape in shapes.items()}
+        found |= {
+            f"{name} {dtype}": partial(_time, stage, shape, dtype) for name, shape in shapes.items()
+        }
     for dtype in ("float32", "bfloat16"):
         found[f"memory {dtype}"] = partial(_memory, stage, shapes[_MEMORY_SHAPE], dtype)
     return found
@@ -108,8 +125,9 @@ def _time(stage: Stage, shape: Shape, dtype: str) -> Iterator[Row]:
     gap = _gradient_gap(packed, padded)
     if not gap <= _LIMITS[dtype]:
         raise EngineError(
-            f"benchmark: the gradients of packed trees and padded rows differ by {gap:.3g} of their norm; expected at most "
-            f"{_LIMITS[dtype]:g} in {dtype}. What is wrong is not worth timing."
+            f"benchmark: the gradients of packed trees and padded rows differ by {gap:.3g} of their"
+            f" norm; expected at most {_LIMITS[dtype]:g} in {dtype}. What is wrong is not worth"
+            " timing."
         )
     stage.say(f"   gradients differ by {gap:.2g} of their norm")
     sides = {
@@ -117,12 +135,16 @@ def _time(stage: Stage, shape: Shape, dtype: str) -> Iterator[Row]:
         for name, side in (("packed", packed), ("padded", padded))
     }
     seconds = alternate(sides, stage.num_runs, num_first=0)
-    what = f"update, share ratio {shape.ratio:.2f} ({shape.num_unique} of {shape.num_flat} tokens), {dtype}"
+    what = (
+        f"update, share ratio {shape.ratio:.2f} ({shape.num_unique} of {shape.num_flat} tokens),"
+        f" {dtype}"
+    )
     row = time_row(what, "padded rows, same dtype", seconds["packed"], seconds["padded"])
     most = multiplication_ratio(shape, padded.model)
     stage.say(
-        f"   {row.ratio / shape.ratio:.0%} of the share ratio; {row.ratio / most:.0%} of {most:.2f}, the ratio of multiplications: "
-        "every sampled token goes through the head on both sides"
+        f"   {row.ratio / shape.ratio:.0%} of the share ratio; {row.ratio / most:.0%} of"
+        f" {most:.2f}, the ratio of multiplications: every sampled token goes through the head on"
+        " both sides"
     )
     yield row
 
@@ -170,8 +192,8 @@ class Padded:
     """One row per trajectory through the plain model."""
 
     def __init__(self, stage: Stage, shape: Shape, dtype: str, *, is_chunked: bool = False) -> None:
-        """Args:
-        is_chunked: logits of learn.vocab_chunk positions at a time, computed again in the backward pass, as ours does it.
+        """Args: is_chunked: logits of learn.vocab_chunk positions at a time, computed again in the
+        backward pass, as ours does it.
         """
         self.model = stage.load(dtype)[0]
         paths = [path for tree in example_trees(shape, stage.text) for path in tree.trajectories()]
@@ -181,18 +203,24 @@ class Padded:
 
     def run(self) -> None:
         """Adds Σ weight · log-probability to the gradients."""
-        for rows, weights in zip(self._rows.split(MICRO_BATCH), self._weights.split(MICRO_BATCH), strict=True):
+        for rows, weights in zip(
+            self._rows.split(MICRO_BATCH), self._weights.split(MICRO_BATCH), strict=True
+        ):
             (weights[:, None] * self._logprobs(rows)).sum().backward()
 
     def _logprobs(self, rows: torch.Tensor) -> torch.Tensor:
         targets = rows[:, self._first :]
-        hidden = decoder(self.model)(input_ids=rows, use_cache=False).last_hidden_state[:, self._first - 1 : -1]
+        hidden = decoder(self.model)(input_ids=rows, use_cache=False).last_hidden_state[
+            :, self._first - 1 : -1
+        ]
         if not self._is_chunked:
             logits = self.model.get_output_embeddings()(hidden).float()
             return torch.log_softmax(logits, -1).gather(2, targets[..., None])[..., 0]
         flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
         ones = torch.ones(wanted.shape, device=wanted.device)
-        return chunked_scores(Head(self.model), flat, wanted, ones, LearnSettings().vocab_chunk)[0].view(targets.shape)
+        return chunked_scores(Head(self.model), flat, wanted, ones, LearnSettings().vocab_chunk)[
+            0
+        ].view(targets.shape)
 
     def clear(self) -> None:
         """Drops the gradients."""
@@ -228,7 +256,12 @@ def example_trees(shape: Shape, text: Sequence[int]) -> list[Tree]:
         leaves = tuple(Leaf(step_id=one.id, status=Status.COMPLETED, reward=0.0) for one in own)
         steps = (step("0", shape.prompt, Origin.PROMPT), *own)
         trees.append(
-            Tree(task=Task(id=f"bench/{number}", question="", reference=()), group_id=f"{number}", steps=steps, leaves=leaves)
+            Tree(
+                task=Task(id=f"bench/{number}", question="", reference=()),
+                group_id=f"{number}",
+                steps=steps,
+                leaves=leaves,
+            )
         )
     return trees
 
@@ -236,7 +269,11 @@ def example_trees(shape: Shape, text: Sequence[int]) -> list[Tree]:
 # ---------------------------------------------------------------------- memory
 
 
-SIDES: Mapping[str, Any] = {"ours": Packed, "padded": Padded, "chunked": partial(Padded, is_chunked=True)}
+SIDES: Mapping[str, Any] = {
+    "ours": Packed,
+    "padded": Padded,
+    "chunked": partial(Padded, is_chunked=True),
+}
 
 
 def _memory(stage: Stage, shape: Shape, dtype: str) -> Iterator[Row]:
@@ -244,23 +281,44 @@ def _memory(stage: Stage, shape: Shape, dtype: str) -> Iterator[Row]:
     found: dict[str, list[float]] = {name: [] for name in SIDES}
     for _ in range(stage.num_runs):
         for name, values in found.items():
-            asked = {"side": name, "shape": asdict(shape), "dtype": dtype, "model": stage.model, "is_quick": stage.is_quick}
+            asked = {
+                "side": name,
+                "shape": asdict(shape),
+                "dtype": dtype,
+                "model": stage.model,
+                "is_quick": stage.is_quick,
+            }
             risen = _in_child(asked | {"num_threads": stage.threads, "folder": str(stage.folder)})
             if risen is None:
-                stage.note("left out: this system does not tell how much memory a process had at most")
+                stage.note(
+                    "left out: this system does not tell how much memory a process had at most"
+                )
                 return
             values.append(risen / 1e6)
     mine = statistics.median(found["ours"])
     what = f"update memory, share ratio {shape.ratio:.2f}, {dtype}, gradients included"
-    for name, against in (("padded", "padded rows"), ("chunked", "padded rows, logits in chunks as ours")):
+    for name, against in (
+        ("padded", "padded rows"),
+        ("chunked", "padded rows, logits in chunks as ours"),
+    ):
         other = statistics.median(found[name])
-        yield Row(what=what, against=against, ratio=other / mine, ours=mine, theirs=other, unit="MB", num_runs=stage.num_runs)
+        yield Row(
+            what=what,
+            against=against,
+            ratio=other / mine,
+            ours=mine,
+            theirs=other,
+            unit="MB",
+            num_runs=stage.num_runs,
+        )
 
 
 def _in_child(asked: Mapping[str, Any]) -> int | None:
     command = [sys.executable, "-m", "benchmarks.speed.memory", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise EngineError(f"benchmark: measuring memory failed: {done.stderr.strip().splitlines()[-1:]}")
+        raise EngineError(
+            f"benchmark: measuring memory failed: {done.stderr.strip().splitlines()[-1:]}"
+        )
     risen: int | None = json.loads(done.stdout.strip().splitlines()[-1])
     return risen

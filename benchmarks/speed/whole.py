@@ -1,7 +1,9 @@
-"""A whole update - sample a group, reward, credit, learn, publish - against TRL's GRPOTrainer, and our methods against each other.
+"""A whole update - sample a group, reward, credit, learn, publish - against TRL's GRPOTrainer, and
+our methods against each other.
 
-Both sides have the same model and dtype, the prompt of 200 tokens, the number of completions and their length (end tokens are
-ignored), one optimiser step, no KL term. TRL's child process times itself from "go" to the end of its optimiser step.
+Both sides have the same model and dtype, the prompt of 200 tokens, the number of completions and
+their length (end tokens are ignored), one optimiser step, no KL term. TRL's child process times
+itself from "go" to the end of its optimiser step.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ _WORDS = "river king stone light water paper music garden winter bridge"
 
 def cases(stage: Stage) -> Mapping[str, Case]:
     """Returns the parts of `treegraft bench whole`."""
-    found: dict[str, Case] = {f"trl {num}": partial(_against_trl, stage, num) for num in stage.pick(LENGTHS, (8,))}
+    found: dict[str, Case] = {
+        f"trl {num}": partial(_against_trl, stage, num) for num in stage.pick(LENGTHS, (8,))
+    }
     return {**found, **method_cases(stage)}
 
 
@@ -53,13 +57,18 @@ def _against_trl(stage: Stage, num_tokens: int) -> Iterator[Row]:
             def after(run: int, answer: Mapping[str, Any]) -> None:
                 if answer["num_completion_tokens"] != group * num_tokens:
                     got = answer["num_completion_tokens"]
-                    raise EngineError(f"peer trl: it sampled {got} tokens; expected {group * num_tokens}")
+                    raise EngineError(
+                        f"peer trl: it sampled {got} tokens; expected {group * num_tokens}"
+                    )
                 said.append(answer["seconds"])
 
             sides["trl"] = Side(lambda _: peer.ask(go=True), after=after)
         seconds = alternate(sides, stage.num_runs)
         gap = ours.engine.worst_gap
-        stage.say(f"   ours samples {ours.sampled_frac:.0%} of its time; log-probabilities differ by {gap:.4f} nats in the mean")
+        stage.say(
+            f"   ours samples {ours.sampled_frac:.0%} of its time; log-probabilities differ by"
+            f" {gap:.4f} nats in the mean"
+        )
     what = f"whole update, {group} x {num_tokens} tokens, {len(prompt)}-token prompt"
     if python is not None:
         yield time_row(what, "TRL GRPOTrainer (transformers generation)", seconds["ours"], said[1:])
@@ -68,7 +77,10 @@ def _against_trl(stage: Stage, num_tokens: int) -> Iterator[Row]:
 def _prompt(stage: Stage) -> tuple[str, list[int]]:
     """Returns a text of exactly so many tokens, and them."""
     _, tokenizer = stage.load()
-    wanted, words = stage.pick(PROMPT, 20), (["w1", "w2", "w3"] if stage.is_quick else _WORDS.split())
+    wanted, words = (
+        stage.pick(PROMPT, 20),
+        (["w1", "w2", "w3"] if stage.is_quick else _WORDS.split()),
+    )
     text = ""
     for number in range(wanted):
         text = f"{text} {words[number % len(words)]}".strip()
@@ -77,7 +89,9 @@ def _prompt(stage: Stage) -> tuple[str, list[int]]:
     return text, list(ids)
 
 
-def _trl(stage: Stage, python: Path, text: str, num_prompt: int, group: int, num_tokens: int) -> ScriptPeer:
+def _trl(
+    stage: Stage, python: Path, text: str, num_prompt: int, group: int, num_tokens: int
+) -> ScriptPeer:
     settings = {
         "model": str(stage.saved_model),
         "prompt": text,
@@ -89,10 +103,15 @@ def _trl(stage: Stage, python: Path, text: str, num_prompt: int, group: int, num
         "folder": str(stage.folder / "trl"),
     }
     stage.say(f"starting TRL (its output: {stage.folder / 'trl.log'})")
-    peer = ScriptPeer("trl", python, Path(__file__).with_name("trl_peer.py"), settings, stage.folder)
+    peer = ScriptPeer(
+        "trl", python, Path(__file__).with_name("trl_peer.py"), settings, stage.folder
+    )
     if peer.ready["num_prompt_tokens"] != num_prompt:
         peer.close()
-        raise EngineError(f"peer trl: its prompt has {peer.ready['num_prompt_tokens']} tokens; expected {num_prompt}")
+        raise EngineError(
+            f"peer trl: its prompt has {peer.ready['num_prompt_tokens']} tokens; expected"
+            f" {num_prompt}"
+        )
     return peer
 
 
@@ -118,7 +137,9 @@ class _Update:
         began = time.perf_counter()
         completions = self.engine.group(prompt, group, num_tokens, run)
         sampled = time.perf_counter()
-        tree = group_tree(prompt, completions, [float(sum(one.token_ids) % 7) for one in completions])
+        tree = group_tree(
+            prompt, completions, [float(sum(one.token_ids) % 7) for one in completions]
+        )
         self._learner.learn([assign_credit(tree, **self._credit, learn_from_truncated=True)])
         weights = self._learner.export_weights()
         self.engine.runner.run(self._publish(weights, run + 1))
@@ -126,7 +147,9 @@ class _Update:
         self._all_s += time.perf_counter() - began
         counts = [len(one.token_ids) for one in completions]
         if counts != [num_tokens] * group:
-            raise EngineError(f"benchmark: completions have {counts} tokens; expected {num_tokens} each")
+            raise EngineError(
+                f"benchmark: completions have {counts} tokens; expected {num_tokens} each"
+            )
         if run == 0:  # by the weights that the reference has
             self.engine.check(prompt, completions, num_tokens)
 
@@ -135,7 +158,9 @@ class _Update:
         await self.engine.engine.publish(weights, version)
 
 
-def group_tree(prompt: Sequence[int], completions: Sequence[Completion], rewards: Sequence[float]) -> Tree:
+def group_tree(
+    prompt: Sequence[int], completions: Sequence[Completion], rewards: Sequence[float]
+) -> Tree:
     """Returns the tree of a group: a prompt and one step for each completion."""
 
     def step(step_id: str, ids: Sequence[int], completion: Completion | None) -> Step:
@@ -151,8 +176,17 @@ def group_tree(prompt: Sequence[int], completions: Sequence[Completion], rewards
             entropies=zeros if completion is None else completion.entropies,
         )
 
-    steps = [step("0", prompt, None), *(step(f"0.{n}", one.token_ids, one) for n, one in enumerate(completions))]
-    leaves = [
-        Leaf(step_id=f"0.{n}", status=Status.COMPLETED, reward=reward, weight=1 / len(rewards)) for n, reward in enumerate(rewards)
+    steps = [
+        step("0", prompt, None),
+        *(step(f"0.{n}", one.token_ids, one) for n, one in enumerate(completions)),
     ]
-    return Tree(task=Task(id="bench", question="", reference=()), group_id="bench", steps=tuple(steps), leaves=tuple(leaves))
+    leaves = [
+        Leaf(step_id=f"0.{n}", status=Status.COMPLETED, reward=reward, weight=1 / len(rewards))
+        for n, reward in enumerate(rewards)
+    ]
+    return Tree(
+        task=Task(id="bench", question="", reference=()),
+        group_id="bench",
+        steps=tuple(steps),
+        leaves=tuple(leaves),
+    )

@@ -1,4 +1,5 @@
-"""Treegraft trains language-model agents that use tools, with reinforcement learning on trees of steps."""
+"""Treegraft trains language-model agents that use tools, with reinforcement learning on trees of
+steps."""
 
 from __future__ import annotations
 
@@ -32,8 +33,9 @@ _HOMES = {
     "load_config": "treegraft.settings.load",
     "read_trees": "treegraft.runs.record",
 }
-"""Where each public name lives; loaded on first use, so that importing treegraft does not import torch. `train` is
-missing because it would hide the module of its name: `from treegraft.train import train`."""
+"""Where each public name lives; loaded on first use, so that importing treegraft does not import
+torch. `train` is missing because it would hide the module of its name: `from treegraft.train import
+train`."""
 
 
 def __getattr__(name: str) -> Any:

@@ -56,10 +56,21 @@ class Parts:
     engine: Engine
     scorer: TreeScorer
 
-    def grower(self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None) -> Grower:
+    def grower(
+        self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
+    ) -> Grower:
         """Returns what grows trees within `limits`; without a retriever nothing is grafted."""
         allocate = _allocation(self.config)
-        return Grower(self.engine, self.format, self.toolbox, explorer, limits, self.scorer, retriever=retriever, allocate=allocate)
+        return Grower(
+            self.engine,
+            self.format,
+            self.toolbox,
+            explorer,
+            limits,
+            self.scorer,
+            retriever=retriever,
+            allocate=allocate,
+        )
 
     async def close(self) -> None:
         """Ends the engine's thread and the tools' processes."""
@@ -67,7 +78,9 @@ class Parts:
         await self.toolbox.close()
 
 
-def assemble(config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None) -> Parts:
+def assemble(
+    config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None
+) -> Parts:
     """Returns the parts that `config` describes.
 
     Args:
@@ -82,8 +95,14 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
 
     limit_threads(config.run.num_threads)
     tasks = source or build_tasks(config.tasks, config.run.seed)
-    scorer = RewardScorer.from_settings(config.reward, success_reward=config.environment.success_reward)
-    settings = config.model if model_path is None else config.model.model_copy(update={"path": str(model_path)})
+    scorer = RewardScorer.from_settings(
+        config.reward, success_reward=config.environment.success_reward
+    )
+    settings = (
+        config.model
+        if model_path is None
+        else config.model.model_copy(update={"path": str(model_path)})
+    )
     kind = open_environments(config.environment)
     _refuse_rewards(config, kind)
     tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
@@ -96,7 +115,9 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
     if model_path is not None:
         model = with_saved_adapter(model, Path(model_path))
     max_prompt = _room_for_prompts(config, model)
-    if model_path is None or not (Path(model_path) / "treegraft").is_dir():  # a checkpoint of ours holds the template already
+    if (
+        model_path is None or not (Path(model_path) / "treegraft").is_dir()
+    ):  # a checkpoint of ours holds the template already
         use_template(config.format, tokenizer)
     form = build_format(
         config.format,
@@ -107,11 +128,16 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
         mentions_retrieval="graft" in config.explore.explorers,
     )
     # Adapters change the model in place, so the engine's copy comes first.
-    engine_model = copy.deepcopy(model).requires_grad_(False) if config.engine.kind == "native" else model
+    engine_model = (
+        copy.deepcopy(model).requires_grad_(False) if config.engine.kind == "native" else model
+    )
     try:
         trained = with_adapters(model, config.model, seed=config.run.seed)
     except ValueError as error:
-        raise SettingError(f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model: {error}") from error
+        raise SettingError(
+            f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
+            f" {error}"
+        ) from error
     return Parts(
         config=config,
         source=tasks,
@@ -119,14 +145,17 @@ def assemble(config: Config, *, model_path: Path | str | None = None, source: Ta
         tokenizer=tokenizer,
         format=form,
         max_prompt=max_prompt,
-        toolbox=Toolbox.from_settings(tools, config.tools, None if kind is None else Environments(kind, config.environment)),
+        toolbox=Toolbox.from_settings(
+            tools, config.tools, None if kind is None else Environments(kind, config.environment)
+        ),
         engine=_build_engine(config, engine_model, tokenizer),
         scorer=scorer,
     )
 
 
 def _room_for_prompts(config: Config, model: Any) -> int | None:
-    """The longest prompt that leaves room for a completion, in tokens; None where the model names no limit."""
+    """The longest prompt that leaves room for a completion, in tokens; None where the model names
+    no limit."""
     from treegraft.policy.load import max_context
 
     limit = max_context(model)
@@ -139,7 +168,8 @@ def _room_for_prompts(config: Config, model: Any) -> int | None:
     )
     if wanted >= limit:
         raise SettingError(
-            f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all; lower it so that prompts fit too."
+            f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all;"
+            " lower it so that prompts fit too."
         )
     return limit - wanted
 
@@ -153,16 +183,26 @@ def check_prompts(parts: Parts, tasks: Sequence[Task]) -> None:
     bad: list[str] = []
     overhead = len(parts.format.prompt_ids(Task(id="probe", question="?", reference=())))
     for task in tasks:
-        # A plain letter is a token at most, so short plain questions need no encoding: 10,000 tasks take no time.
+        # A plain letter is a token at most, so short plain questions need no encoding: 10,000 tasks
+        # take no time.
         is_plain = task.question.isascii() and not set(task.question) & set("<[|")
-        if is_plain and (parts.max_prompt is None or len(task.question) + overhead <= parts.max_prompt):
+        if is_plain and (
+            parts.max_prompt is None or len(task.question) + overhead <= parts.max_prompt
+        ):
             continue
         try:
             parts.format.prompt_ids(task)
         except DataError as error:
             bad.append(str(error))
     if bad:
-        raise DataError(bad[0] + (f" The same holds for {len(bad)} of {len(tasks)} tasks in all." if len(bad) > 1 else ""))
+        raise DataError(
+            bad[0]
+            + (
+                f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
+                if len(bad) > 1
+                else ""
+            )
+        )
 
 
 def _build_engine(config: Config, model: Any, tokenizer: Any) -> Engine:
@@ -172,16 +212,20 @@ def _build_engine(config: Config, model: Any, tokenizer: Any) -> Engine:
         return NativeEngine(model, tokenizer, config.engine)
     if ":" not in config.engine.kind:
         raise SettingError(
-            f"engine.kind is '{config.engine.kind}'; expected \"native\" or an import path 'package.module:Engine'."
-            f"{nearest(config.engine.kind, ['native'])}"
+            f"engine.kind is '{config.engine.kind}'; expected \"native\" or an import path"
+            f" 'package.module:Engine'.{nearest(config.engine.kind, ['native'])}"
         )
-    engine: Engine = load_object(config.engine.kind)(model=model, tokenizer=tokenizer, settings=config.engine)
+    engine: Engine = load_object(config.engine.kind)(
+        model=model, tokenizer=tokenizer, settings=config.engine
+    )
     return engine
 
 
 def max_live_trees(config: Config) -> int:
     """Returns how many trees may grow at once without one's rows pushing out another's."""
-    return max(1, min(config.rollout.max_live_trees, config.engine.max_rows // config.explore.num_leaves))
+    return max(
+        1, min(config.rollout.max_live_trees, config.engine.max_rows // config.explore.num_leaves)
+    )
 
 
 def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
@@ -202,7 +246,11 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return Independent()
     if name == "entropy":
         own = settings.entropy
-        normalisers = {"vocabulary": float(vocab_size), "log_vocabulary": math.log(vocab_size), "none": 1.0}
+        normalisers = {
+            "vocabulary": float(vocab_size),
+            "log_vocabulary": math.log(vocab_size),
+            "none": 1.0,
+        }
         return EntropyBranching(
             num_starts=own.num_starts,
             num_branches=own.num_branches,
@@ -227,15 +275,17 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return explorer
     known = ["independent", "entropy", "graft"]
     raise SettingError(
-        f"explore.explorers names '{name}'; expected {', '.join(known)} or an import path 'package.module:Explorer'."
-        f"{nearest(name, known)}"
+        f"explore.explorers names '{name}'; expected {', '.join(known)} or an import path"
+        f" 'package.module:Explorer'.{nearest(name, known)}"
     )
 
 
 def _num_starts(settings: ExploreSettings) -> int:
     """First-level rollouts that a tree opens at once: the first explorer decides."""
     is_entropy = settings.explorers[0] == "entropy"
-    return min(settings.entropy.num_starts, settings.num_leaves) if is_entropy else settings.num_leaves
+    return (
+        min(settings.entropy.num_starts, settings.num_leaves) if is_entropy else settings.num_leaves
+    )
 
 
 def _allocation(config: Config) -> Callable[[Budget], Allocation]:
@@ -252,33 +302,50 @@ def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
     own = [tool for tool in tools if isinstance(tool, EnvironmentTool)]
     if own and own[0].capability is Capability.NONE:
         raise SettingError(
-            f"explore.explorers: trees would branch over the environment of the tools {[tool.name for tool in own]}, whose "
-            "capability is 'none'; expected 'fork' or 'replay'. Declare one of them in the class or as environment.capability, or "
-            "use explorers that do not branch."
+            "explore.explorers: trees would branch over the environment of the tools"
+            f" {[tool.name for tool in own]}, whose capability is 'none'; expected 'fork' or"
+            " 'replay'. Declare one of them in the class or as environment.capability, or use"
+            " explorers that do not branch."
         )
-    stateful = [tool.name for tool in tools if tool not in own and tool.capability is not Capability.STATELESS]
+    stateful = [
+        tool.name
+        for tool in tools
+        if tool not in own and tool.capability is not Capability.STATELESS
+    ]
     if stateful:
         raise SettingError(
-            f"explore.explorers: trees would branch over the tools {stateful}, whose state two branches cannot share; expected "
-            "stateless tools, or an environment that can fork or replay, which each trajectory has one of. Use explorers that do "
-            "not branch, make the tool stateless, or make it a method of an [environment]."
+            f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
+            " branches cannot share; expected stateless tools, or an environment that can fork or"
+            " replay, which each trajectory has one of. Use explorers that do not branch, make the"
+            " tool stateless, or make it a method of an [environment]."
         )
 
 
 def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
     """Refuses grafts over a state on which their calls cannot be tried."""
-    if "graft" in config.explore.explorers and kind is not None and kind.capability is Capability.NONE:
+    if (
+        "graft" in config.explore.explorers
+        and kind is not None
+        and kind.capability is Capability.NONE
+    ):
         raise SettingError(
-            "explore.explorers: got 'graft' with an environment whose capability is 'none'; expected 'fork' or 'replay', since a "
-            "grafted step's calls are made on a copy first. Declare one of them, or leave 'graft' out."
+            "explore.explorers: got 'graft' with an environment whose capability is 'none';"
+            " expected 'fork' or 'replay', since a grafted step's calls are made on a copy first."
+            " Declare one of them, or leave 'graft' out."
         )
 
 
 def _refuse_rewards(config: Config, kind: EnvironmentKind | None) -> None:
     """Refuses the environment's reward where there is none."""
     if "environment" in config.reward.funcs and (kind is None or not kind.has_reward):
-        what = "environment.kind is empty" if kind is None else f"'{kind.name}' has no method get_reward"
-        raise SettingError(f"reward.funcs: got 'environment', but {what}; expected an environment with a reward.")
+        what = (
+            "environment.kind is empty"
+            if kind is None
+            else f"'{kind.name}' has no method get_reward"
+        )
+        raise SettingError(
+            f"reward.funcs: got 'environment', but {what}; expected an environment with a reward."
+        )
 
 
 def find_trackers(names: list[str]) -> list[Callable[[Path], Tracker]]:
@@ -297,8 +364,8 @@ def find_trackers(names: list[str]) -> list[Callable[[Path], Tracker]]:
             makers.append(load_object(name))
         else:
             raise SettingError(
-                f"track.trackers names '{name}'; expected \"tensorboard\" or an import path 'package.module:Tracker'."
-                f"{nearest(name, ['tensorboard'])}"
+                f"track.trackers names '{name}'; expected \"tensorboard\" or an import path"
+                f" 'package.module:Tracker'.{nearest(name, ['tensorboard'])}"
             )
     return makers
 
@@ -313,7 +380,9 @@ def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limit
     return _limits(config.rollout, num_leaves, temperature, config.eval)
 
 
-def _limits(rollout: RolloutSettings, num_leaves: int, temperature: float, evaluation: EvalSettings | None) -> Limits:
+def _limits(
+    rollout: RolloutSettings, num_leaves: int, temperature: float, evaluation: EvalSettings | None
+) -> Limits:
     tokens = rollout.max_completion_tokens
     if evaluation is not None and evaluation.max_completion_tokens is not None:
         tokens = evaluation.max_completion_tokens

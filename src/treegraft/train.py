@@ -1,9 +1,12 @@
-"""The story of a run: warm up, then update after update - grow trees, score, credit, learn, publish, evaluate, record.
+"""The story of a run: warm up, then update after update - grow trees, score, credit, learn,
+publish, evaluate, record.
 
-    sample tasks -> grow trees -> score -> credit -> pack and learn -> publish -> evaluate -> record -> checkpoint
+    sample tasks -> grow trees -> score -> credit -> pack and learn -> publish -> evaluate -> record
+    -> checkpoint
 
-The state between two updates is small: weights, optimiser, and the counters in `TrainState`. Everything else is a function of the
-settings, the seed and the update's number, which is why a resumed run repeats an uninterrupted one bit for bit.
+The state between two updates is small: weights, optimiser, and the counters in `TrainState`.
+Everything else is a function of the settings, the seed and the update's number, which is why a
+resumed run repeats an uninterrupted one bit for bit.
 """
 
 from __future__ import annotations
@@ -15,13 +18,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from treegraft.assemble import assemble, build_explorer, check_prompts, find_trackers, max_live_trees, training_limits
+from treegraft.assemble import (
+    assemble,
+    build_explorer,
+    check_prompts,
+    find_trackers,
+    max_live_trees,
+    training_limits,
+)
 from treegraft.core.errors import DataError, TreegraftError
 from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Status, Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
-from treegraft.policy.checkpoint import checkpoint_name, load_checkpoint, prune_checkpoints, save_checkpoint
+from treegraft.policy.checkpoint import (
+    checkpoint_name,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+)
 from treegraft.policy.learn.credit import credit_trees, find_credit_rule
 from treegraft.policy.learn.drift import DriftGuard
 from treegraft.policy.learn.learner import Learner
@@ -36,7 +51,13 @@ from treegraft.settings.load import config_json
 from treegraft.tasks.build import build_tasks
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.retrieve import BufferRetriever
-from treegraft.traces.supply import buffer_metrics, check_buffer, grow_buffer, needs_buffer, open_buffer
+from treegraft.traces.supply import (
+    buffer_metrics,
+    check_buffer,
+    grow_buffer,
+    needs_buffer,
+    open_buffer,
+)
 
 if TYPE_CHECKING:
     from treegraft.cli.display import Display
@@ -55,12 +76,18 @@ class RunResult:
     """The latest value of every metric."""
 
 
-def train(config: Source, *, recipe: str | None = None, resume: Path | None = None, display: Display | None = None) -> RunResult:
+def train(
+    config: Source,
+    *,
+    recipe: str | None = None,
+    resume: Path | None = None,
+    display: Display | None = None,
+) -> RunResult:
     """Trains an agent and returns where the results are.
 
     Args:
-        config: settings, a dict of them, or a recipe's path; with `resume` they may be None, which takes the run's own, or differ
-            from those in `start.MAY_CHANGE` alone.
+        config: settings, a dict of them, or a recipe's path; with `resume` they may be None, which
+            takes the run's own, or differ from those in `start.MAY_CHANGE` alone.
         recipe: name of the recipe, for the run folder's default name.
         resume: a run folder to continue from its latest checkpoint.
 
@@ -74,8 +101,15 @@ def train(config: Source, *, recipe: str | None = None, resume: Path | None = No
     return _carry_out(start, display, only_warms_up=False)
 
 
-def sft(config: Source, *, recipe: str | None = None, resume: Path | None = None, display: Display | None = None) -> RunResult:
-    """Runs the warm-up alone and returns where the results are; arguments and errors as in `train`."""
+def sft(
+    config: Source,
+    *,
+    recipe: str | None = None,
+    resume: Path | None = None,
+    display: Display | None = None,
+) -> RunResult:
+    """Runs the warm-up alone and returns where the results are; arguments and errors as in
+    `train`."""
     start = new_start(config, recipe) if resume is None else resumed_start(Path(resume), config)
     return _carry_out(start, display, only_warms_up=True)
 
@@ -87,7 +121,10 @@ def _already_finished(start: Start, checkpoint: Path, display: Display | None) -
     if display is not None:
         count = start.config.run.num_updates
         more = f"treegraft train --resume {start.path} run.num_updates={2 * count or 20}"
-        display.warn(f"run {start.path} is finished: {count} of {count} updates are done. To train on: {more}")
+        display.warn(
+            f"run {start.path} is finished: {count} of {count} updates are done. To train on:"
+            f" {more}"
+        )
         display.finished(start.path, checkpoint, metrics)
     return RunResult(run_dir=start.path, checkpoint_dir=checkpoint, metrics=metrics)
 
@@ -120,27 +157,43 @@ class _Run:
         self._only_warms_up = only_warms_up
         self._saved = None if start.checkpoint is None else start.state
         self.stop = Stop()
-        self._show("phase", "loading", 0, 0, f"{start.config.model.path}, {start.config.tasks.kind}")
+        self._show(
+            "phase", "loading", 0, 0, f"{start.config.model.path}, {start.config.tasks.kind}"
+        )
         trackers = find_trackers(self.config.track.trackers)
         self.credit_rule = find_credit_rule(self.config)
         source = build_tasks(self.config.tasks, self.config.run.seed)
         self.train_tasks, self.eval_tasks = list(source.train_tasks()), list(source.eval_tasks())
         if not self.train_tasks and self.config.run.num_updates and not only_warms_up:
-            raise DataError("the training tasks are empty; expected at least one row. See tasks.num_train and [tasks.dataset].")
+            raise DataError(
+                "the training tasks are empty; expected at least one row. See tasks.num_train and"
+                " [tasks.dataset]."
+            )
         is_fresh = start.checkpoint is None or bool(self.config.model.lora.rank)
-        self.parts = assemble(self.config, model_path=None if is_fresh else start.checkpoint, source=source)
+        self.parts = assemble(
+            self.config, model_path=None if is_fresh else start.checkpoint, source=source
+        )
         try:
             check_prompts(self.parts, [*self.train_tasks, *self.eval_tasks])
             self.learner = Learner(
-                self.parts.model, self.config.learn, self.config.loss, length_constant=self.config.rollout.max_completion_tokens
+                self.parts.model,
+                self.config.learn,
+                self.config.loss,
+                length_constant=self.config.rollout.max_completion_tokens,
             )
             if start.checkpoint is not None:
                 self.learner.load_state(load_checkpoint(start.checkpoint)[1])
-            self.drift = DriftGuard(self.parts.engine, self.learner, self.config.model.dtype, self.state)
-            self.encoder = check_buffer(self.config, source, start.path) if needs_buffer(self.config) else None
+            self.drift = DriftGuard(
+                self.parts.engine, self.learner, self.config.model.dtype, self.state
+            )
+            self.encoder = (
+                check_buffer(self.config, source, start.path) if needs_buffer(self.config) else None
+            )
             self.demonstrations = None
             if self.state.warmup_steps < self.config.warmup.num_steps:
-                self.demonstrations = Demonstrations(source, self.parts.format, self.config.warmup, self.config.run.seed)
+                self.demonstrations = Demonstrations(
+                    source, self.parts.format, self.config.warmup, self.config.run.seed
+                )
             self.folder = start.open_folder()
             try:
                 self.trackers = [make(self.folder.path) for make in trackers]
@@ -165,11 +218,16 @@ class _Run:
             with self.stop.on_ctrl_c(self._announce_stop):
                 self._show("started", self.folder.path, self.config)
                 if self.health.standing:
-                    self._show("note", f"warnings that stood when the run stopped: {', '.join(self.health.standing)}")
+                    self._show(
+                        "note",
+                        "warnings that stood when the run stopped:"
+                        f" {', '.join(self.health.standing)}",
+                    )
                 self._warm_up()
                 await self.drift.publish(self.state.update)
                 if self._only_warms_up and not self.state.is_closed:
-                    # After the checkpoint, so that a later training logs update 0 anew, evaluation and all.
+                    # After the checkpoint, so that a later training logs update 0 anew, evaluation
+                    # and all.
                     self._log(self.state.update, self.state.pending)
                 if not self._only_warms_up:
                     self._keep_reference()
@@ -181,17 +239,25 @@ class _Run:
             self._save()
             checkpoint = self._checkpoint_path()
             self._show("finished", self.folder.path, checkpoint, self.latest)
-            return RunResult(run_dir=self.folder.path, checkpoint_dir=checkpoint, metrics=self.latest)
+            return RunResult(
+                run_dir=self.folder.path, checkpoint_dir=checkpoint, metrics=self.latest
+            )
         except Interrupted as error:
             self._save()
             self._show("interrupted", self._command)
             raise KeyboardInterrupt from error
         except (KeyboardInterrupt, asyncio.CancelledError):
-            self._warn("stopped at once; what was done since the last checkpoint is lost, and repeated when the run is resumed")
+            self._warn(
+                "stopped at once; what was done since the last checkpoint is lost, and repeated"
+                " when the run is resumed"
+            )
             self._show("interrupted", self._command, False)
             raise
         except Exception:
-            self._warn(f"the run has failed; once the cause is mended, go on from its last checkpoint with: {self._command}")
+            self._warn(
+                "the run has failed; once the cause is mended, go on from its last checkpoint"
+                f" with: {self._command}"
+            )
             raise
         finally:
             await self.parts.close()
@@ -217,7 +283,13 @@ class _Run:
                 self._save()
             return self.stop.is_asked
 
-        warm_up(self.learner, self.demonstrations, settings, first_step=self.state.warmup_steps, on_step=on_step)
+        warm_up(
+            self.learner,
+            self.demonstrations,
+            settings,
+            first_step=self.state.warmup_steps,
+            on_step=on_step,
+        )
         if self.state.warmup_steps == settings.num_steps:
             self.learner.optimiser.reset()
             measured = self._measure_skill() | {"time/warmup_s": time.monotonic() - began}
@@ -226,18 +298,23 @@ class _Run:
         self.stop.raise_if_asked()
 
     async def _update(self, update: int) -> None:
-        """One update up to its publish; nothing of it is kept if it is interrupted before learning begins."""
+        """One update up to its publish; nothing of it is kept if it is interrupted before learning
+        begins."""
         config, began, cpu_before = self.config, time.monotonic(), time.process_time()
         explorer = build_explorer(config.explore, vocab_size=len(self.parts.tokenizer))
         grower = self.parts.grower(explorer, training_limits(config), self.retriever)
-        tasks = sample_tasks(self.train_tasks, update, size=config.run.tasks_per_update, seed=config.run.seed)
+        tasks = sample_tasks(
+            self.train_tasks, update, size=config.run.tasks_per_update, seed=config.run.seed
+        )
         grown = await self._interruptible(
             grower.grow_all(
                 tasks,
                 noise_key=(config.run.seed, "train", update),
                 group_prefix=str(update),
                 max_live_trees=max_live_trees(config),
-                on_tree=lambda done, _: self._show("phase", "rollout", done, len(tasks), str(grower.watch)),
+                on_tree=lambda done, _: self._show(
+                    "phase", "rollout", done, len(tasks), str(grower.watch)
+                ),
             ),
             waits_on=grower.watch,
         )
@@ -247,7 +324,9 @@ class _Run:
         trees, learned = self.learner.learn(credit_trees(grown, config, self.credit_rule))
         done_learning = time.monotonic()
         await self.drift.publish(update)
-        metrics = rollout_metrics(trees) | unused_metrics(trees, explorer, config.explore.num_leaves)
+        metrics = rollout_metrics(trees) | unused_metrics(
+            trees, explorer, config.explore.num_leaves
+        )
         metrics |= learned | self._part_metrics()
         if self.buffer is not None:
             metrics["graft/num_without_room"] = float(grower.num_grafts_without_room)
@@ -265,17 +344,24 @@ class _Run:
         if config.track.record_trees:
             write_trees(self.folder.trees_path(update), trees)
         self._show("sample", trees[0])
-        self.state = replace(self.state, update=update, is_closed=False, pending=metrics, **self.drift.state())
+        self.state = replace(
+            self.state, update=update, is_closed=False, pending=metrics, **self.drift.state()
+        )
 
     def _warn_of_failures(self, trees: Sequence[Tree]) -> None:
-        """Says that trajectories were lost, since a failed leaf is otherwise a number among many."""
+        """Says that trajectories were lost, since a failed leaf is otherwise a number among
+        many."""
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         failed = [leaf for leaf in leaves if leaf.status is Status.FAILED]
         if failed and "failed" not in self.health.standing:
-            self._warn(f"{len(failed)} of {len(leaves)} trajectories failed and left their groups; the first: {failed[0].error}")
+            self._warn(
+                f"{len(failed)} of {len(leaves)} trajectories failed and left their groups; the"
+                f" first: {failed[0].error}"
+            )
 
     async def _close_update(self) -> None:
-        """Evaluates, logs and keeps the state after an update, or before the first one (update 0), unless that is done."""
+        """Evaluates, logs and keeps the state after an update, or before the first one (update 0),
+        unless that is done."""
         if self.state.is_closed:
             return
         update, metrics = self.state.update, dict(self.state.pending)
@@ -286,7 +372,9 @@ class _Run:
                 metrics["time/update_s"] += metrics["time/eval_s"]
         self._log(update, metrics)
         accuracy = metrics.get("eval/accuracy", metrics.get("eval/accuracy_sampled"))
-        is_best = accuracy is not None and (self.state.best_accuracy is None or accuracy > self.state.best_accuracy)
+        is_best = accuracy is not None and (
+            self.state.best_accuracy is None or accuracy > self.state.best_accuracy
+        )
         best = accuracy if is_best else self.state.best_accuracy
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
@@ -298,17 +386,24 @@ class _Run:
     # ------------------------------------------------------------------ its parts
 
     def _measure_skill(self) -> dict[str, float]:
-        """How well the policy repeats the expert on the held-out tasks; empty where there is no expert."""
+        """How well the policy repeats the expert on the held-out tasks; empty where there is no
+        expert."""
         demonstrations = [(task, self.parts.source.expert(task, 0)) for task in self.eval_tasks]
         held_out = [(task, steps) for task, steps in demonstrations if steps]
-        return {"warmup/skill": step_skill(self.learner, self.parts.format, held_out)} if held_out else {}
+        return (
+            {"warmup/skill": step_skill(self.learner, self.parts.format, held_out)}
+            if held_out
+            else {}
+        )
 
     def _evaluates_after(self, update: int) -> bool:
         settings = self.config.eval
         if update == 0:
             return settings.at_start and bool(self.eval_tasks)
         is_due = bool(settings.every) and update % settings.every == 0
-        return bool(self.eval_tasks) and (is_due or (settings.at_end and update == self.config.run.num_updates))
+        return bool(self.eval_tasks) and (
+            is_due or (settings.at_end and update == self.config.run.num_updates)
+        )
 
     async def _evaluate(self, update: int, watch: Watch) -> dict[str, float]:
         """Metrics of the held-out tasks; the trees go to files of their own."""
@@ -355,12 +450,19 @@ class _Run:
         self._show("phase", "buffer", 0, 1, self.config.buffer.path)
         parts, update = self.parts, self.state.update
         self.buffer = await open_buffer(
-            self.config, parts.source, parts.scorer, parts.format, self.folder.path, update, self.encoder
+            self.config,
+            parts.source,
+            parts.scorer,
+            parts.format,
+            self.folder.path,
+            update,
+            self.encoder,
         )
         self.retriever = BufferRetriever(self.buffer, self.config.buffer)
 
     def _keep_reference(self) -> None:
-        """The reference of the KL term is the policy before the first update, also after a resume."""
+        """The reference of the KL term is the policy before the first update, also after a
+        resume."""
         if not self.config.loss.kl_coef:
             return
         place = self.folder.path / "reference"
@@ -413,7 +515,9 @@ class _Run:
 
     # ------------------------------------------------------------------ stopping and showing
 
-    async def _interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
+    async def _interruptible(
+        self, work: Coroutine[Any, Any, Result], *, waits_on: object
+    ) -> Result:
         return await self.stop.interruptible(work, waits_on=waits_on, on_heartbeat=self._warn)
 
     def _announce_stop(self) -> None:
@@ -429,13 +533,16 @@ class _Run:
 
 
 def sample_tasks(tasks: Sequence[Task], update: int, *, size: int, seed: int) -> list[Task]:
-    """Returns the tasks of an update: epochs over all tasks, each shuffled by a key of its own; none twice in an update."""
+    """Returns the tasks of an update: epochs over all tasks, each shuffled by a key of its own;
+    none twice in an update."""
     orders: dict[int, list[int]] = {}
     chosen: dict[str, Task] = {}
     for position in range((update - 1) * size, update * size):
         epoch, place = divmod(position, len(tasks))
         if epoch not in orders:
-            orders[epoch] = sorted(range(len(tasks)), key=lambda n: (keyed_int(seed, "epoch", epoch, n), n))
+            orders[epoch] = sorted(
+                range(len(tasks)), key=lambda n: (keyed_int(seed, "epoch", epoch, n), n)
+            )
         task = tasks[orders[epoch][place]]
         chosen.setdefault(task.id, task)
     return list(chosen.values())

@@ -10,20 +10,28 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.algo.arpo import shared_advantages
-from treegraft.algo.rapo import RetrievalVariant, combined_advantages, path_retrieval_reward, path_retrieved_frac
+from treegraft.algo.rapo import (
+    RetrievalVariant,
+    combined_advantages,
+    path_retrieval_reward,
+    path_retrieved_frac,
+)
 from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Step, Trajectory, Tree
 
 Floats = npt.NDArray[np.float64]
 
 
-def group_advantages(rewards: Sequence[float] | Floats, *, scale: Literal["std", "none"] = "std", eps: float = 1e-6) -> Floats:
+def group_advantages(
+    rewards: Sequence[float] | Floats, *, scale: Literal["std", "none"] = "std", eps: float = 1e-6
+) -> Floats:
     """Returns [leaves] how much better each leaf did than its group.
 
-    A_i = (r_i - mean r) / (std r + eps)      scale="std"   (GRPO: Shao et al., arXiv 2402.03300, sec. 4.1)
-    A_i = r_i - mean r                        scale="none"  (Dr.GRPO: Liu et al., arXiv 2503.20783, sec. 3.2)
+    A_i = (r_i - mean r) / (std r + eps)   scale="std" (GRPO)     Shao et al., arXiv 2402.03300, sec. 4.1
+    A_i = r_i - mean r                     scale="none" (Dr.GRPO) Liu et al., arXiv 2503.20783, sec. 3.2
 
-    std is the sample standard deviation (divisor n - 1), as in verl and the ARPO family. A group of one, or one whose rewards are
-    all equal, has advantage 0; verl lets the raw reward of a singleton through.
+    std is the sample standard deviation (divisor n - 1), as in verl and the ARPO family. A group of
+    one, or one whose rewards are all equal, has advantage 0; verl lets the raw reward of a
+    singleton through.
 
     Raises:
         ValueError: an unknown scale, or a reward that is not a finite number.
@@ -32,7 +40,9 @@ def group_advantages(rewards: Sequence[float] | Floats, *, scale: Literal["std",
         raise ValueError(f"group_advantages: scale is '{scale}'; expected 'std' or 'none'")
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1 or not np.isfinite(values).all():
-        raise ValueError(f"group_advantages: got rewards {rewards!r}; expected a flat list of finite numbers")
+        raise ValueError(
+            f"group_advantages: got rewards {rewards!r}; expected a flat list of finite numbers"
+        )
     if values.size < 2 or (values == values[0]).all():
         return np.zeros_like(values)
     centred = values - values.mean()
@@ -41,15 +51,18 @@ def group_advantages(rewards: Sequence[float] | Floats, *, scale: Literal["std",
     return advantages
 
 
-def leaf_weights(branchings: Sequence[float], *, kind: Literal["uniform", "inverse_branching"] = "uniform") -> Floats:
+def leaf_weights(
+    branchings: Sequence[float], *, kind: Literal["uniform", "inverse_branching"] = "uniform"
+) -> Floats:
     """Returns [leaves] shares of the group, which sum to 1.
 
     w_i = 1 / n                       uniform
-    w_i ∝ 1 / Π_steps children(s)     inverse_branching, over the policy's children of each step above the leaf
+    w_i ∝ 1 / Π_steps children(s)     inverse_branching, over the steps above the leaf
 
-    A step with c sampled children is seen c times as often by uniform weights as the policy would reach it; the inverse product
-    undoes that, so the weighted sum is unbiased for the on-policy expectation (weights by the inverse of how often something is
-    drawn: Horvitz & Thompson, J. Am. Stat. Assoc. 47, 1952). Uniform is the mean over the group of GRPO (arXiv 2402.03300, eq. 3).
+    A step with c sampled children is seen c times as often by uniform weights as the policy would
+    reach it; the inverse product undoes that, so the weighted sum is unbiased for the on-policy
+    expectation (weights by the inverse of how often something is drawn: Horvitz & Thompson, J. Am.
+    Stat. Assoc. 47, 1952). Uniform is the mean over the group of GRPO (arXiv 2402.03300, eq. 3).
 
     Args:
         branchings: [leaves] the product above, 1 where nothing branched.
@@ -58,7 +71,9 @@ def leaf_weights(branchings: Sequence[float], *, kind: Literal["uniform", "inver
         ValueError: an unknown kind.
     """
     if kind not in ("uniform", "inverse_branching"):
-        raise ValueError(f"leaf_weights: kind is '{kind}'; expected 'uniform' or 'inverse_branching'")
+        raise ValueError(
+            f"leaf_weights: kind is '{kind}'; expected 'uniform' or 'inverse_branching'"
+        )
     shares = 1.0 / np.asarray(branchings, dtype=np.float64)
     if kind == "uniform":
         shares = np.ones_like(shares)
@@ -79,13 +94,15 @@ def assign_credit(
 ) -> Tree:
     """Returns the tree with the credit of every leaf filled in, by the status table of `types`.
 
-    The outcome's advantage goes to the whole trajectory, as in GRPO (Shao et al., arXiv 2402.03300, sec. 4.1.2), times the factor
-    of the retrieval reward (RAPO, arXiv 2603.03078, eq. 10), which is 1 where the tree has no graft. Failed leaves leave the
-    group: no advantage, weight 0, and the others' weights sum to 1 without them.
+    The outcome's advantage goes to the whole trajectory, as in GRPO (Shao et al., arXiv 2402.03300,
+    sec. 4.1.2), times the factor of the retrieval reward (RAPO, arXiv 2603.03078, eq. 10), which is
+    1 where the tree has no graft. Failed leaves leave the group: no advantage, weight 0, and the
+    others' weights sum to 1 without them.
 
     Args:
-        attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that the policy wrote on a live
-            trajectory to the mean over the live leaves below it (ARPO, arXiv 2507.19849).
+        attribution: "soft" leaves it at that; "hard" also sets `Step.advantage` of every step that
+            the policy wrote on a live trajectory to the mean over the live leaves below it (ARPO,
+            arXiv 2507.19849).
         retrieval_reward: which retrieval reward (see `rapo.retrieval_reward`).
         retrieval_weight: its share a.
         learn_from_truncated: whether truncated trajectories carry loss.
@@ -94,11 +111,16 @@ def assign_credit(
         ValueError: a live leaf without reward, or an unknown name.
     """
     if attribution not in ("soft", "hard"):
-        raise ValueError(f"assign_credit: attribution is '{attribution}'; expected 'soft' or 'hard'")
+        raise ValueError(
+            f"assign_credit: attribution is '{attribution}'; expected 'soft' or 'hard'"
+        )
     members = [path for path in tree.trajectories() if LEARNING_RULES[path.status].in_group]
     unscored = [path.leaf.step_id for path in members if path.reward is None]
     if unscored:
-        raise ValueError(f"assign_credit: tree '{tree.group_id}': leaves {unscored} have no reward; score the tree first")
+        raise ValueError(
+            f"assign_credit: tree '{tree.group_id}': leaves {unscored} have no reward; score the"
+            " tree first"
+        )
     rewards = [path.reward for path in members if path.reward is not None]
     outcomes = group_advantages(rewards, scale="std" if advantage == "grpo" else "none", eps=eps)
     helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
@@ -112,19 +134,30 @@ def assign_credit(
             retrieval_reward=z,
             retrieved_frac=path_retrieved_frac(path),
             weight=float(w),
-            has_loss=LEARNING_RULES[path.status].has_loss and (learn_from_truncated or path.status is not Status.TRUNCATED),
+            has_loss=LEARNING_RULES[path.status].has_loss
+            and (learn_from_truncated or path.status is not Status.TRUNCATED),
         )
-        for path, a, outcome, z, w in zip(members, advantages, outcomes, helped, weights, strict=True)
+        for path, a, outcome, z, w in zip(
+            members, advantages, outcomes, helped, weights, strict=True
+        )
     }
-    nothing: dict[str, Any] = {"advantage": None, "outcome_advantage": None, "retrieval_reward": 0.0, "retrieved_frac": 0.0}
+    nothing: dict[str, Any] = {
+        "advantage": None,
+        "outcome_advantage": None,
+        "retrieval_reward": 0.0,
+        "retrieved_frac": 0.0,
+    }
     failed = [leaf for leaf in tree.leaves if leaf.step_id not in credited]
-    credited |= {leaf.step_id: replace(leaf, weight=0.0, has_loss=False, **nothing) for leaf in failed}
+    credited |= {
+        leaf.step_id: replace(leaf, weight=0.0, has_loss=False, **nothing) for leaf in failed
+    }
     steps = _attributed(tree, members, advantages) if attribution == "hard" else _unattributed(tree)
     return replace(tree, steps=steps, leaves=tuple(credited[leaf.step_id] for leaf in tree.leaves))
 
 
 def _attributed(tree: Tree, members: Sequence[Trajectory], advantages: Floats) -> tuple[Step, ...]:
-    """The steps with their mean advantages; None where the policy wrote nothing or no live leaf lies below."""
+    """The steps with their mean advantages; None where the policy wrote nothing or no live leaf
+    lies below."""
     below: dict[str, list[int]] = {step.id: [] for step in tree.steps}
     for index, path in enumerate(members):
         for step in path.steps:
@@ -137,11 +170,14 @@ def _attributed(tree: Tree, members: Sequence[Trajectory], advantages: Floats) -
 
 
 def _unattributed(tree: Tree) -> tuple[Step, ...]:
-    return tuple(step if step.advantage is None else replace(step, advantage=None) for step in tree.steps)
+    return tuple(
+        step if step.advantage is None else replace(step, advantage=None) for step in tree.steps
+    )
 
 
 def _branching(tree: Tree, leaf: Leaf) -> float:
-    """Product over the steps above the leaf of the policy's children of that step, the root's starts left out."""
+    """Product over the steps above the leaf of the policy's children of that step, the root's
+    starts left out."""
     product = 1.0
     for step in tree.path(leaf.step_id)[1:-1]:
         children = [s for s in tree.steps if s.parent == step.id and s.origin is Origin.POLICY]

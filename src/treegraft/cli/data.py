@@ -14,7 +14,9 @@ from rich.text import Text
 if TYPE_CHECKING:
     from treegraft.evals.check import Contamination, FileReport, FileView
 
-data_app = typer.Typer(name="data", help="Look at data before using it.", no_args_is_help=True, rich_markup_mode=None)
+data_app = typer.Typer(
+    name="data", help="Look at data before using it.", no_args_is_help=True, rich_markup_mode=None
+)
 
 MAX_EXAMPLES = 5
 """Overlapping questions that are shown of each file; --json has all."""
@@ -24,12 +26,29 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing els
 
 @data_app.command()
 def check(
-    train: Annotated[str, typer.Argument(metavar="TRAIN", help='Training data: .jsonl, .json, .parquet or "hub:NAME:SPLIT".')],
-    evals: Annotated[list[str] | None, typer.Argument(metavar="[EVAL]...", help="Evaluation data to look for in it.")] = None,
-    question_column: Annotated[str | None, typer.Option(help="Column of the question in TRAIN; dots go into nested ones.")] = None,
-    reference_column: Annotated[str | None, typer.Option(help="Column of the reference in TRAIN.")] = None,
+    train: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRAIN", help='Training data: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'
+        ),
+    ],
+    evals: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[EVAL]...", help="Evaluation data to look for in it."),
+    ] = None,
+    question_column: Annotated[
+        str | None, typer.Option(help="Column of the question in TRAIN; dots go into nested ones.")
+    ] = None,
+    reference_column: Annotated[
+        str | None, typer.Option(help="Column of the reference in TRAIN.")
+    ] = None,
     near: Annotated[
-        float, typer.Option(min=0.1, max=1.0, help="Share of three-word sequences in common from which questions are duplicates.")
+        float,
+        typer.Option(
+            min=0.1,
+            max=1.0,
+            help="Share of three-word sequences in common from which questions are duplicates.",
+        ),
     ] = 0.7,
     as_json: AsJson = False,
 ) -> None:
@@ -39,7 +58,9 @@ def check(
     """
     from treegraft.evals.check import check_data
 
-    found = check_data(train, evals or [], question=question_column, reference=reference_column, near=near)
+    found = check_data(
+        train, evals or [], question=question_column, reference=reference_column, near=near
+    )
     if as_json:
         print(json.dumps(found.as_dict()))
     else:
@@ -58,16 +79,25 @@ def _say(text: str, style: str = "") -> None:
 
 
 def _print_file(file: FileReport) -> None:
-    _say(f"{file.source}: {file.num_rows} rows, question in {file.question_column}, reference in {file.reference_column}", "bold")
+    _say(
+        f"{file.source}: {file.num_rows} rows, question in {file.question_column}, reference in"
+        f" {file.reference_column}",
+        "bold",
+    )
     if not file.findings:
         _say("no defect found")
     for one in file.findings:
-        rows = ", ".join(map(str, one.rows[:MAX_EXAMPLES])) + (", ..." if len(one.rows) > MAX_EXAMPLES else "")
+        rows = ", ".join(map(str, one.rows[:MAX_EXAMPLES])) + (
+            ", ..." if len(one.rows) > MAX_EXAMPLES else ""
+        )
         _say(f"- {len(one.rows)} x {one.kind} (row {rows}): {one.example[:100]}")
 
 
 def _print_contamination(one: Contamination, train: str) -> None:
-    counts = {how: sum(overlap.how == how for overlap in one.overlaps) for how in ("exact", "normalised", "near")}
+    counts = {
+        how: sum(overlap.how == how for overlap in one.overlaps)
+        for how in ("exact", "normalised", "near")
+    }
     _say(
         f"{one.source}: {len(one.overlaps)} of {one.num_questions} questions stand in {train} "
         f"({', '.join(f'{count} {how}' for how, count in counts.items())})",
@@ -75,13 +105,16 @@ def _print_contamination(one: Contamination, train: str) -> None:
     )
     for overlap in one.overlaps[:MAX_EXAMPLES]:
         _say(
-            f"- row {overlap.eval_row} = row {overlap.train_row}, {overlap.how}, {overlap.similarity:.2f}: {overlap.question[:100]}"
+            f"- row {overlap.eval_row} = row {overlap.train_row}, {overlap.how},"
+            f" {overlap.similarity:.2f}: {overlap.question[:100]}"
         )
 
 
 @data_app.command()
 def show(
-    file: Annotated[str, typer.Argument(metavar="FILE", help='.jsonl, .json, .parquet or "hub:NAME:SPLIT".')],
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help='.jsonl, .json, .parquet or "hub:NAME:SPLIT".')
+    ],
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="The first of them, from 0.")] = 0,
     as_json: AsJson = False,
@@ -100,18 +133,30 @@ def _print_view(found: FileView) -> None:
     from treegraft.cli.display import plain
 
     asked, reference = found.question_column or "none found", found.reference_column or "none found"
-    _say(f"{found.source}: {found.num_rows} rows; the question seems to be in {asked}, the reference in {reference}", "bold")
+    _say(
+        f"{found.source}: {found.num_rows} rows; the question seems to be in {asked}, the reference"
+        f" in {reference}",
+        "bold",
+    )
     table = Table(box=None, padding=(0, 1), header_style="dim")
     for name in ("column", "kind", "filled", "median", "95 %", "longest (characters)"):
         table.add_column(name, justify="left" if name in ("column", "kind") else "right")
     for one in found.columns:
-        lengths = [str(one.num_filled), str(one.length_median), str(one.length_p95), str(one.length_max)]
+        lengths = [
+            str(one.num_filled),
+            str(one.length_median),
+            str(one.length_p95),
+            str(one.length_max),
+        ]
         table.add_row(Text(plain(one.name)), ", ".join(one.kinds), *lengths)
     Console().print(table)
     for row in found.rows:
         _say(f"row {row['row']}", "bold")
         for name, value in row["values"].items():
-            Console().print(Text(f"  {plain(name)}: ", "dim") + Text(plain(_as_text(value), 600)), soft_wrap=True)
+            Console().print(
+                Text(f"  {plain(name)}: ", "dim") + Text(plain(_as_text(value), 600)),
+                soft_wrap=True,
+            )
     for problem in found.problems[:MAX_EXAMPLES]:
         _say(problem, "red")
 

@@ -1,7 +1,7 @@
 """What a person sees while Treegraft works: a live display in a terminal, plain lines in a pipe.
 
-Text from models, tools and data is shown as it is: never read as markup, and with control characters made visible, so
-that it cannot move the cursor or recolour the screen.
+Text from models, tools and data is shown as it is: never read as markup, and with control
+characters made visible, so that it cannot move the cursor or recolour the screen.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from treegraft.settings.config import Config
 
 
 class Display(Protocol):
-    """Where a run says what it is doing. Methods return at once and never raise for what the run did."""
+    """Where a run says what it is doing. Methods return at once and never raise for what the run
+    did."""
 
     def started(self, run_dir: Path, config: Config) -> None:
         """The run folder exists and work begins."""
         ...
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """`done` of `total` parts of the phase are done (total 0: unknown); `detail` says what is being waited for."""
+        """`done` of `total` parts of the phase are done (total 0: unknown); `detail` says what is
+        being waited for."""
         ...
 
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
@@ -57,7 +59,9 @@ class Display(Protocol):
         """Something worth a line that is no warning."""
         ...
 
-    def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
+    def finished(
+        self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
+    ) -> None:
         """The run is complete."""
         ...
 
@@ -70,10 +74,12 @@ class Display(Protocol):
         ...
 
 
-# --- one trajectory as text -------------------------------------------------------------------------------------------
+# --- one trajectory as text -----------------------------------------------------------------------
 
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_VISIBLE |= {127: "\u2421"} | dict.fromkeys([*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd")
+_VISIBLE |= {127: "\u2421"} | dict.fromkeys(
+    [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"
+)
 """Control characters, C1 codes and direction overrides -> a visible stand-in."""
 
 _STATUS_STYLE: Mapping[Status, str] = {
@@ -133,10 +139,16 @@ def _step(step: Step, tokenizer: Tokenizer | None, limit: int | None) -> list[Re
     if step.violation is not None:
         parts.append(_labelled("violation", plain(step.violation), "red"))
     if tokenizer is not None and (step.violation is not None or not parts):
-        sampled = [token for token, origin in zip(step.token_ids, step.origins, strict=True) if origin is Origin.POLICY]
+        sampled = [
+            token
+            for token, origin in zip(step.token_ids, step.origins, strict=True)
+            if origin is Origin.POLICY
+        ]
         parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
     if not parts:
-        parts.append(_labelled("wrote", f"{len(step.token_ids)} tokens, nothing the format knows", "yellow"))
+        parts.append(
+            _labelled("wrote", f"{len(step.token_ids)} tokens, nothing the format knows", "yellow")
+        )
     return parts
 
 
@@ -156,14 +168,19 @@ def _outcome(trajectory: Trajectory) -> Text:
     return Text(", ".join(parts), style=_STATUS_STYLE[leaf.status])
 
 
-def transcript(trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, limit: int | None = None) -> RenderableType:
+def transcript(
+    trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, limit: int | None = None
+) -> RenderableType:
     """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
 
     Args:
-        tokenizer: shows what the agent wrote to the letter where the format could not read it; None shows its length.
+        tokenizer: shows what the agent wrote to the letter where the format could not read it; None
+            shows its length.
         limit: longest text of one part, in characters; None shows all.
     """
-    parts: list[RenderableType] = [_labelled("question", plain(trajectory.task.question, limit), "bold")]
+    parts: list[RenderableType] = [
+        _labelled("question", plain(trajectory.task.question, limit), "bold")
+    ]
     for number, step in enumerate(trajectory.steps[1:], start=1):
         author = "" if step.origin is Origin.POLICY else f", {step.origin.name.lower()}"
         parts.append(Text(f"step {number}{author}", style="bold blue"))
@@ -173,14 +190,18 @@ def transcript(trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, li
 
 
 def pick_sample(tree: Tree) -> Trajectory | None:
-    """Returns the trajectory worth showing: the best rewarded, of equals the one with most calls, then the first."""
+    """Returns the trajectory worth showing: the best rewarded, of equals the one with most calls,
+    then the first."""
     trajectories = tree.trajectories()
     if not trajectories:
         return None
-    return max(trajectories, key=lambda t: (t.reward if t.reward is not None else float("-inf"), t.num_tool_calls))
+    return max(
+        trajectories,
+        key=lambda t: (t.reward if t.reward is not None else float("-inf"), t.num_tool_calls),
+    )
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- numbers --------------------------------------------------------------------------------------
 
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -206,7 +227,9 @@ def _duration(seconds: float) -> str:
 
 def standing_warnings(metrics: Mapping[str, float]) -> str:
     """Returns the names of the warnings that stand after an update, with commas; "" for none."""
-    return ", ".join(plain(key.removeprefix("health/")) for key in metrics if key.startswith("health/"))
+    return ", ".join(
+        plain(key.removeprefix("health/")) for key in metrics if key.startswith("health/")
+    )
 
 
 _MAX_CATEGORIES = 6
@@ -217,11 +240,17 @@ def _by_category(metrics: Mapping[str, float], name: str) -> str:
     start = f"eval/{name}_"
     other = "eval/accuracy_sampled"
     found = {
-        key: value for key, value in metrics.items() if key.startswith(start) and (name != "accuracy" or not key.startswith(other))
+        key: value
+        for key, value in metrics.items()
+        if key.startswith(start) and (name != "accuracy" or not key.startswith(other))
     }
     parts = [f"{plain(key.removeprefix(start))} {value:.0%}" for key, value in found.items()]
     more = len(parts) - _MAX_CATEGORIES
-    return f" ({', '.join([*parts[:_MAX_CATEGORIES], *([f'{more} more'] if more > 0 else [])])})" if parts else ""
+    return (
+        f" ({', '.join([*parts[:_MAX_CATEGORIES], *([f'{more} more'] if more > 0 else [])])})"
+        if parts
+        else ""
+    )
 
 
 def _gain(metrics: Mapping[str, float], key: str) -> str:
@@ -229,20 +258,27 @@ def _gain(metrics: Mapping[str, float], key: str) -> str:
 
 
 def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> str:
-    """Returns the evaluation among `metrics` on one line, in an order of its own; `is_brief` leaves categories and pass@k out.
+    """Returns the evaluation among `metrics` on one line, in an order of its own; `is_brief` leaves
+    categories and pass@k out.
 
-    "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@4 72.0%, gain +0.25 [0.18, 0.32]"
+    "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@4 72.0%, gain +0.25 [0.18,
+    0.32]"
     """
     parts = []
     has_greedy = "eval/accuracy" in metrics
-    for name, shown in (("accuracy", "accuracy"), ("accuracy_sampled", "sampled" if has_greedy else "accuracy_sampled")):
+    for name, shown in (
+        ("accuracy", "accuracy"),
+        ("accuracy_sampled", "sampled" if has_greedy else "accuracy_sampled"),
+    ):
         if f"eval/{name}" in metrics:
             is_split = not is_brief and (name == "accuracy" or not has_greedy)
             categories = _by_category(metrics, name) if is_split else ""
             parts.append(f"{shown} {metrics[f'eval/{name}']:.1%}{categories}")
     prefix = "eval/pass_at_"
     passes = sorted(
-        (int(key.removeprefix(prefix)), value) for key, value in metrics.items() if key.startswith(prefix) and not is_brief
+        (int(key.removeprefix(prefix)), value)
+        for key, value in metrics.items()
+        if key.startswith(prefix) and not is_brief
     )
     parts += [f"pass@{k} {value:.1%}" for k, value in passes]
     for key, shown in (("eval/gain", "gain"), ("eval/gain_sampled", "sampled gain")):
@@ -255,10 +291,18 @@ def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> 
 
 def _where_to_look(run_dir: Path, checkpoint_dir: Path | None, question: str | None) -> list[str]:
     """Returns what a finished run left behind, a line each."""
-    places = [("metrics", run_dir / "metrics.jsonl"), ("trees", run_dir / "trees"), ("checkpoint", checkpoint_dir)]
+    places = [
+        ("metrics", run_dir / "metrics.jsonl"),
+        ("trees", run_dir / "trees"),
+        ("checkpoint", checkpoint_dir),
+    ]
     lines = [f"  {name:<11}{place}" for name, place in places if place is not None]
     if checkpoint_dir is not None:
-        asked = shlex.quote(plain(question)) if question is not None and len(question) <= 80 else '"question"'
+        asked = (
+            shlex.quote(plain(question))
+            if question is not None and len(question) <= 80
+            else '"question"'
+        )
         lines.append(f"  {'ask it':<11}treegraft run {shlex.quote(str(checkpoint_dir))} {asked}")
     return lines
 
@@ -284,12 +328,15 @@ def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
             parts.append(f"<answer> {flat(content.answer)} </answer>")
         if step.violation is not None:
             parts.append(f"violation: {plain(step.violation)}")
-        lines.append("    " + ("  ".join(parts) or f"{len(step.token_ids)} tokens, nothing the format knows"))
+        lines.append(
+            "    " + ("  ".join(parts) or f"{len(step.token_ids)} tokens, nothing the format knows")
+        )
     return [*lines, f"    {_outcome(trajectory).plain}"]
 
 
 class PlainDisplay:
-    """Plain lines for a pipe or a log file: one for each update, evaluation and slow phase, and a trajectory now and then."""
+    """Plain lines for a pipe or a log file: one for each update, evaluation and slow phase, and a
+    trajectory now and then."""
 
     def __init__(
         self,
@@ -311,20 +358,31 @@ class PlainDisplay:
         print(text, file=self._file, flush=True)
 
     def started(self, run_dir: Path, config: Config) -> None:
-        self._line(f"run {run_dir}: {config.model.path} on {config.tasks.kind}, {config.run.num_updates} updates")
+        self._line(
+            f"run {run_dir}: {config.model.path} on {config.tasks.kind}, {config.run.num_updates}"
+            " updates"
+        )
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        # Only what takes long is worth a line; the first report of a phase that ends soon would be noise.
+        # Only what takes long is worth a line; the first report of a phase that ends soon would be
+        # noise.
         if self._clock() - self._last_phase_s < self._every_s:
             return
         self._last_phase_s = self._clock()
-        self._line(f"  {name} {done}{f'/{total}' if total else ''}{f': {plain(detail, 200)}' if detail else ''}")
+        self._line(
+            f"  {name}"
+            f" {done}{f'/{total}' if total else ''}{f': {plain(detail, 200)}' if detail else ''}"
+        )
 
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
         self._last_phase_s = self._clock()
-        numbers = "  ".join(f"{name} {_cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics)
+        numbers = "  ".join(
+            f"{name} {_cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics
+        )
         standing = standing_warnings(metrics)
-        self._line(f"update {update}/{num_updates}  {numbers}{f'  ! {standing}' if standing else ''}")
+        self._line(
+            f"update {update}/{num_updates}  {numbers}{f'  ! {standing}' if standing else ''}"
+        )
         if self._sample is not None and self._clock() - self._last_sample_s >= self._sample_every_s:
             self._last_sample_s = self._clock()
             for line in _short_transcript(self._sample):
@@ -343,7 +401,9 @@ class PlainDisplay:
     def note(self, text: str) -> None:
         self._line(f"note: {plain(text)}")
 
-    def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
+    def finished(
+        self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
+    ) -> None:
         result = evaluation_line(metrics)
         self._line(f"finished {run_dir}{f': {result}' if result else ''}")
         for line in _where_to_look(run_dir, checkpoint_dir, _question(self._sample)):
@@ -359,7 +419,13 @@ class PlainDisplay:
 class RichDisplay:
     """A live display: what is under way, the numbers of the latest updates, and one trajectory."""
 
-    def __init__(self, console: Console | None = None, *, num_rows: int = 8, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        console: Console | None = None,
+        *,
+        num_rows: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._console = console if console is not None else Console()
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=num_rows)
         self._clock = clock
@@ -382,7 +448,8 @@ class RichDisplay:
             self._live.start()
 
     def _say(self, text: Text) -> None:
-        # Unwrapped, so that paths and commands can be copied; above a live display a line too long would spoil the picture.
+        # Unwrapped, so that paths and commands can be copied; above a live display a line too long
+        # would spoil the picture.
         self._console.print(text, soft_wrap=self._live is None)
 
     def _head(self) -> RenderableType:
@@ -392,14 +459,19 @@ class RichDisplay:
         for ratio in (None, None, 1):
             grid.add_column(no_wrap=True, overflow="ellipsis", ratio=ratio)
         total = max(num_updates, 1)
-        grid.add_row("updates", ProgressBar(total=total, completed=update, width=20), self._pace(update, num_updates))
+        grid.add_row(
+            "updates",
+            ProgressBar(total=total, completed=update, width=20),
+            self._pace(update, num_updates),
+        )
         if self._phase is not None:
             name, done, count, detail = self._phase
             bar = ProgressBar(total=max(count, 1), completed=done, width=20)
             grid.add_row(
                 Text(name),
                 bar,
-                Text(f"{done}/{count}" if count else str(done or "")) + Text(f"  {plain(detail, 100)}", "dim"),
+                Text(f"{done}/{count}" if count else str(done or ""))
+                + Text(f"  {plain(detail, 100)}", "dim"),
             )
         if self._rows and (standing := standing_warnings(self._rows[-1][1])):
             grid.add_row("warnings", "", Text(standing, style="yellow"))
@@ -426,7 +498,14 @@ class RichDisplay:
         if self._rows:
             parts.append(self._table())
         if self._sample is not None:
-            parts.append(Panel(transcript(self._sample, limit=240), title="a trajectory", border_style="dim", title_align="left"))
+            parts.append(
+                Panel(
+                    transcript(self._sample, limit=240),
+                    title="a trajectory",
+                    border_style="dim",
+                    title_align="left",
+                )
+            )
         return Group(*parts)
 
     def started(self, run_dir: Path, config: Config) -> None:
@@ -462,7 +541,9 @@ class RichDisplay:
     def note(self, text: str) -> None:
         self._say(Text(f"note: {plain(text)}"))
 
-    def finished(self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]) -> None:
+    def finished(
+        self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
+    ) -> None:
         self._phase, self._evaluation = None, ""
         final = self.render()
         self.close()
@@ -474,7 +555,12 @@ class RichDisplay:
 
     def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
         self.close()
-        self._say(Text(f"interrupted{' and saved' if is_saved else ''}; go on with: {resume_command}", style="bold yellow"))
+        self._say(
+            Text(
+                f"interrupted{' and saved' if is_saved else ''}; go on with: {resume_command}",
+                style="bold yellow",
+            )
+        )
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -483,7 +569,8 @@ class RichDisplay:
 
 
 def make_display(file: TextIO | None = None) -> Display:
-    """Returns the display that suits `file` (standard output when None): live in a terminal, plain lines elsewhere."""
+    """Returns the display that suits `file` (standard output when None): live in a terminal, plain
+    lines elsewhere."""
     stream = file if file is not None else sys.stdout
     if stream.isatty():
         return RichDisplay(Console(file=stream))

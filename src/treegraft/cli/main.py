@@ -1,8 +1,9 @@
-"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve | profile | config |
-doctor`.
+"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve |
+profile | config | doctor`.
 
-Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model, usage); 3 a checkpoint
-or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages load inside the command that needs them.
+Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
+usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages
+load inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
 from treegraft.cli.serve import serve_app
-from treegraft.core.errors import CheckpointError, DataError, ModelError, SettingError, TreegraftError
+from treegraft.core.errors import (
+    CheckpointError,
+    DataError,
+    ModelError,
+    SettingError,
+    TreegraftError,
+)
 
 if TYPE_CHECKING:
     from treegraft.cli.display import Display
@@ -35,7 +42,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="treegraft",
-    help="Train language-model agents that use tools, with reinforcement learning on trees of steps.",
+    help=(
+        "Train language-model agents that use tools, with reinforcement learning on trees of steps."
+    ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -47,11 +56,21 @@ app.add_typer(buffer_app)
 app.add_typer(data_app)
 app.add_typer(serve_app)
 
-Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as learn.lr=1e-5 run.name=first.")
+Recipe = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")
 ]
-Checkpoint = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDES]...", help="Settings, such as learn.lr=1e-5 run.name=first."
+    ),
+]
+Checkpoint = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
@@ -63,7 +82,12 @@ def _print_version(is_wanted: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
 ) -> None:
     """Options before the command."""
 
@@ -81,12 +105,21 @@ def _display(to_stderr: bool = False) -> Iterator[Display]:
 
 
 RecipeOrResume = Annotated[
-    str | None, typer.Argument(metavar="[RECIPE]", help="A recipe (.toml) or a run's config.json; not needed with --resume.")
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="A recipe (.toml) or a run's config.json; not needed with --resume.",
+    ),
 ]
-Resume = Annotated[Path | None, typer.Option(metavar="RUN_DIR", help="Continue this run from its latest checkpoint.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN_DIR", help="Continue this run from its latest checkpoint."),
+]
 
 
-def _settings(recipe: str | None, overrides: list[str] | None, resume: Path | None, command: str) -> Config:
+def _settings(
+    recipe: str | None, overrides: list[str] | None, resume: Path | None, command: str
+) -> Config:
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
     from treegraft.settings.load import load_config
 
@@ -98,14 +131,17 @@ def _settings(recipe: str | None, overrides: list[str] | None, resume: Path | No
         return own_config(resume, [*([recipe] if recipe else []), *typed])
     if recipe is None:
         raise SettingError(
-            f"command line: `treegraft {command}` got neither a recipe nor a run to resume; expected one of them, such as "
-            f"`treegraft {command} recipes/demo.toml` or `treegraft {command} --resume runs/NAME`."
+            f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
+            f" expected one of them, such as `treegraft {command} recipes/demo.toml` or `treegraft"
+            f" {command} --resume runs/NAME`."
         )
     return load_config(recipe, typed)
 
 
 @app.command()
-def train(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
+def train(
+    recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None
+) -> None:
     """Train an agent by a recipe.
 
     The result is a run folder with metrics, trees and a checkpoint.
@@ -122,7 +158,10 @@ def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resu
     """Fine-tune on traces as [warmup] says."""
     config = _settings(recipe, overrides, resume, "sft")
     if config.warmup.num_steps == 0:
-        raise SettingError(f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add warmup.num_steps=300.")
+        raise SettingError(
+            f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
+            " warmup.num_steps=300."
+        )
     with _display() as display:
         from treegraft.train import sft as run_fine_tuning
 
@@ -150,7 +189,10 @@ def run(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, e.g. runs/first runs/second.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders, e.g. runs/first runs/second."),
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Show runs side by side: accuracy as they went on, and what it cost."""
@@ -161,28 +203,55 @@ def compare(
     if as_json:
         print(json.dumps({"accuracy": key, "rows": dict(rows)}))
         return
-    table = Table(title=Text(f"{key}: {meaning(key)}"), title_justify="left", box=None, padding=(0, 2))
+    table = Table(
+        title=Text(f"{key}: {meaning(key)}"), title_justify="left", box=None, padding=(0, 2)
+    )
     table.add_column("")
     for folder in runs:
         table.add_column(Text(folder.name), justify="right")
     for name, values in rows:
-        shown = [("" if value is None else f"{value:.1%}" if name.startswith("update") else f"{value:,.0f}") for value in values]
+        shown = [
+            (
+                ""
+                if value is None
+                else f"{value:.1%}"
+                if name.startswith("update")
+                else f"{value:,.0f}"
+            )
+            for value in values
+        ]
         table.add_row(Text(name), *shown)
     Console().print(table)
 
 
 @app.command()
 def view(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders; running ones are followed.")],
-    host: Annotated[str, typer.Option(help="Where to listen; beyond loopback others can read the runs.")] = "127.0.0.1",
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run folders; running ones are followed.")
+    ],
+    host: Annotated[
+        str, typer.Option(help="Where to listen; beyond loopback others can read the runs.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
     browser: Annotated[bool, typer.Option(help="Open the pages in the default browser.")] = True,
-    buffer: Annotated[Path | None, typer.Option(metavar="FILE", help="A Step-Trace Buffer outside the run folder.")] = None,
+    buffer: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A Step-Trace Buffer outside the run folder."),
+    ] = None,
     text: Annotated[bool, typer.Option("--text", help="Print to the terminal instead.")] = False,
-    update: Annotated[int | None, typer.Option(min=1, help="With --text: this update; else the newest.")] = None,
-    evaluation: Annotated[int | None, typer.Option("--eval", min=0, help="With --text: the evaluation after this update.")] = None,
-    group: Annotated[int | None, typer.Option(min=0, help="With --text: this tree, from 0.")] = None,
-    leaf: Annotated[int | None, typer.Option(min=0, help="With --text: this trajectory of it, from 0.")] = None,
+    update: Annotated[
+        int | None, typer.Option(min=1, help="With --text: this update; else the newest.")
+    ] = None,
+    evaluation: Annotated[
+        int | None,
+        typer.Option("--eval", min=0, help="With --text: the evaluation after this update."),
+    ] = None,
+    group: Annotated[
+        int | None, typer.Option(min=0, help="With --text: this tree, from 0.")
+    ] = None,
+    leaf: Annotated[
+        int | None, typer.Option(min=0, help="With --text: this trajectory of it, from 0.")
+    ] = None,
 ) -> None:
     """Look at runs: charts, trees, tokens, the buffer.
 
@@ -202,15 +271,31 @@ def view(
 
 @app.command()
 def report(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Run folders or studies (.jsonl), each PATH or LABEL=PATH.")],
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where to write; else the first run's folder.")] = None,
-    baseline: Annotated[str | None, typer.Option(metavar="LABEL", help="The group that others are compared with.")] = None,
-    encoder: Annotated[str, typer.Option(help="What embeds trajectories: hashing, minilm, or as buffer.encoder.")] = "hashing",
-    only: Annotated[list[str] | None, typer.Option(metavar="FIGURE", help="Draw this figure only; may be repeated.")] = None,
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run folders or studies (.jsonl), each PATH or LABEL=PATH."
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where to write; else the first run's folder."),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(metavar="LABEL", help="The group that others are compared with.")
+    ] = None,
+    encoder: Annotated[
+        str, typer.Option(help="What embeds trajectories: hashing, minilm, or as buffer.encoder.")
+    ] = "hashing",
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIGURE", help="Draw this figure only; may be repeated."),
+    ] = None,
 ) -> None:
     """Write a page with figures and tables of runs.
 
-    Runs that differ in name and seed alone are one group; seeds become bands. Writes report.html and figures/.
+    Runs that differ in name and seed alone are one group; seeds become bands. Writes report.html
+    and figures/.
     """
     from treegraft.cli.display import plain
     from treegraft.view.report.command import write_report
@@ -218,7 +303,10 @@ def report(
     written = write_report(runs, out=out, baseline=baseline, encoder=encoder, only=only or ())
     for line in (*written.notes, *written.left_out):
         print(plain(line))
-    print(f"{written.page}: {len(written.figures)} figures" + (f" ({', '.join(written.figures)})" if written.figures else ""))
+    print(
+        f"{written.page}: {len(written.figures)} figures"
+        + (f" ({', '.join(written.figures)})" if written.figures else "")
+    )
 
 
 @app.command("config")
@@ -245,13 +333,20 @@ def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = F
         section = top
         value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
         style = "" if row.is_default else "bold cyan"
-        table.add_row(Text(row.name + ("" if row.is_default else " *"), style), Text(value, style), Text(row.meaning))
+        table.add_row(
+            Text(row.name + ("" if row.is_default else " *"), style),
+            Text(value, style),
+            Text(row.meaning),
+        )
     Console().print(table)
 
 
 @app.command()
 def doctor(
-    recipe: Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Check what this recipe would need too.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Argument(metavar="[RECIPE]", help="Check what this recipe would need too."),
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -271,10 +366,18 @@ def doctor(
         except ModelError as error:
             parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
         sections["memory estimate"] = [*parts, total]
-        sections["data and own parts"] = [*checks.data_files(config), *checks.services(config), *checks.import_paths(config)]
+        sections["data and own parts"] = [
+            *checks.data_files(config),
+            *checks.services(config),
+            *checks.import_paths(config),
+        ]
         sections["what runs where"] = list(checks.placement(config))
     if as_json:
-        print(json.dumps({title: checks.as_dict(findings) for title, findings in sections.items()}, indent=2))
+        print(
+            json.dumps(
+                {title: checks.as_dict(findings) for title, findings in sections.items()}, indent=2
+            )
+        )
     else:
         for title, findings in sections.items():
             _print_findings(title, findings)
@@ -285,10 +388,22 @@ def doctor(
 def _print_findings(title: str, findings: list[Finding]) -> None:
     if not findings:
         return
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=None,
+        padding=(0, 1),
+        show_header=False,
+    )
     for finding in findings:
         mark = Text("ok", "green") if finding.is_good else Text("!!", "bold red")
-        table.add_row(mark, Text(finding.name), Text(finding.value), Text(finding.note, "dim" if finding.is_good else "red"))
+        table.add_row(
+            mark,
+            Text(finding.name),
+            Text(finding.value),
+            Text(finding.note, "dim" if finding.is_good else "red"),
+        )
     Console().print(table)
 
 
@@ -296,8 +411,15 @@ def _print_findings(title: str, findings: list[Finding]) -> None:
 def profile(
     recipe: Recipe,
     overrides: Overrides = None,
-    updates: Annotated[int, typer.Option(min=1, help="How many updates to run; the warm-up before them is not counted.")] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write machine and rows there.")] = None,
+    updates: Annotated[
+        int,
+        typer.Option(
+            min=1, help="How many updates to run; the warm-up before them is not counted."
+        ),
+    ] = 3,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write machine and rows there.")
+    ] = None,
 ) -> None:
     """Run some updates of a recipe and say where every second went.
 
@@ -317,7 +439,8 @@ def exit_code(error: TreegraftError) -> int:
 
 
 def _silence_others() -> None:
-    """Keeps progress bars and warnings of the packages below us out of the display; what the user has set stays."""
+    """Keeps progress bars and warnings of the packages below us out of the display; what the user
+    has set stays."""
     for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,9 +1,11 @@
 """Where every second of an update went.
 
-Phases (rollout, learning, publish, record, checkpoint) are timed exactly, by wrappers around the calls that begin and end them.
-What happens inside is sampled: a thread looks every few milliseconds at what the engine's thread and the learner are doing, and at
-what trajectories wait for when the engine has nothing to do. A phase's seconds are shared out by these looks, so the table sums to
-the wall time. Looks come late while Python code holds the interpreter's lock, by a millisecond at most.
+Phases (rollout, learning, publish, record, checkpoint) are timed exactly, by wrappers around the
+calls that begin and end them. What happens inside is sampled: a thread looks every few milliseconds
+at what the engine's thread and the learner are doing, and at what trajectories wait for when the
+engine has nothing to do. A phase's seconds are shared out by these looks, so the table sums to the
+wall time. Looks come late while Python code holds the interpreter's lock, by a millisecond at
+most.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ class Profile:
     lines: tuple[Line, ...]
     """They sum to `wall_s`."""
     beside: Mapping[str, float]
-    """Seconds that ran beside the engine, by name, summed over updates: tools (all calls) and retrieval."""
+    """Seconds that ran beside the engine, by name, summed over updates: tools (all calls) and
+    retrieval."""
 
 
 @dataclass(slots=True)
@@ -114,7 +117,8 @@ class Recorder:
             change()
 
     def finish(self) -> float:
-        """Returns the wall time since the first rollout; the time of the present phase is counted."""
+        """Returns the wall time since the first rollout; the time of the present phase is
+        counted."""
         self._turn(lambda: None)
         return 0.0 if self.began is None else self._since - self.began
 
@@ -133,7 +137,9 @@ class Recorder:
             self.looks.setdefault(phase, Counter())[what] += 1
 
     def _in_rollout(self, frames: Mapping[int, FrameType]) -> str:
-        engine = next((thread.ident for thread in threading.enumerate() if thread.name == ENGINE_THREAD), None)
+        engine = next(
+            (thread.ident for thread in threading.enumerate() if thread.name == ENGINE_THREAD), None
+        )
         what = None if engine is None else engine_part(frames.get(engine))
         if what is not None:
             return what
@@ -143,7 +149,8 @@ class Recorder:
         return "another engine" if engine is None and kind == "loop" else _IDLE[kind]
 
     def lines(self, wall_s: float) -> Iterator[Line]:
-        """Gives the table: phases by their order of first appearance, each shared out by its looks."""
+        """Gives the table: phases by their order of first appearance, each shared out by its
+        looks."""
         for phase, seconds in self.seconds.items():
             looks = self.looks.get(phase, Counter())
             total = looks.total()
@@ -171,15 +178,29 @@ def engine_part(frame: FrameType | None) -> str | None:
     if not stack:
         return None
     file, _, innermost = stack[0]
-    line = linecache.getline(file, innermost.f_lineno or 0)  # a frame that has just begun has no line yet
+    line = linecache.getline(
+        file, innermost.f_lineno or 0
+    )  # a frame that has just begun has no line yet
     if any(call in line for call in ("inbox.get(", ".wait(", "queue.get(")):
         return None
     for file, name, _ in stack:
-        if file.endswith("engine/sampling.py") or name.startswith(("sample", "_sample")) or name == "blocks":
+        if (
+            file.endswith("engine/sampling.py")
+            or name.startswith(("sample", "_sample"))
+            or name == "blocks"
+        ):
             return "engine, sampling"
-        if file.endswith(("engine/packed.py", "modules/linear.py")) or "product" in name or "linear" in name:
+        if (
+            file.endswith(("engine/packed.py", "modules/linear.py"))
+            or "product" in name
+            or "linear" in name
+        ):
             return "engine, matrix products"
-        if name.lstrip("_").startswith("attend") or "attention" in name or file.endswith("policy/hook.py"):
+        if (
+            name.lstrip("_").startswith("attend")
+            or "attention" in name
+            or file.endswith("policy/hook.py")
+        ):
             return "engine, attention"
         if "/transformers/" in file or file.endswith(("kernels/engine.py", "engine/forward.py")):
             return "engine, rest of the forward pass"
@@ -198,14 +219,26 @@ def learning_part(frame: FrameType | None) -> str:
     return "packing, credit and the rest"
 
 
-# ---------------------------------------------------------------------- around the calls that are phases
+# ---------------------------------------------------------------------- around the calls that are p
 
 
 def _phases() -> Iterator[tuple[Any, str, str]]:
     """Gives (owner, name of the call, phase)."""
-    yield from ((Grower, "grow_all", ROLLOUT), (Learner, "learn", LEARNING), (Learner, "with_exact_entropies", LEARNING))
-    yield from ((story, "credit_trees", LEARNING), (DriftGuard, "publish", "publish"), (story, "warm_up", "warm-up"))
-    yield from ((story, "write_trees", "record"), (RunFolder, "append_metrics", "record"), (story, "grow_buffer", "record"))
+    yield from (
+        (Grower, "grow_all", ROLLOUT),
+        (Learner, "learn", LEARNING),
+        (Learner, "with_exact_entropies", LEARNING),
+    )
+    yield from (
+        (story, "credit_trees", LEARNING),
+        (DriftGuard, "publish", "publish"),
+        (story, "warm_up", "warm-up"),
+    )
+    yield from (
+        (story, "write_trees", "record"),
+        (RunFolder, "append_metrics", "record"),
+        (story, "grow_buffer", "record"),
+    )
     yield from ((story, "save_checkpoint", "checkpoint"), (story, "evaluate", "evaluation"))
 
 
@@ -250,8 +283,9 @@ def _in_phase(original: Callable[..., Any], phase: str, recorder: Recorder) -> C
 def _uncollected() -> Iterator[None]:
     """No garbage collection begins in the block.
 
-    In CPython 3.11 one that begins while frames of another thread are listed or walked lets that thread run and take them away:
-    before 3.11.9 the process can hang for good (python/cpython#106883), and a frame's caller can turn out to be any object.
+    In CPython 3.11 one that begins while frames of another thread are listed or walked lets that
+    thread run and take them away: before 3.11.9 the process can hang for good
+    (python/cpython#106883), and a frame's caller can turn out to be any object.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -271,7 +305,10 @@ def _looking(recorder: Recorder) -> Iterator[None]:
             with _uncollected():
                 recorder.look()
 
-    before, thread = sys.getswitchinterval(), threading.Thread(target=work, name="treegraft-profile", daemon=True)
+    before, thread = (
+        sys.getswitchinterval(),
+        threading.Thread(target=work, name="treegraft-profile", daemon=True),
+    )
     sys.setswitchinterval(_SWITCH_S)
     thread.start()
     try:
@@ -286,13 +323,17 @@ def _looking(recorder: Recorder) -> Iterator[None]:
 
 
 def profile(config: Config, num_updates: int) -> Profile:
-    """Returns where the time of the first updates of a recipe went; the run itself goes to a temporary folder.
+    """Returns where the time of the first updates of a recipe went; the run itself goes to a
+    temporary folder.
 
-    Evaluations are left out, and so is all that comes before the first rollout (loading, warm-up, making a buffer).
+    Evaluations are left out, and so is all that comes before the first rollout (loading, warm-up,
+    making a buffer).
     """
     recorder = Recorder()
     with tempfile.TemporaryDirectory(prefix="treegraft-profile-") as folder:
-        run = config.run.model_copy(update={"num_updates": num_updates, "dir": folder, "name": "profile"})
+        run = config.run.model_copy(
+            update={"num_updates": num_updates, "dir": folder, "name": "profile"}
+        )
         rated = config.eval.model_copy(update={"every": 0, "at_start": False, "at_end": False})
         with _wrapped(recorder), _looking(recorder):
             result = story.train(config.model_copy(update={"run": run, "eval": rated}))
@@ -317,7 +358,8 @@ def _beside(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def print_profile(config: Config, num_updates: int, json_file: Path | None) -> None:
-    """Runs some updates and prints where the time went; writes the same as JSON where a file is named."""
+    """Runs some updates and prints where the time went; writes the same as JSON where a file is
+    named."""
     where = machine(config.run.num_threads or torch.get_num_threads())
     found = profile(config, num_updates)
     console = Console(soft_wrap=True, markup=False, highlight=False)
@@ -327,7 +369,8 @@ def print_profile(config: Config, num_updates: int, json_file: Path | None) -> N
         console.print(f"| {line.what} | {line.seconds:.2f} | {line.share:.1%} |")
     console.print(f"| all of {num_updates} updates | {found.wall_s:.2f} | 100% |")
     console.print(
-        f"idle: the engine had nothing to do for {found.idle_s:.2f} s, {found.idle_s / found.wall_s:.1%} of the wall time"
+        f"idle: the engine had nothing to do for {found.idle_s:.2f} s,"
+        f" {found.idle_s / found.wall_s:.1%} of the wall time"
     )
     for name, seconds in found.beside.items():
         console.print(f"beside the engine: {name} {number(seconds)} s, summed over calls")

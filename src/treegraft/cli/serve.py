@@ -32,13 +32,21 @@ def serve() -> None:
 
 @serve_app.command()
 def search(
-    corpus: Annotated[str, typer.Argument(metavar="CORPUS", help='JSONL file of {"id", "contents"} rows.')],
+    corpus: Annotated[
+        str, typer.Argument(metavar="CORPUS", help='JSONL file of {"id", "contents"} rows.')
+    ],
     kind: Annotated[Kind, typer.Option(help="By words, or by meaning.")] = Kind.BM25,
-    host: Annotated[str, typer.Option(help="Address to listen on; this machine alone can reach the default.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; this machine alone can reach the default.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
-    top_k: Annotated[int, typer.Option(min=1, max=1000, help="Passages for requests that do not say.")] = 3,
+    top_k: Annotated[
+        int, typer.Option(min=1, max=1000, help="Passages for requests that do not say.")
+    ] = 3,
     encoder: Annotated[str, typer.Option(help="For dense; as tools.search.encoder.")] = "minilm",
-    index_dir: Annotated[str, typer.Option(help="Where the index is kept; beside the corpus by default.")] = "",
+    index_dir: Annotated[
+        str, typer.Option(help="Where the index is kept; beside the corpus by default.")
+    ] = "",
 ) -> None:
     """Serve a corpus in Search-R1's retrieve protocol, until Ctrl-C.
 
@@ -48,14 +56,18 @@ def search(
         from treegraft.tools.search.serve import accepted_hosts, listen, search_app, url_of
         from treegraft.tools.search.serve import serve as answer
     except ImportError as error:
-        raise SettingError(f"`treegraft serve` needs the package '{error.name}'; run: pip install 'treegraft[web]'") from error
+        raise SettingError(
+            f"`treegraft serve` needs the package '{error.name}'; run: pip install 'treegraft[web]'"
+        ) from error
     from treegraft.tools.search.tool import open_corpus
 
     # Making an index takes long, and says how far it is.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     listener = listen(host, port)
     try:
-        backend = open_corpus(corpus, "dense" if kind is Kind.DENSE else "bm25", encoder=encoder, index_dir=index_dir)
+        backend = open_corpus(
+            corpus, "dense" if kind is Kind.DENSE else "bm25", encoder=encoder, index_dir=index_dir
+        )
     except BaseException:
         listener.close()
         raise

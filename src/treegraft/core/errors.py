@@ -1,19 +1,20 @@
 """Every error that Treegraft raises on purpose.
 
     TreegraftError
-    ├── SettingError        (ValueError)    a recipe or an override: unknown key, bad value, setting without effect
-    ├── DataError           (ValueError)    tasks, corpora, records: missing column, no rows, unreadable file
-    ├── ModelError          (ValueError)    a model or tokenizer that is missing, incomplete or does not fit
-    ├── CheckpointError     (ValueError)    a checkpoint or run folder that is damaged, foreign or in the way
-    ├── ToolError           (RuntimeError)  raised by a tool; becomes an observation, the trajectory goes on
-    │   └── ToolUnavailable                 the service behind a tool is down: ours, not the agent's fault
-    ├── EngineError         (RuntimeError)  an engine that died, lost a request or was asked for what it cannot do
-    ├── KernelError         (RuntimeError)  our own kernels cannot be made or loaded; slower operators take their place
-    ├── DeadlineExceeded    (TimeoutError)  a wait of ours that ran out, naming its owner
-    └── DriftError          (RuntimeError)  engine and learner no longer hold the same policy
+    ├── SettingError      (ValueError)    a recipe or an override: unknown, wrong, without effect
+    ├── DataError         (ValueError)    tasks, corpora, records: missing column, unreadable file
+    ├── ModelError        (ValueError)    a model or tokenizer: missing, incomplete, does not fit
+    ├── CheckpointError   (ValueError)    a checkpoint or run folder: damaged, foreign, in the way
+    ├── ToolError         (RuntimeError)  raised by a tool; becomes an observation
+    │   └── ToolUnavailable               the service behind a tool is down: not the agent's fault
+    ├── EngineError       (RuntimeError)  an engine that died, lost a request or cannot do it
+    ├── KernelError       (RuntimeError)  C kernels that do not compile or load; torch takes over
+    ├── DeadlineExceeded  (TimeoutError)  a wait that ran out, with its owner
+    └── DriftError        (RuntimeError)  engine and learner no longer hold the same policy
 
-A message says what is wrong with its name, what was got, what was expected, and what to do. A failure inside one rollout
-is data on its leaf (`Status.FAILED`), not an exception; `rollout.loop` is the one place that turns the one into the other.
+A message says what is wrong with its name, what was got, what was expected, and what to do. A
+failure inside one rollout is data on its leaf (`Status.FAILED`), not an exception; `rollout.loop`
+is the one place that turns the one into the other.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class DriftError(TreegraftError, RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns " Did you mean 'x'?" for the known name nearest to `name`, or an empty string where none is near."""
+    """Returns " Did you mean 'x'?" for the known name nearest to `name`, or an empty string where
+    none is near."""
     matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""

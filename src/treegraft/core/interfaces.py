@@ -1,6 +1,7 @@
 """The seams: what a user may replace, each by an import path in the recipe.
 
-Nothing here depends on a kind: the rollout loop, the learner and the command line know these protocols only.
+Nothing here depends on a kind: the rollout loop, the learner and the command line know these
+protocols only.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ Span = tuple[tuple[int, ...], Origin]
 """Token ids that one author wrote."""
 
 NoiseKey = tuple[int | str, ...]
-"""What keyed randomness is a function of: (seed, purpose, update, task id, path of child ordinals)."""
+"""What keyed randomness is a function of: (seed, purpose, update, task id, path of child
+ordinals)."""
 
 
 class Tokenizer(Protocol):
@@ -56,7 +58,8 @@ class Engine(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Checksum of the weights it samples from, equal to the learner's after a publish; empty where there are no weights."""
+        """Checksum of the weights it samples from, equal to the learner's after a publish; empty
+        where there are no weights."""
         ...
 
     @property
@@ -77,8 +80,10 @@ class Engine(Protocol):
 
         Args:
             prefix_ids: [tokens] the whole path so far.
-            noise_key: the completion is a function of it, the prefix, the sampling and the weights alone.
-            probe_tokens, on_probe: once this many tokens are sampled, `on_probe` is called with their entropies in nats.
+            noise_key: the completion is a function of it, the prefix, the sampling and the weights
+                alone.
+            probe_tokens, on_probe: once this many tokens are sampled, `on_probe` is called with
+                their entropies in nats.
         """
         ...
 
@@ -87,7 +92,8 @@ class Engine(Protocol):
         ...
 
     async def publish(self, weights: Any, version: int) -> None:
-        """Takes over new weights once running requests are done; later completions carry `version`."""
+        """Takes over new weights once running requests are done; later completions carry
+        `version`."""
         ...
 
     async def close(self) -> None: ...
@@ -105,24 +111,26 @@ class Capability(StrEnum):
     NONE = "none"
     """Neither: a tree that would branch over it is refused.
 
-    Only an environment has a state for each trajectory, so a tree branches over environments that can fork or replay, and over
-    stateless tools."""
+    Only an environment has a state for each trajectory, so a tree branches over environments that
+    can fork or replay, and over stateless tools."""
 
 
 @runtime_checkable
 class Tool(Protocol):
     """A named async function from text to text.
 
-    Raises `ToolError` for what the agent did wrong and `ToolUnavailable` for what it could not help; any other exception
-    counts as the agent's (its text becomes the observation).
+    Raises `ToolError` for what the agent did wrong and `ToolUnavailable` for what it could not
+    help; any other exception counts as the agent's (its text becomes the observation).
 
-    Two further attributes may be there: `is_remote` (True: calls are retried where the service failed, and their rate is
-    limited) and `fingerprint` (a text that changes with anything that results depend on beside the body: the results of a
-    cacheable tool with one may be kept on disk and used by other runs).
+    Two further attributes may be there: `is_remote` (True: calls are retried where the service
+    failed, and their rate is limited) and `fingerprint` (a text that changes with anything that
+    results depend on beside the body: the results of a cacheable tool with one may be kept on disk
+    and used by other runs).
     """
 
     name: str
-    """What the agent calls it by; as a tag of the tags format, lower-case letters and underscores."""
+    """What the agent calls it by; as a tag of the tags format, lower-case letters and
+    underscores."""
     description: str
     """One or two sentences for the system prompt."""
     capability: Capability
@@ -136,26 +144,31 @@ class Tool(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """What one trajectory acts in, as a class of the user's (TRL's convention): a fresh object for each trajectory.
+    """What one trajectory acts in, as a class of the user's (TRL's convention): a fresh object for
+    each trajectory.
 
-    Its other public methods, typed and with docstrings, are the agent's tools, except these, which may be missing: `get_reward()`
-    returns the reward of the state in which the trajectory ended, `fork()` a further object in the same state, `close()` frees
-    what it holds. Every method may be async; a plain one runs in a thread that belongs to the object. The class attribute
-    `capability` ("fork", "replay" or "none") says how a tree may branch over the state.
+    Its other public methods, typed and with docstrings, are the agent's tools, except these, which
+    may be missing: `get_reward()` returns the reward of the state in which the trajectory ended,
+    `fork()` a further object in the same state, `close()` frees what it holds. Every method may be
+    async; a plain one runs in a thread that belongs to the object. The class attribute `capability`
+    ("fork", "replay" or "none") says how a tree may branch over the state.
     """
 
     def reset(self, **row: Any) -> Any:
-        """Begins a task, and returns what the agent is told of the beginning beside the question; None for nothing.
+        """Begins a task, and returns what the agent is told of the beginning beside the question;
+        None for nothing.
 
         Args:
-            row: the task's columns, and `question`, `prompt` (the same), `reference`, `task_id` and `seed` (a number that depends
-                on the task alone); a method without ** gets those it names. Equal rows must begin equally.
+            row: the task's columns, and `question`, `prompt` (the same), `reference`, `task_id` and
+                `seed` (a number that depends on the task alone); a method without ** gets those it
+                names. Equal rows must begin equally.
         """
         ...
 
 
 class LiveEnvironment(Protocol):
-    """One environment under way, behind one interface for all kinds. Its calls come one after another."""
+    """One environment under way, behind one interface for all kinds. Its calls come one after
+    another."""
 
     async def reset(self, task: Task) -> str:
         """Returns the first observation; empty for none."""
@@ -195,20 +208,25 @@ class EnvironmentKind(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a tool takes, for formats that show arguments by name; a tool may have one as its attribute `signature`.
+    """What a tool takes, for formats that show arguments by name; a tool may have one as its
+    attribute `signature`.
 
-    Signature({"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}, text_parameter="query")
+    Signature({"type": "object", "properties": {"query": {"type": "string"}}, "required":
+    ["query"]}, text_parameter="query")
     """
 
     schema: Mapping[str, Any]
     """JSON schema of an object that holds the arguments."""
     text_parameter: str | None = None
-    """The one argument that is a call's whole body as it stands; None where the body is the JSON object."""
+    """The one argument that is a call's whole body as it stands; None where the body is the JSON
+    object."""
 
     @classmethod
     def of_text(cls, name: str = "input", description: str = "") -> Signature:
         """Returns the signature of a tool that takes one text."""
-        described = {"type": "string", "description": description} if description else {"type": "string"}
+        described = (
+            {"type": "string", "description": description} if description else {"type": "string"}
+        )
         return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
 
 
@@ -248,11 +266,13 @@ class Format(Protocol):
         ...
 
     def parse_step(self, token_ids: Sequence[int]) -> Parsed:
-        """Returns what the policy wrote in one step (its own tokens only, end-of-sequence included)."""
+        """Returns what the policy wrote in one step (its own tokens only, end-of-sequence
+        included)."""
         ...
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
-        """Returns results as tokens, markup around them; foreign text cannot forge a tag or an end token."""
+        """Returns results as tokens, markup around them; foreign text cannot forge a tag or an end
+        token."""
         ...
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
@@ -263,8 +283,11 @@ class Format(Protocol):
         """
         ...
 
-    def render_graft(self, values: Sequence[str | StepContent], max_tokens: int | None = None) -> tuple[int, ...]:
-        """Returns steps of another agent as tokens that the policy is shown and must not write itself.
+    def render_graft(
+        self, values: Sequence[str | StepContent], max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Returns steps of another agent as tokens that the policy is shown and must not write
+        itself.
 
         Args:
             max_tokens: cut the oldest text away down to this length; None cuts nothing.
@@ -272,7 +295,8 @@ class Format(Protocol):
         ...
 
     def read_text(self, text: str) -> StepContent | None:
-        """Returns what one step written in this format's markup says, results included; None where it is not one."""
+        """Returns what one step written in this format's markup says, results included; None where
+        it is not one."""
         ...
 
 
@@ -284,23 +308,28 @@ class TaskSource(Protocol):
     def eval_tasks(self) -> Sequence[Task]: ...
 
     def tools(self) -> Sequence[Tool]:
-        """Returns the tools that belong to the tasks themselves (a world's own search); often none."""
+        """Returns the tools that belong to the tasks themselves (a world's own search); often
+        none."""
         ...
 
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
-        """Returns a scripted expert's solution as steps with observations, or None where there is no expert."""
+        """Returns a scripted expert's solution as steps with observations, or None where there is
+        no expert."""
         ...
 
     def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        """Returns what an impatient agent would answer after these steps, or None where that makes no sense."""
+        """Returns what an impatient agent would answer after these steps, or None where that makes
+        no sense."""
         ...
 
     def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
-        """Returns tasks for demonstrations, disjoint from training and evaluation; empty where there is no expert."""
+        """Returns tasks for demonstrations, disjoint from training and evaluation; empty where
+        there is no expert."""
         ...
 
     def vocabulary(self) -> Sequence[str]:
-        """Returns every word of questions, results and answers for a word-level tokenizer; empty for open language."""
+        """Returns every word of questions, results and answers for a word-level tokenizer; empty
+        for open language."""
         ...
 
     def report(self) -> Sequence[str]:
@@ -309,10 +338,12 @@ class TaskSource(Protocol):
 
 
 RewardFunc = Callable[..., Any]
-"""TRL's keyword signature: func(*, prompts, completions, completion_ids, trajectories, **columns) -> list of floats or None.
+"""TRL's keyword signature: func(*, prompts, completions, completion_ids, trajectories, **columns)
+-> list of floats or None.
 
-`completions` hold what the agent wrote, tool text left out; `trajectories` the whole `Trajectory` objects; every column of the
-data set arrives as a list of its own name, `reference` among them. May be async. None: does not apply to that trajectory.
+`completions` hold what the agent wrote, tool text left out; `trajectories` the whole `Trajectory`
+objects; every column of the data set arrives as a list of its own name, `reference` among them. May
+be async. None: does not apply to that trajectory.
 """
 
 
@@ -329,7 +360,9 @@ class Retrieved:
 class Retriever(Protocol):
     """Finds what other agents did in a situation like this one."""
 
-    async def retrieve(self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey) -> Retrieved | None:
+    async def retrieve(
+        self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
+    ) -> Retrieved | None:
         """Returns the trace whose key is nearest to the history, or None where nothing is eligible.
 
         Args:
@@ -341,40 +374,48 @@ class Retriever(Protocol):
 
 
 class Explorer(Protocol):
-    """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of arrival."""
+    """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of
+    arrival."""
 
     probe_tokens: int | None
-    """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is never asked."""
+    """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is
+    never asked."""
 
     def starts(self, max_leaves: int) -> Start:
         """Returns how many first-level rollouts to open, 1..max_leaves."""
         ...
 
     def before_step(self, path: PathView) -> Generate | Graft:
-        """Returns whether the path's next step is sampled or retrieved; never asked for a first step or after a graft."""
+        """Returns whether the path's next step is sampled or retrieved; never asked for a first
+        step or after a graft."""
         ...
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns whether to open further children beside the step under way, below a step that has tool results.
+        """Returns whether to open further children beside the step under way, below a step that has
+        tool results.
 
         None and a `Branch` of 0 open none; the latter records what the rule saw.
 
         Args:
             path: ends with the step that the children would hang below.
-            probe: entropies in nats of the first tokens, at most `probe_tokens`, of the step under way.
+            probe: entropies in nats of the first tokens, at most `probe_tokens`, of the step under
+                way.
         """
         ...
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns how many further first-level rollouts to open once all leaves have ended; none ends the tree."""
+        """Returns how many further first-level rollouts to open once all leaves have ended; none
+        ends the tree."""
         ...
 
 
 CreditRule = Callable[[Tree], Tree]
-"""Takes a tree whose leaves have rewards and the credit of the settings, returns it with other advantages and nothing else changed.
+"""Takes a tree whose leaves have rewards and the credit of the settings, returns it with other
+advantages and nothing else changed.
 
-`Leaf.advantage` goes to all tokens of the trajectory that the policy sampled; `Step.advantage`, where it is not None, takes its
-place for the tokens of that step, on every trajectory that contains it. Failed leaves keep None.
+`Leaf.advantage` goes to all tokens of the trajectory that the policy sampled; `Step.advantage`,
+where it is not None, takes its place for the tokens of that step, on every trajectory that contains
+it. Failed leaves keep None.
 """
 
 

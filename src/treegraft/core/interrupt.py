@@ -22,7 +22,8 @@ class Interrupted(Exception):
 
 
 class Stop:
-    """A stop that has been asked for or not. The first Ctrl-C asks; the second raises KeyboardInterrupt on the spot."""
+    """A stop that has been asked for or not. The first Ctrl-C asks; the second raises
+    KeyboardInterrupt on the spot."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -44,8 +45,9 @@ class Stop:
     def on_ctrl_c(self, announce: Callable[[], None]) -> Iterator[None]:
         """Lets Ctrl-C ask for the time of the block, which runs on an event loop.
 
-        A handler of Python's own rather than the event loop's, which would not hear while a warm-up or a backward pass runs.
-        Signals reach the main thread alone; in another thread the caller asks.
+        A handler of Python's own rather than the event loop's, which would not hear while a warm-up
+        or a backward pass runs. Signals reach the main thread alone; in another thread the caller
+        asks.
         """
         self._loop = asyncio.get_running_loop()
         if self.is_asked:
@@ -66,7 +68,11 @@ class Stop:
             signal.signal(signal.SIGINT, before)
 
     async def interruptible(
-        self, work: Coroutine[Any, Any, Result], *, waits_on: object, on_heartbeat: Callable[[str], None]
+        self,
+        work: Coroutine[Any, Any, Result],
+        *,
+        waits_on: object,
+        on_heartbeat: Callable[[str], None],
     ) -> Result:
         """Returns the result of the work.
 
@@ -80,7 +86,11 @@ class Stop:
         task, stop = asyncio.create_task(work), asyncio.create_task(self._event.wait())
         began = time.monotonic()
         try:
-            while not (await asyncio.wait({task, stop}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED))[0]:
+            while not (
+                await asyncio.wait(
+                    {task, stop}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
+                )
+            )[0]:
                 on_heartbeat(f"still waiting after {time.monotonic() - began:.0f} s: {waits_on}")
             if task.done():
                 return task.result()
@@ -91,11 +101,15 @@ class Stop:
             await asyncio.wait({task, stop})
 
 
-def run_to_end(work: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[], None] | None = None) -> Result:
-    """Returns the result of the coroutine, also where an event loop is running already (a notebook).
+def run_to_end(
+    work: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[], None] | None = None
+) -> Result:
+    """Returns the result of the coroutine, also where an event loop is running already (a
+    notebook).
 
     Args:
-        on_interrupt: called at Ctrl-C where the work runs in another thread; the work's end is waited for.
+        on_interrupt: called at Ctrl-C where the work runs in another thread; the work's end is
+            waited for.
     """
     try:
         asyncio.get_running_loop()

@@ -1,4 +1,5 @@
-"""Keyed randomness: numbers that are functions of a key, equal on every machine and Python version."""
+"""Keyed randomness: numbers that are functions of a key, equal on every machine and Python
+version."""
 
 from __future__ import annotations
 

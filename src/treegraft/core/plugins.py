@@ -14,16 +14,20 @@ from treegraft.core.errors import SettingError, nearest
 def load_object(path: str) -> Any:
     """Returns the object at "package.module:name" (dots after the colon go into attributes).
 
-    Modules in the working directory are found. Raises `SettingError` when the path has another shape, the module does
-    not exist or fails to import, or the module has no such name.
+    Modules in the working directory are found. Raises `SettingError` when the path has another
+    shape, the module does not exist or fails to import, or the module has no such name.
     """
     module_name, colon, attributes = path.partition(":")
-    if not colon or not all(part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))):
+    if not colon or not all(
+        part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
+    ):
         raise SettingError(f"'{path}' is no import path; write 'package.module:name'.")
     found: Any = _import(module_name, path)
     for attribute in attributes.split("."):
         if not hasattr(found, attribute):
-            raise SettingError(f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}")
+            raise SettingError(
+                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
+            )
         found = getattr(found, attribute)
     return found
 
@@ -31,15 +35,21 @@ def load_object(path: str) -> Any:
 def _import(module_name: str, path: str) -> ModuleType:
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
-        # A console script does not see its working directory. Appended, it cannot shadow an installed module.
+        # A console script does not see its working directory. Appended, it cannot shadow an
+        # installed module.
         sys.path.append(directory)
     try:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise SettingError(
-                f"'{path}': there is no module '{error.name}'; install it, or start from the folder that holds it."
+                f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
+                " that holds it."
             ) from error
-        raise SettingError(f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed.") from error
+        raise SettingError(
+            f"'{path}': importing '{module_name}' needs '{error.name}', which is not installed."
+        ) from error
     except Exception as error:
-        raise SettingError(f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}") from error
+        raise SettingError(
+            f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}"
+        ) from error

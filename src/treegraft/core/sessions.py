@@ -1,4 +1,5 @@
-"""A trajectory's way to its tools: one session each, and the points at which another trajectory may branch off."""
+"""A trajectory's way to its tools: one session each, and the points at which another trajectory may
+branch off."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ class Runner(Protocol):
     """What runs calls: the tool box."""
 
     async def call(self, call: ToolCall, task: Task, *, instead: Tool | None = None) -> Observation:
-        """Returns the observation of a call; `instead` is run in the place of the tool of that name."""
+        """Returns the observation of a call; `instead` is run in the place of the tool of that
+        name."""
         ...
 
     async def execute(self, tool: Tool, body: str, task: Task) -> Observation:
@@ -23,7 +25,8 @@ class Runner(Protocol):
 
 
 class Point(Protocol):
-    """Where a session comes from: the beginning of a task, or a step below which a branch may be opened."""
+    """Where a session comes from: the beginning of a task, or a step below which a branch may be
+    opened."""
 
     def reserve(self, num: int) -> None:
         """Says that so many further sessions will be opened here, and no more."""
@@ -62,14 +65,17 @@ class Session:
         return _Here(self)
 
     async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
-        """Returns a session in which another agent's steps have been done, None where the environment contradicts them.
+        """Returns a session in which another agent's steps have been done, None where the
+        environment contradicts them.
 
-        The session may be this one, where the steps change nothing; it goes on unchanged otherwise.
+        The session may be this one, where the steps change nothing; it goes on unchanged
+        otherwise.
         """
         return self
 
     async def reward(self) -> float | None:
-        """Returns the environment's reward of the present state; None without one. Raises `ToolUnavailable` as `call` does."""
+        """Returns the environment's reward of the present state; None without one. Raises
+        `ToolUnavailable` as `call` does."""
         return None
 
     def release(self) -> None:
@@ -86,11 +92,17 @@ class Sessions:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Frees everything."""
 
     async def prepare(self, num: int) -> Task:
-        """Begins `num` trajectories, and returns the task with what the environment says of its beginning."""
+        """Begins `num` trajectories, and returns the task with what the environment says of its
+        beginning."""
         return self._task
 
     def start(self, ordinal: int) -> Point:

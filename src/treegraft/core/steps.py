@@ -1,4 +1,5 @@
-"""Steps in files: [{"thought", "calls": [{"name", "body"}], "observations": [text], "answer"}], as warm-up and import read them."""
+"""Steps in files: [{"thought", "calls": [{"name", "body"}], "observations": [text], "answer"}], as
+warm-up and import read them."""
 
 from __future__ import annotations
 
@@ -8,14 +9,16 @@ from treegraft.core.types import Observation, StepContent, ToolCall
 
 
 def text_of(value: Any, what: str) -> str:
-    """Returns the value, which has to be text; raises ValueError, naming `what`, where it is not."""
+    """Returns the value, which has to be text; raises ValueError, naming `what`, where it is
+    not."""
     if not isinstance(value, str):
         raise ValueError(f"{what} is {value!r:.40}, expected text")
     return value
 
 
 def read_steps(rows: Any) -> tuple[StepContent, ...]:
-    """Returns steps from [{"thought", "calls": [{"name", "body"}], "observations": [text], "answer"}], each part optional.
+    """Returns steps from [{"thought", "calls": [{"name", "body"}], "observations": [text],
+    "answer"}], each part optional.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: another shape.
@@ -23,8 +26,14 @@ def read_steps(rows: Any) -> tuple[StepContent, ...]:
     steps = tuple(
         StepContent(
             thought=text_of(row.get("thought") or "", "thought"),
-            calls=tuple(ToolCall(text_of(call["name"], "name"), text_of(call["body"], "body")) for call in row.get("calls") or ()),
-            observations=tuple(Observation(text=text_of(text, "observation")) for text in row.get("observations") or ()),
+            calls=tuple(
+                ToolCall(text_of(call["name"], "name"), text_of(call["body"], "body"))
+                for call in row.get("calls") or ()
+            ),
+            observations=tuple(
+                Observation(text=text_of(text, "observation"))
+                for text in row.get("observations") or ()
+            ),
             answer=None if row.get("answer") is None else text_of(row["answer"], "answer"),
         )
         for row in rows

@@ -1,8 +1,9 @@
 """One team of OpenMP threads at a time.
 
-Each thread that ever ran a parallel region of GNU's OpenMP keeps a team of its own. As soon as the teams of a process have more
-threads than the machine has cores, all of them stop spinning between regions and have to be woken for each one, some 50 µs: a
-decoding step, which has hundreds of them, takes half as long again (LOG.md). So whoever is done for a while gives its team back.
+Each thread that ever ran a parallel region of GNU's OpenMP keeps a team of its own. As soon as the
+teams of a process have more threads than the machine has cores, all of them stop spinning between
+regions and have to be woken for each one, some 50 µs: a decoding step, which has hundreds of them,
+takes half as long again (LOG.md). So whoever is done for a while gives its team back.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ _SOFT = 1
 
 
 def release_threads() -> None:
-    """Ends the threads that wait for the calling thread's next parallel region, which starts them anew. Cheap without any."""
+    """Ends the threads that wait for the calling thread's next parallel region, which starts them
+    anew. Cheap without any."""
     if (pause := _pause()) is not None:
         pause(_SOFT)
 

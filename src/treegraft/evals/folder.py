@@ -6,7 +6,8 @@
       judge.jsonl          verdicts of the judge
       report.json          the numbers
 
-A line is on the disk before its item counts as done. A line that a crash cut off is dropped, and its item runs again.
+A line is on the disk before its item counts as done. A line that a crash cut off is dropped, and
+its item runs again.
 """
 
 from __future__ import annotations
@@ -40,16 +41,22 @@ class EvalFolder:
 
     @classmethod
     def open(cls, path: Path, asked: Mapping[str, Any], sets: Sequence[EvalSet]) -> EvalFolder:
-        """Returns a new folder, or one in which an earlier evaluation with the same settings goes on.
+        """Returns a new folder, or one in which an earlier evaluation with the same settings goes
+        on.
 
         Args:
-            asked: settings by dotted name, plain JSON values. Sets may be added to a folder, not changed.
+            asked: settings by dotted name, plain JSON values. Sets may be added to a folder, not
+                changed.
 
         Raises:
-            CheckpointError: the folder is something else, was made with other settings, or another process is at work in it.
+            CheckpointError: the folder is something else, was made with other settings, or another
+                process is at work in it.
         """
         folder = cls(path)
-        wanted = {one.name: {"digest": one.digest, "num": len(one.tasks), "source": one.source} for one in sets}
+        wanted = {
+            one.name: {"digest": one.digest, "num": len(one.tasks), "source": one.source}
+            for one in sets
+        }
         if not path.exists() or all(one.name.startswith(".") for one in path.iterdir()):
             path.mkdir(parents=True, exist_ok=True)
             held: dict[str, Any] = {}
@@ -59,7 +66,10 @@ class EvalFolder:
             held = found["sets"]
         folder._lock.claim()
         data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
-        write_atomically(folder._asked_path, json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True) + "\n")
+        write_atomically(
+            folder._asked_path,
+            json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True) + "\n",
+        )
         return folder
 
     def asked(self) -> dict[str, Any]:
@@ -71,17 +81,23 @@ class EvalFolder:
         try:
             data = json.loads(self._asked_path.read_text(encoding="utf-8"))
             if data["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"format version {data['format_version']}, expected {FORMAT_VERSION}")
+                raise ValueError(
+                    f"format version {data['format_version']}, expected {FORMAT_VERSION}"
+                )
             asked = {name: value for name, value in data["asked"].items() if name not in _UNCOUNTED}
             return {"asked": asked, "sets": dict(data["sets"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"'{self.path}' is not the folder of an evaluation ({error}); expected what `treegraft eval --suite` made. "
-                "Name another folder with --into."
+                f"'{self.path}' is not the folder of an evaluation ({error}); expected what"
+                " `treegraft eval --suite` made. Name another folder with --into."
             ) from error
 
     def _refuse_other(
-        self, held: Mapping[str, Any], asked: Mapping[str, Any], held_sets: Mapping[str, Any], sets: Mapping[str, Any]
+        self,
+        held: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        held_sets: Mapping[str, Any],
+        sets: Mapping[str, Any],
     ) -> None:
         changed = [
             f"{name} was {held.get(name)!r} and is now {asked.get(name)!r}"
@@ -90,12 +106,16 @@ class EvalFolder:
         ]
         for name in sorted(held_sets.keys() & sets.keys()):
             if held_sets[name]["digest"] != sets[name]["digest"]:
-                changed.append(f"set {name} was {_of(held_sets[name])} and is now {_of(sets[name])} with other items or order")
+                changed.append(
+                    f"set {name} was {_of(held_sets[name])} and is now {_of(sets[name])} with other"
+                    " items or order"
+                )
         if changed:
             raise CheckpointError(
-                f"evaluation '{self.path}' was begun with other settings: {'; '.join(changed[:5])}"
-                f"{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}. Numbers of two settings cannot be mixed: "
-                "give the same ones to go on, or name another folder with --into."
+                f"evaluation '{self.path}' was begun with other settings:"
+                f" {'; '.join(changed[:5])}{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}."
+                " Numbers of two settings cannot be mixed: give the same ones to go on, or name"
+                " another folder with --into."
             )
 
     # ------------------------------------------------------------------ trees
@@ -116,8 +136,9 @@ class EvalFolder:
                 tree = tree_from_json(line)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"'{self.trees_path(name)}', line {number}: not a recorded tree ({error!r}); expected one that this "
-                    "evaluation wrote. Remove the line, and its item runs again."
+                    f"'{self.trees_path(name)}', line {number}: not a recorded tree ({error!r});"
+                    " expected one that this evaluation wrote. Remove the line, and its item runs"
+                    " again."
                 ) from error
             found[tree.task.id] = tree
         return found
@@ -160,7 +181,8 @@ class EvalFolder:
 
 
 def is_finished(tree: Tree) -> bool:
-    """Returns whether an item needs no further run: none of its trajectories was lost to a failure of ours."""
+    """Returns whether an item needs no further run: none of its trajectories was lost to a failure
+    of ours."""
     return all(leaf.status is not Status.FAILED for leaf in tree.leaves)
 
 

@@ -1,7 +1,8 @@
 """A language model as judge of answers, behind any OpenAI-compatible endpoint.
 
-The judge sees the question, the accepted answers and the agent's answer as one JSON object, so that an answer cannot pose as an
-instruction outside of it, and ends its reply with a line that says its verdict. Anything else is no verdict.
+The judge sees the question, the accepted answers and the agent's answer as one JSON object, so that
+an answer cannot pose as an instruction outside of it, and ends its reply with a line that says its
+verdict. Anything else is no verdict.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Verdict(StrEnum):
     CORRECT = "correct"
     INCORRECT = "incorrect"
     UNPARSED = "unparsed"
-    """The judge replied, twice, with something else; it counts as not correct and is counted apart."""
+    """The judge replied, twice, with something else; it counts as not correct and is counted
+    apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +79,11 @@ class JudgeSettings:
 
 
 def parse_verdict(reply: str) -> Verdict:
-    """Returns what a reply says: its last line must be "VERDICT: CORRECT" or "VERDICT: INCORRECT", to the letter.
+    """Returns what a reply says: its last line must be "VERDICT: CORRECT" or "VERDICT: INCORRECT",
+    to the letter.
 
-    A reply with two different verdicts is unparsed, and so is one whose verdict is followed by anything.
+    A reply with two different verdicts is unparsed, and so is one whose verdict is followed by
+    anything.
     """
     lines = [line.strip() for line in reply.strip().splitlines() if line.strip()]
     said = set(_LINE.findall(reply))
@@ -93,11 +97,15 @@ def messages_for(task: Task, answer: str) -> list[dict[str, str]]:
     """Returns the chat that asks about an answer."""
     shown = answer if len(answer) <= MAX_ANSWER_CHARS else answer[:MAX_ANSWER_CHARS] + " ... (cut)"
     asked = {"question": task.question, "accepted": list(task.reference), "answer": shown}
-    return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": json.dumps(asked, ensure_ascii=False)}]
+    return [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": json.dumps(asked, ensure_ascii=False)},
+    ]
 
 
 def verdict_key(model: str, task: Task, answer: str) -> str:
-    """Returns a checksum of all that a verdict depends on; equal answers to one question are judged once."""
+    """Returns a checksum of all that a verdict depends on; equal answers to one question are judged
+    once."""
     text = json.dumps([model, messages_for(task, answer)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -129,19 +137,32 @@ class Judge:
 
         model = self.settings.model
         pairs = {key: pair for pair in asked if (key := verdict_key(model, *pair)) not in known}
-        headers = {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
+        headers = (
+            {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
+        )
         gate, done = asyncio.Semaphore(self.settings.max_concurrent), 0
 
         async def ask(key: str, task: Task, answer: str) -> None:
             nonlocal done
             async with gate:
                 verdict, reply = await self._verdict(client, key, messages_for(task, answer))
-            on_verdict({"key": key, "verdict": verdict, "task": task.id, "answer": answer, "reply": reply, "model": model})
+            on_verdict(
+                {
+                    "key": key,
+                    "verdict": verdict,
+                    "task": task.id,
+                    "answer": answer,
+                    "reply": reply,
+                    "model": model,
+                }
+            )
             done += 1
             if on_progress is not None:
                 on_progress(done, len(pairs))
 
-        async with httpx.AsyncClient(headers=headers, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(
+            headers=headers, timeout=None, limits=httpx.Limits(max_connections=None)
+        ) as client:
             refusal: _Unreachable | None = None
             try:
                 async with asyncio.TaskGroup() as group:
@@ -152,11 +173,14 @@ class Judge:
                 refusal = _first(errors)
         if refusal is not None:
             raise EngineError(
-                f"--judge {self.settings.url}: {refusal}; {done} of {len(pairs)} answers were judged and are kept. "
-                "Expected a server that answers chat completions; mend it, and the same command goes on."
+                f"--judge {self.settings.url}: {refusal}; {done} of {len(pairs)} answers were"
+                " judged and are kept. Expected a server that answers chat completions; mend it,"
+                " and the same command goes on."
             )
 
-    async def _verdict(self, client: httpx.AsyncClient, key: str, messages: Sequence[dict[str, str]]) -> tuple[Verdict, str]:
+    async def _verdict(
+        self, client: httpx.AsyncClient, key: str, messages: Sequence[dict[str, str]]
+    ) -> tuple[Verdict, str]:
         """Asks once, and once more with another seed where the reply is no verdict."""
         reply, verdict = "", Verdict.UNPARSED
         for seed in (0, 1):
@@ -166,7 +190,9 @@ class Judge:
                 break
         return verdict, reply
 
-    async def _reply(self, client: httpx.AsyncClient, key: str, messages: Sequence[dict[str, str]], seed: int) -> str:
+    async def _reply(
+        self, client: httpx.AsyncClient, key: str, messages: Sequence[dict[str, str]], seed: int
+    ) -> str:
         settings = self.settings
         body = {
             "model": settings.model,
@@ -181,7 +207,9 @@ class Judge:
             except _Again as error:
                 if attempt == settings.max_retries:
                     raise _Unreachable(str(error)) from error
-                wait_s = settings.backoff_s * 2**attempt * (1.0 - keyed_unit("judge", key, attempt) / 2)
+                wait_s = (
+                    settings.backoff_s * 2**attempt * (1.0 - keyed_unit("judge", key, attempt) / 2)
+                )
                 await asyncio.sleep(min(wait_s, MAX_BACKOFF_S))
         raise _Unreachable("no request was made")
 
@@ -198,7 +226,9 @@ class Judge:
         if response.status_code in _AGAIN or response.status_code >= 500:
             raise _Again(f"HTTP {response.status_code}")
         if response.status_code != 200:
-            raise _Unreachable(f"HTTP {response.status_code}: {' '.join(response.text[:200].split())}")
+            raise _Unreachable(
+                f"HTTP {response.status_code}: {' '.join(response.text[:200].split())}"
+            )
         try:
             text = response.json()["choices"][0]["message"]["content"]
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:

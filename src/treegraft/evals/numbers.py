@@ -10,7 +10,15 @@ from typing import Any
 
 from treegraft.core.types import Status, Trajectory, Tree
 from treegraft.evals.judge import Verdict, verdict_key
-from treegraft.evals.scores import Interval, answer_of, bootstrap, calls_by_tool, num_sampled_tokens, pass_ks, stratified_bootstrap
+from treegraft.evals.scores import (
+    Interval,
+    answer_of,
+    bootstrap,
+    calls_by_tool,
+    num_sampled_tokens,
+    pass_ks,
+    stratified_bootstrap,
+)
 from treegraft.evals.suites import EvalSet
 from treegraft.rollout.measure import pass_at_k
 
@@ -25,7 +33,9 @@ class Verdicts:
     def of(self, path: Trajectory) -> str | None:
         """Returns the verdict on a trajectory; None without an answer or a verdict."""
         answer = answer_of(path)
-        return None if answer is None else self.by_key.get(verdict_key(self.model, path.task, answer))
+        return (
+            None if answer is None else self.by_key.get(verdict_key(self.model, path.task, answer))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +48,8 @@ class LevelReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetReport:
-    """The numbers of one set. Shares are of all trajectories: one without an answer, failed or not, scores 0."""
+    """The numbers of one set. Shares are of all trajectories: one without an answer, failed or not,
+    scores 0."""
 
     name: str
     source: str
@@ -108,7 +119,8 @@ class SuiteReport:
 
 
 def correctness(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory], bool]:
-    """Returns what says whether a trajectory is correct: the judge where the measure is its, else the rule."""
+    """Returns what says whether a trajectory is correct: the judge where the measure is its, else
+    the rule."""
     if measure == "judge" and verdicts is not None:
         return lambda path: verdicts.of(path) == Verdict.CORRECT
     return lambda path: bool(path.leaf.is_correct)
@@ -170,7 +182,10 @@ def report_set(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -
         em=part("em"),
         f1=part("f1"),
         match=part("match"),
-        pass_at={k: statistics.fmean(pass_at_k(num, right, k) for num, right in counts) for k in pass_ks(num_samples)},
+        pass_at={
+            k: statistics.fmean(pass_at_k(num, right, k) for num, right in counts)
+            for k in pass_ks(num_samples)
+        },
         tool_calls_mean=num_calls / len(paths),
         tool_calls={name: count / len(paths) for name, count in sorted(calls.items())},
         sampled_tokens_mean=statistics.fmean(num_sampled_tokens(path) for path in paths),
@@ -195,7 +210,11 @@ def _levels(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> dict
 def _judged(paths: Sequence[Trajectory], verdicts: Verdicts) -> dict[str, Any]:
     said = [(path, verdicts.of(path)) for path in paths]
     judged = [(path, verdict) for path, verdict in said if verdict is not None]
-    read = [(path, verdict == Verdict.CORRECT) for path, verdict in judged if verdict != Verdict.UNPARSED]
+    read = [
+        (path, verdict == Verdict.CORRECT)
+        for path, verdict in judged
+        if verdict != Verdict.UNPARSED
+    ]
     differ = [(path, yes) for path, yes in read if yes != bool(path.leaf.is_correct)]
     return {
         "judge": sum(verdict == Verdict.CORRECT for _, verdict in judged) / len(paths),
@@ -223,7 +242,10 @@ def report_suite(
         ValueError: none has.
     """
     begun = [one for one in sets if trees[one.name]]
-    groups = [item_means(trees[one.name], main_score(main_measure(one, verdicts), verdicts)) for one in begun]
+    groups = [
+        item_means(trees[one.name], main_score(main_measure(one, verdicts), verdicts))
+        for one in begun
+    ]
     return SuiteReport(
         checkpoint=checkpoint,
         temperature=temperature,

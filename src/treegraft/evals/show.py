@@ -29,15 +29,22 @@ def interval(value: Interval) -> str:
 
 
 def _table(title: str, columns: Sequence[str], num_left: int = 1) -> Table:
-    table = Table(title=Text(title), title_justify="left", box=None, padding=(0, 1), header_style="dim")
+    table = Table(
+        title=Text(title), title_justify="left", box=None, padding=(0, 1), header_style="dim"
+    )
     for number, name in enumerate(columns):
         table.add_column(name, justify="left" if number < num_left else "right", no_wrap=number > 0)
     return table
 
 
 def print_report(report: SuiteReport, console: Console) -> None:
-    """Prints the numbers of an evaluation: scores, how trajectories ended, what they cost, levels and notes."""
-    how = f"{report.num_samples} at temperature {report.temperature:g}" if report.temperature else "greedy"
+    """Prints the numbers of an evaluation: scores, how trajectories ended, what they cost, levels
+    and notes."""
+    how = (
+        f"{report.num_samples} at temperature {report.temperature:g}"
+        if report.temperature
+        else "greedy"
+    )
     judged = f", judged by {report.judge_model}" if report.judge_model else ""
     parts: list[Any] = [_scores(report, f"{report.checkpoint}: {how}{judged}"), _ends(report)]
     if any(one.levels for one in report.sets):
@@ -47,17 +54,35 @@ def print_report(report: SuiteReport, console: Console) -> None:
         for note in _notes(one):
             console.print(Text(f"{one.name}: {note}", "dim"), soft_wrap=True)
     if not report.is_complete:
-        console.print(Text("not all items are done; these are the numbers of those that are", "bold"), soft_wrap=True)
+        console.print(
+            Text("not all items are done; these are the numbers of those that are", "bold"),
+            soft_wrap=True,
+        )
 
 
 def _scores(report: SuiteReport, title: str) -> Table:
     ks = sorted({k for one in report.sets for k in one.pass_at if k > 1})
     has_judge = report.judge_model is not None
-    columns = ["set", "by", "items", "score [95 %]", "em", "f1", "match", *(["judge"] if has_judge else [])]
+    columns = [
+        "set",
+        "by",
+        "items",
+        "score [95 %]",
+        "em",
+        "f1",
+        "match",
+        *(["judge"] if has_judge else []),
+    ]
     table = _table(title, [*columns, *(f"pass@{k}" for k in ks)], 2)
     for one in report.sets:
         judge = [percent(one.judge)] if has_judge else []
-        shares = [percent(one.em), percent(one.f1), percent(one.match), *judge, *(percent(one.pass_at.get(k)) for k in ks)]
+        shares = [
+            percent(one.em),
+            percent(one.f1),
+            percent(one.match),
+            *judge,
+            *(percent(one.pass_at.get(k)) for k in ks),
+        ]
         table.add_row(one.name, one.measure, str(one.num_items), interval(one.score), *shares)
     if len(report.sets) > 1:
         table.add_row(Text("mean", "bold"), "", "", Text(interval(report.mean), "bold"))
@@ -65,11 +90,24 @@ def _scores(report: SuiteReport, title: str) -> Table:
 
 
 def _ends(report: SuiteReport) -> Table:
-    columns = ["", "completed", "truncated", "off format", "failed", "score if completed", "calls", "tokens", "correct/call"]
+    columns = [
+        "",
+        "completed",
+        "truncated",
+        "off format",
+        "failed",
+        "score if completed",
+        "calls",
+        "tokens",
+        "correct/call",
+    ]
     table = _table("", columns)
     for one in report.sets:
         per_call = "-" if one.correct_per_call is None else f"{one.correct_per_call:.3f}"
-        counts = [str(n) for n in (one.num_completed, one.num_truncated, one.num_violations, one.num_failed)]
+        counts = [
+            str(n)
+            for n in (one.num_completed, one.num_truncated, one.num_violations, one.num_failed)
+        ]
         cost = [f"{one.tool_calls_mean:.2f}", f"{one.sampled_tokens_mean:.0f}", per_call]
         table.add_row(one.name, *counts, percent(one.score_completed), *cost)
     return table
@@ -87,15 +125,19 @@ def _notes(one: SetReport) -> list[str]:
     notes = list(one.notes)
     if one.num_failed:
         notes.append(
-            f"{one.num_failed} trajectories were lost to failures of ours and count as wrong; the same command runs them again"
+            f"{one.num_failed} trajectories were lost to failures of ours and count as wrong; the"
+            " same command runs them again"
         )
     if one.judge is not None:
         notes.append(
-            f"judge and rule differ on {one.judge_yes_rule_no + one.judge_no_rule_yes} of {one.num_judged} answers "
-            f"({one.judge_yes_rule_no} right by the judge alone, {one.judge_no_rule_yes} by the rule alone)"
+            f"judge and rule differ on {one.judge_yes_rule_no + one.judge_no_rule_yes} of"
+            f" {one.num_judged} answers ({one.judge_yes_rule_no} right by the judge alone,"
+            f" {one.judge_no_rule_yes} by the rule alone)"
         )
     if one.num_unparsed:
-        notes.append(f"{one.num_unparsed} replies of the judge were no verdict and count as not correct")
+        notes.append(
+            f"{one.num_unparsed} replies of the judge were no verdict and count as not correct"
+        )
     return notes
 
 
@@ -105,7 +147,14 @@ def print_comparison(found: Comparison, console: Console) -> None:
     table = _table(f"before: {found.before}\nafter:  {found.after}", columns, 2)
     for one in found.sets:
         shares = [percent(one.before), percent(one.after), interval(one.gain)]
-        table.add_row(one.name, one.measure, str(one.num_items), *shares, str(len(one.gained)), str(len(one.lost)))
+        table.add_row(
+            one.name,
+            one.measure,
+            str(one.num_items),
+            *shares,
+            str(len(one.gained)),
+            str(len(one.lost)),
+        )
     if len(found.sets) > 1:
         table.add_row("mean", "", "", "", "", interval(found.gain))
     console.print(table)
@@ -118,8 +167,16 @@ def print_comparison(found: Comparison, console: Console) -> None:
 
 def _print_flips(kind: str, flips: Sequence[Flip], console: Console) -> None:
     for flip in flips[:MAX_FLIPS]:
-        answers = f"{plain(flip.answer_before or 'no answer', 40)} -> {plain(flip.answer_after or 'no answer', 40)}"
-        text = f"{kind} {flip.task_id}: {plain(flip.question, 60)}  {answers}  (accepted: {plain(flip.reference[0], 40)})"
+        answers = (
+            f"{plain(flip.answer_before or 'no answer', 40)} ->"
+            f" {plain(flip.answer_after or 'no answer', 40)}"
+        )
+        text = (
+            f"{kind} {flip.task_id}: {plain(flip.question, 60)}  {answers}  (accepted:"
+            f" {plain(flip.reference[0], 40)})"
+        )
         console.print(Text(" ".join(text.split())), soft_wrap=True)
     if len(flips) > MAX_FLIPS:
-        console.print(Text(f"... and {len(flips) - MAX_FLIPS} more {kind}; --json names all"), soft_wrap=True)
+        console.print(
+            Text(f"... and {len(flips) - MAX_FLIPS} more {kind}; --json names all"), soft_wrap=True
+        )

@@ -1,7 +1,8 @@
-"""The papers' evaluation sets by name: where each lies, which columns it has, and what it is measured by.
+"""The papers' evaluation sets by name: where each lies, which columns it has, and what it is
+measured by.
 
-ARPO (arXiv 2507.19849) reports 13 sets, RAPO (arXiv 2603.03078) fourteen. Of the latter `simpleqa`, which ARPO's evaluation data
-hold too, is taken for the one that ARPO's tables lack.
+ARPO (arXiv 2507.19849) reports 13 sets, RAPO (arXiv 2603.03078) fourteen. Of the latter `simpleqa`,
+which ARPO's evaluation data hold too, is taken for the one that ARPO's tables lack.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ FILE_TYPES = (".jsonl", ".json", ".parquet")
 class SetRule:
     """How one set is read and measured.
 
-    SetRule(measure="math", question=("question",), reference=("answer",), after="####", hub="hub:openai/gsm8k:main/test")
+    SetRule(measure="math", question=("question",), reference=("answer",), after="####",
+    hub="hub:openai/gsm8k:main/test")
     """
 
     measure: Measure
-    """Main score: "math" equality, token "f1", or a language-model "judge" (without one: exact match or equal mathematics)."""
+    """Main score: "math" equality, token "f1", or a language-model "judge" (without one: exact
+    match or equal mathematics)."""
     question: tuple[str, ...] = ("question",)
     """Columns in order of preference, any case; dots go into nested columns."""
     reference: tuple[str, ...] = ("answer",)
@@ -45,7 +48,8 @@ class SetRule:
     level: tuple[str, ...] = ()
     """Columns that results are broken down by; empty for no break-down."""
     must_be_blank: tuple[str, ...] = ()
-    """Columns of pictures and files: rows that have one there are left out, for the agent reads text alone."""
+    """Columns of pictures and files: rows that have one there are left out, for the agent reads
+    text alone."""
     hub: str | None = None
     """Where the set lies on the hub; None where no readable copy lies there."""
 
@@ -55,7 +59,9 @@ _PROBLEM = ("problem", "question")
 SETS: Mapping[str, SetRule] = {
     "aime24": SetRule(measure="math", question=_PROBLEM, hub="hub:HuggingFaceH4/aime_2024:train"),
     "aime25": SetRule(measure="math", question=_PROBLEM, hub="hub:math-ai/aime25:test"),
-    "math500": SetRule(measure="math", question=_PROBLEM, level=("level",), hub="hub:HuggingFaceH4/MATH-500:test"),
+    "math500": SetRule(
+        measure="math", question=_PROBLEM, level=("level",), hub="hub:HuggingFaceH4/MATH-500:test"
+    ),
     "gsm8k": SetRule(measure="math", after="####", hub="hub:openai/gsm8k:main/test"),
     "math": SetRule(
         measure="math",
@@ -64,13 +70,24 @@ SETS: Mapping[str, SetRule] = {
         level=("level",),
         hub="hub:DigitalLearningGmbH/MATH-lighteval:test",
     ),
-    "hotpotqa": SetRule(measure="f1", level=("level",), hub="hub:hotpotqa/hotpot_qa:distractor/validation"),
-    "2wiki": SetRule(measure="f1", aliases=("answer_aliases",), level=("type",), hub="hub:framolfese/2WikiMultihopQA:validation"),
-    "musique": SetRule(measure="f1", aliases=("answer_aliases",), hub="hub:dgslibisey/MuSiQue:validation"),
+    "hotpotqa": SetRule(
+        measure="f1", level=("level",), hub="hub:hotpotqa/hotpot_qa:distractor/validation"
+    ),
+    "2wiki": SetRule(
+        measure="f1",
+        aliases=("answer_aliases",),
+        level=("type",),
+        hub="hub:framolfese/2WikiMultihopQA:validation",
+    ),
+    "musique": SetRule(
+        measure="f1", aliases=("answer_aliases",), hub="hub:dgslibisey/MuSiQue:validation"
+    ),
     "bamboogle": SetRule(measure="f1", hub="hub:chiayewken/bamboogle:test"),
     "simpleqa": SetRule(measure="judge", question=_PROBLEM, hub="hub:basicv8vc/SimpleQA:test"),
     "webwalker": SetRule(
-        measure="judge", level=("info.difficulty_level", "difficulty_level", "level"), hub="hub:callanwu/WebWalkerQA:main"
+        measure="judge",
+        level=("info.difficulty_level", "difficulty_level", "level"),
+        hub="hub:callanwu/WebWalkerQA:main",
     ),
     "gaia": SetRule(
         measure="judge",
@@ -79,10 +96,13 @@ SETS: Mapping[str, SetRule] = {
         must_be_blank=("file_name",),
         hub="hub:gaia-benchmark/GAIA:2023_all/validation",
     ),
-    "hle": SetRule(measure="judge", level=("category",), must_be_blank=("image",), hub="hub:cais/hle:test"),
+    "hle": SetRule(
+        measure="judge", level=("category",), must_be_blank=("image",), hub="hub:cais/hle:test"
+    ),
     "xbench": SetRule(measure="judge"),
 }
-"""Every set by name. The hub's copy of xbench-DeepSearch is encrypted, so that set is read from files alone."""
+"""Every set by name. The hub's copy of xbench-DeepSearch is encrypted, so that set is read from
+files alone."""
 
 _COMPUTATION = ("aime24", "aime25", "math500", "gsm8k", "math")
 _KNOWLEDGE = ("hotpotqa", "2wiki", "musique", "bamboogle")
@@ -123,7 +143,8 @@ class EvalSet:
 
 
 def parse_names(text: str) -> dict[str, str | None]:
-    """Returns set name -> source given for it (None for the usual one), from "gsm8k,web,math500=my.jsonl", each name once.
+    """Returns set name -> source given for it (None for the usual one), from
+    "gsm8k,web,math500=my.jsonl", each name once.
 
     Raises:
         SettingError: an unknown name, or an empty list.
@@ -138,32 +159,43 @@ def parse_names(text: str) -> dict[str, str | None]:
             chosen[name] = source or chosen.get(name)
         else:
             raise SettingError(
-                f"--suite names '{part}'; expected sets ({', '.join(SETS)}), groups ({', '.join(GROUPS)}), or NAME=FILE to read a "
-                f"set from another place.{nearest(name, [*SETS, *GROUPS])}"
+                f"--suite names '{part}'; expected sets ({', '.join(SETS)}), groups"
+                f" ({', '.join(GROUPS)}), or NAME=FILE to read a set from another"
+                f" place.{nearest(name, [*SETS, *GROUPS])}"
             )
     if not chosen:
         raise SettingError(
-            f"--suite is empty; expected names separated by commas, such as gsm8k,hotpotqa or one of {', '.join(GROUPS)}."
+            "--suite is empty; expected names separated by commas, such as gsm8k,hotpotqa or one"
+            f" of {', '.join(GROUPS)}."
         )
     return chosen
 
 
 def load_sets(
-    names: Mapping[str, str | None], *, data_dir: Path | None = None, num: int | None = None, shuffle_seed: int | None = None
+    names: Mapping[str, str | None],
+    *,
+    data_dir: Path | None = None,
+    num: int | None = None,
+    shuffle_seed: int | None = None,
 ) -> list[EvalSet]:
     """Returns the sets, read.
 
     Args:
-        data_dir: a folder that holds NAME.jsonl, .json or .parquet for each set (or a folder NAME with test.*); None takes the hub.
+        data_dir: a folder that holds NAME.jsonl, .json or .parquet for each set (or a folder NAME
+            with test.*); None takes the hub.
         num: rows of each set; None for all.
         shuffle_seed: take the first `num` of this seed's order; None keeps the order of the file.
 
     Raises:
         SettingError: a set without a source.
-        DataError: a source that is missing or has no usable row. All sources are looked for before the first is read.
+        DataError: a source that is missing or has no usable row. All sources are looked for before
+            the first is read.
     """
     sources = {name: given or find_source(name, data_dir) for name, given in names.items()}
-    return [read_set(name, source, num=num, shuffle_seed=shuffle_seed) for name, source in sources.items()]
+    return [
+        read_set(name, source, num=num, shuffle_seed=shuffle_seed)
+        for name, source in sources.items()
+    ]
 
 
 def find_source(name: str, data_dir: Path | None) -> str:
@@ -171,24 +203,33 @@ def find_source(name: str, data_dir: Path | None) -> str:
     if data_dir is None:
         if (hub := SETS[name].hub) is None:
             raise SettingError(
-                f"set '{name}': no readable copy lies on the hub; give a folder with --data-dir, or --suite {name}=FILE."
+                f"set '{name}': no readable copy lies on the hub; give a folder with --data-dir, or"
+                f" --suite {name}=FILE."
             )
         return hub
     if not data_dir.is_dir():
-        raise DataError(f"--data-dir '{data_dir}': there is no such folder; expected one that holds {name}.jsonl and the like.")
+        raise DataError(
+            f"--data-dir '{data_dir}': there is no such folder; expected one that holds"
+            f" {name}.jsonl and the like."
+        )
     places = [data_dir / f"{name}{end}" for end in FILE_TYPES]
     places += [data_dir / name / f"{stem}{end}" for stem in ("test", name) for end in FILE_TYPES]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
-        held = sorted(one.name for one in data_dir.iterdir() if one.suffix in FILE_TYPES or one.is_dir())
+        held = sorted(
+            one.name for one in data_dir.iterdir() if one.suffix in FILE_TYPES or one.is_dir()
+        )
         raise DataError(
-            f"--data-dir '{data_dir}': there is no {name}.jsonl, .json or .parquet, nor a folder {name} with test.jsonl. "
-            f"It holds {', '.join(held) or 'no such file'}. Leave '{name}' out, or name its file: --suite {name}=FILE."
+            f"--data-dir '{data_dir}': there is no {name}.jsonl, .json or .parquet, nor a folder"
+            f" {name} with test.jsonl. It holds {', '.join(held) or 'no such file'}. Leave '{name}'"
+            f" out, or name its file: --suite {name}=FILE."
         )
     return str(found)
 
 
-def read_set(name: str, source: str, *, num: int | None = None, shuffle_seed: int | None = None) -> EvalSet:
+def read_set(
+    name: str, source: str, *, num: int | None = None, shuffle_seed: int | None = None
+) -> EvalSet:
     """Returns a set read from a file or the hub by the rule of its name.
 
     Raises:
@@ -199,9 +240,10 @@ def read_set(name: str, source: str, *, num: int | None = None, shuffle_seed: in
     if not tasks:
         columns = f" Its columns are {', '.join(sorted(seen.columns))}." if seen.columns else ""
         raise DataError(
-            f"set '{name}': '{source}' has no usable row among {seen.num_rows} ({'; '.join(seen.sentences()) or 'it is empty'}). "
-            f"Expected a question in {' or '.join(rule.question)} and a reference in {' or '.join((*rule.reference, *rule.boxed))}."
-            f"{columns}"
+            f"set '{name}': '{source}' has no usable row among {seen.num_rows}"
+            f" ({'; '.join(seen.sentences()) or 'it is empty'}). Expected a question in"
+            f" {' or '.join(rule.question)} and a reference in"
+            f" {' or '.join((*rule.reference, *rule.boxed))}.{columns}"
         )
     num_rows = len(tasks)
     if shuffle_seed is not None:
@@ -209,7 +251,14 @@ def read_set(name: str, source: str, *, num: int | None = None, shuffle_seed: in
     notes = seen.sentences()
     if num is not None and num > num_rows:
         notes.append(f"{num_rows} rows are all it has; {num} were asked for")
-    return EvalSet(name=name, source=source, rule=rule, tasks=tuple(tasks[:num]), notes=tuple(notes), num_rows=num_rows)
+    return EvalSet(
+        name=name,
+        source=source,
+        rule=rule,
+        tasks=tuple(tasks[:num]),
+        notes=tuple(notes),
+        num_rows=num_rows,
+    )
 
 
 @dataclass(slots=True)
@@ -221,7 +270,10 @@ class _Seen:
     columns: set[str] = field(default_factory=set)
 
     def sentences(self) -> list[str]:
-        return [f"{count} {'row' if count == 1 else 'rows'} {what} left out" for what, count in self.left_out.items()]
+        return [
+            f"{count} {'row' if count == 1 else 'rows'} {what} left out"
+            for what, count in self.left_out.items()
+        ]
 
 
 def _tasks(name: str, source: str, rule: SetRule, seen: _Seen) -> Iterator[Task]:
@@ -238,9 +290,15 @@ def _tasks(name: str, source: str, rule: SetRule, seen: _Seen) -> Iterator[Task]
             yield task
 
 
-def _read(name: str, number: int, values: Mapping[str, Any], rule: SetRule) -> tuple[str, Task | None]:
+def _read(
+    name: str, number: int, values: Mapping[str, Any], rule: SetRule
+) -> tuple[str, Task | None]:
     """Returns the row as a task, or None and why it is of no use."""
-    if any(str(found[1] or "").strip() for column in rule.must_be_blank if (found := find_value(values, [column]))):
+    if any(
+        str(found[1] or "").strip()
+        for column in rule.must_be_blank
+        if (found := find_value(values, [column]))
+    ):
         return "with a picture or file", None
     question = find_value(values, rule.question)
     text = "" if question is None else question_text(question[1])
@@ -261,9 +319,16 @@ def _references(values: Mapping[str, Any], rule: SetRule) -> Iterable[str]:
     accepted: Sequence[str] = () if found is None else accepted_answers(found[1])
     if rule.after is not None:
         # A copy of the set may hold the bare reference already.
-        accepted = [one.rpartition(rule.after)[2].strip() if rule.after in one else one for one in accepted]
+        accepted = [
+            one.rpartition(rule.after)[2].strip() if rule.after in one else one for one in accepted
+        ]
     if not accepted and (solution := find_value(values, rule.boxed)):
         boxed = last_boxed(str(solution[1]))
         accepted = [boxed] if boxed else []
-    further = [one for column in rule.aliases if (more := find_value(values, [column])) for one in accepted_answers(more[1])]
+    further = [
+        one
+        for column in rule.aliases
+        if (more := find_value(values, [column]))
+        for one in accepted_answers(more[1])
+    ]
     return dict.fromkeys(one for one in (*accepted, *further) if one)

@@ -1,4 +1,5 @@
-"""Two evaluations of the same items, item by item: how much better, how sure, and which items flipped."""
+"""Two evaluations of the same items, item by item: how much better, how sure, and which items
+flipped."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from treegraft.evals.suites import SETS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """An item whose share of correct trajectories differs: Flip(task_id="gsm8k/7", question="...", before=0.0, after=1.0, ...)"""
+    """An item whose share of correct trajectories differs: Flip(task_id="gsm8k/7", question="...",
+    before=0.0, after=1.0, ...)"""
 
     task_id: str
     question: str
@@ -40,7 +42,8 @@ class SetComparison:
     before: float
     after: float
     gain: Interval
-    """Mean difference with its 95 % paired bootstrap interval: items are drawn with both of their scores."""
+    """Mean difference with its 95 % paired bootstrap interval: items are drawn with both of their
+    scores."""
     gained: list[Flip]
     """Items with more correct trajectories after."""
     lost: list[Flip]
@@ -76,8 +79,8 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
     common = [name for name in held[0] if name in held[1]]
     if not common:
         raise CheckpointError(
-            f"'{before}' holds {', '.join(held[0]) or 'no set'} and '{after}' {', '.join(held[1]) or 'no set'}; expected "
-            "a set that both hold."
+            f"'{before}' holds {', '.join(held[0]) or 'no set'} and '{after}'"
+            f" {', '.join(held[1]) or 'no set'}; expected a set that both hold."
         )
     verdicts = [_verdicts(folder) for folder in folders]
     notes = [
@@ -85,21 +88,32 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
         for folder, own in zip(folders, held, strict=True)
         if (alone := [name for name in own if name not in common])
     ]
-    is_judged = verdicts[0] is not None and verdicts[1] is not None and verdicts[0].model == verdicts[1].model
+    is_judged = (
+        verdicts[0] is not None
+        and verdicts[1] is not None
+        and verdicts[0].model == verdicts[1].model
+    )
     if not is_judged and any(one is not None for one in verdicts):
         notes.append("not judged by one model on both sides, so answers count by rule")
     compared, differences = [], []
     for name in common:
         if held[0][name]["digest"] != held[1][name]["digest"]:
             raise DataError(
-                f"set '{name}': '{before}' has {held[0][name]['num']} items and '{after}' {held[1][name]['num']}, and they are not "
-                "the same; expected one choice of items. Evaluate both with the same --num, --shuffle-seed and source."
+                f"set '{name}': '{before}' has {held[0][name]['num']} items and '{after}'"
+                f" {held[1][name]['num']}, and they are not the same; expected one choice of items."
+                " Evaluate both with the same --num, --shuffle-seed and source."
             )
         trees = [_finished(folder, name, held[0][name]["num"]) for folder in folders]
         one, values = _compare_set(name, trees, verdicts if is_judged else [None, None])
         compared.append(one)
         differences.append(values)
-    return Comparison(before=str(before), after=str(after), sets=compared, gain=stratified_bootstrap(differences), notes=notes)
+    return Comparison(
+        before=str(before),
+        after=str(after),
+        sets=compared,
+        gain=stratified_bootstrap(differences),
+        notes=notes,
+    )
 
 
 def _verdicts(folder: EvalFolder) -> Verdicts | None:
@@ -126,14 +140,25 @@ def _compare_set(
     name: str, trees: Sequence[Sequence[Tree]], verdicts: Sequence[Verdicts | None]
 ) -> tuple[SetComparison, list[float]]:
     kind = SETS[name].measure
-    measure = "f1" if kind == "f1" else "judge" if kind == "judge" and verdicts[0] is not None else "match"
-    before, after = (item_means(own, main_score(measure, one)) for own, one in zip(trees, verdicts, strict=True))
+    measure = (
+        "f1"
+        if kind == "f1"
+        else "judge"
+        if kind == "judge" and verdicts[0] is not None
+        else "match"
+    )
+    before, after = (
+        item_means(own, main_score(measure, one)) for own, one in zip(trees, verdicts, strict=True)
+    )
     differences = [b - a for a, b in zip(before, after, strict=True)]
     shares = [
-        {tree.task.id: _share(tree, correctness(measure, one)) for tree in own} for own, one in zip(trees, verdicts, strict=True)
+        {tree.task.id: _share(tree, correctness(measure, one)) for tree in own}
+        for own, one in zip(trees, verdicts, strict=True)
     ]
     by_id: list[Mapping[str, Tree]] = [{tree.task.id: tree for tree in own} for own in trees]
-    flips = [_flip(by_id[0][key], by_id[1][key], shares[0][key], shares[1][key]) for key in shares[0]]
+    flips = [
+        _flip(by_id[0][key], by_id[1][key], shares[0][key], shares[1][key]) for key in shares[0]
+    ]
     return (
         SetComparison(
             name=name,

@@ -54,8 +54,11 @@ class Allocation(Protocol):
         """Says that one of a grant's children has begun."""
         ...
 
-    def propose(self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None) -> None:
-        """Takes a leaf's wish after its `round`-th sampled step; None for none. Each leaf says one of the two each round."""
+    def propose(
+        self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
+    ) -> None:
+        """Takes a leaf's wish after its `round`-th sampled step; None for none. Each leaf says one
+        of the two each round."""
         ...
 
     def end(self, leaf: Hashable) -> None:
@@ -63,15 +66,18 @@ class Allocation(Protocol):
         ...
 
     def advance(self) -> list[Grant]:
-        """Returns what can be granted now; open the children, then ask again until nothing comes."""
+        """Returns what can be granted now; open the children, then ask again until nothing
+        comes."""
         ...
 
 
 class Rounds:
-    """Grants a round's branches together, once every live leaf of the tree has proposed in it or has ended.
+    """Grants a round's branches together, once every live leaf of the tree has proposed in it or
+    has ended.
 
-    Nobody waits but the decision itself: a leaf that is ahead goes on, and its later proposals are kept. Who comes first where the
-    budget is short: the order in the tree (as the released ARPO code does), or the largest entropy change.
+    Nobody waits but the decision itself: a leaf that is ahead goes on, and its later proposals are
+    kept. Who comes first where the budget is short: the order in the tree (as the released ARPO
+    code does), or the largest entropy change.
     """
 
     def __init__(self, budget: Budget, ranking: Literal["order", "entropy"] = "order") -> None:
@@ -87,7 +93,9 @@ class Rounds:
         """Adds a live leaf that has yet to propose in the round after its grant's."""
         self._reached[leaf] = grant.token
 
-    def propose(self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None) -> None:
+    def propose(
+        self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
+    ) -> None:
         """Keeps the wish until its round is complete."""
         if leaf not in self._reached:
             return
@@ -106,23 +114,28 @@ class Rounds:
             wishes = sorted(self._wishes.pop(number), key=lambda wish: wish[0])
             if self._ranking == "entropy":
                 wishes.sort(key=lambda wish: -wish[1].cause.entropy_change)
-            grants = [Grant(place, self._budget.grant(branch), branch.cause, number) for place, branch in wishes]
+            grants = [
+                Grant(place, self._budget.grant(branch), branch.cause, number)
+                for place, branch in wishes
+            ]
             if granted := [grant for grant in grants if grant.num]:
                 return granted
         return []
 
 
 class Shares:
-    """Gives each start its own part of the leaves, so that a proposal is answered at once. Ours: no paper has it.
+    """Gives each start its own part of the leaves, so that a proposal is answered at once. Ours: no
+    paper has it.
 
-    Of M leaves, each of N starts owns M // N, the first M mod N one more. A leaf that branches shares what it has left evenly with
-    its children, itself first.
+    Of M leaves, each of N starts owns M // N, the first M mod N one more. A leaf that branches
+    shares what it has left evenly with its children, itself first.
     """
 
     def __init__(self, budget: Budget, num_starts: int) -> None:
         self._budget = budget
         self._parts = [
-            budget.max_leaves // num_starts + (number < budget.max_leaves % num_starts) - 1 for number in range(num_starts)
+            budget.max_leaves // num_starts + (number < budget.max_leaves % num_starts) - 1
+            for number in range(num_starts)
         ]
         self._spare: dict[Hashable, int] = {}
         self._ready: list[Grant] = []
@@ -137,7 +150,9 @@ class Shares:
         """Gives the leaf its part of what its parent had left."""
         self._spare[leaf] = self._inherited[grant.token].pop(0)
 
-    def propose(self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None) -> None:
+    def propose(
+        self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
+    ) -> None:
         """Grants what the leaf's own part allows."""
         spare = self._spare.get(leaf, 0)
         if branch is None or not spare:

@@ -9,12 +9,16 @@ from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
 
 
 class Composed:
-    """Asks explorers in order: the first one starts and fills, the first that wants a graft gets it, branches add up."""
+    """Asks explorers in order: the first one starts and fills, the first that wants a graft gets
+    it, branches add up."""
 
     def __init__(self, explorers: Sequence[Explorer]) -> None:
-        """Takes at least one explorer; where several probe, each sees as many tokens as it asked for."""
+        """Takes at least one explorer; where several probe, each sees as many tokens as it asked
+        for."""
         self._explorers = tuple(explorers)
-        probes = [explorer.probe_tokens for explorer in explorers if explorer.probe_tokens is not None]
+        probes = [
+            explorer.probe_tokens for explorer in explorers if explorer.probe_tokens is not None
+        ]
         self.probe_tokens: int | None = max(probes) if probes else None
 
     def starts(self, max_leaves: int) -> Start:
@@ -30,7 +34,8 @@ class Composed:
         return Generate()
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns all explorers' branches as one, with the cause of the first that wants any, else of the first that looked."""
+        """Returns all explorers' branches as one, with the cause of the first that wants any, else
+        of the first that looked."""
         wanted = []
         for explorer in self._explorers:
             if explorer.probe_tokens is not None:
@@ -42,7 +47,8 @@ class Composed:
         return Branch(sum(branch.num for branch in wanted), first.cause)
 
     def is_hybrid(self, start: int) -> bool:
-        """Returns whether the rollouts of this first-level ordinal may retrieve, by any explorer that says so."""
+        """Returns whether the rollouts of this first-level ordinal may retrieve, by any explorer
+        that says so."""
         asked = [getattr(explorer, "is_hybrid", None) for explorer in self._explorers]
         return any(ask(start) for ask in asked if ask is not None)
 

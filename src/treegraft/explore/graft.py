@@ -11,12 +11,13 @@ from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
 class HybridRollout:
     """Opens all leaves at the root; the later ones may retrieve.
 
-    Source: Algorithm 1 of RAPO (arXiv 2603.03078, sec. 4.1). The first step is the agent's own, and so is the one after a graft;
-    before every other step of a hybrid rollout a coin is tossed. A hybrid rollout that never retrieves is an ordinary one. The
-    paper's eq. 4 taken alone would let two grafts touch; Algorithm 1 does not.
+    Source: Algorithm 1 of RAPO (arXiv 2603.03078, sec. 4.1). The first step is the agent's own, and
+    so is the one after a graft; before every other step of a hybrid rollout a coin is tossed. A
+    hybrid rollout that never retrieves is an ordinary one. The paper's eq. 4 taken alone would let
+    two grafts touch; Algorithm 1 does not.
 
-    Together with other explorers the starts may be fewer than the leaves: then the same share of each `num_starts` of them is
-    hybrid, the last ones, and a branch is what its start is.
+    Together with other explorers the starts may be fewer than the leaves: then the same share of
+    each `num_starts` of them is hybrid, the last ones, and a branch is what its start is.
     """
 
     probe_tokens: int | None = None

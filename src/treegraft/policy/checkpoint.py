@@ -1,14 +1,16 @@
-"""Checkpoints: a folder that transformers loads, and in it treegraft/ with what training needs to go on.
+"""Checkpoints: a folder that transformers loads, and in it treegraft/ with what training needs to
+go on.
 
     checkpoints/update-000010/
-      config.json  model.safetensors  tokenizer files     the plain model, adapters merged into it
-      adapter/                                            with model.lora.merge = false: the adapters, and the model without them
-      treegraft/config.json                               resolved settings
-      treegraft/state.json                                counters, offsets, and a checksum of every other file
-      treegraft/optimiser.safetensors                     float32 master weights and moments
+      config.json  model.safetensors the plain model, adapters merged into it; tokenizer files
+      adapter/                       with model.lora.merge = false: adapters, model without them
+      treegraft/config.json          resolved settings
+      treegraft/state.json           counters, offsets, and a checksum of every other file
+      treegraft/optimiser.safetensors  float32 master weights and moments
 
-The folder is written under another name and renamed when complete; one that it replaces is moved aside first. So whenever the
-process is killed, every folder with its proper name is whole, and `tidy` puts back the one that was aside. Nothing is unpickled.
+The folder is written under another name and renamed when complete; one that it replaces is moved
+aside first. So whenever the process is killed, every folder with its proper name is whole, and
+`tidy` puts back the one that was aside. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -92,12 +94,15 @@ def save_checkpoint(
     own_weights = {name: tensor.detach().cpu().clone() for name, tensor in plain.items()}
     inner.save_pretrained(partial, state_dict=_untied(inner, own_weights))
     for trace in ("is_local", "local_files_only"):
-        # Where a tokenizer was loaded from is no part of it; a resumed run's would differ from an undisturbed one's.
+        # Where a tokenizer was loaded from is no part of it; a resumed run's would differ from an
+        # undisturbed one's.
         getattr(tokenizer, "init_kwargs", {}).pop(trace, None)
     tokenizer.save_pretrained(partial)
     if is_apart:
         model.save_pretrained(partial / ADAPTER)
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in optimiser.items()}
+    tensors = {
+        name: tensor.detach().cpu().contiguous().clone() for name, tensor in optimiser.items()
+    }
     save_file(tensors, inside / "optimiser.safetensors")
     (inside / "config.json").write_text(config_json, encoding="utf-8")
     data = {"format_version": FORMAT_VERSION, **asdict(state), "checksums": _checksums(partial)}
@@ -128,11 +133,16 @@ def _untied(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 def _without_adapters(inner: Any) -> dict[str, torch.Tensor]:
     """The weights below the adapters, by the plain model's names."""
     weights = inner.state_dict().items()
-    return {name.replace(".base_layer.", "."): tensor for name, tensor in weights if ".lora_" not in name}
+    return {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in weights
+        if ".lora_" not in name
+    }
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:
-    """Returns the model with the adapters merged that a checkpoint keeps beside it; the model itself where it keeps none."""
+    """Returns the model with the adapters merged that a checkpoint keeps beside it; the model
+    itself where it keeps none."""
     if not (folder / ADAPTER).is_dir():
         return model
     from peft import PeftModel
@@ -147,7 +157,8 @@ def file_checksum(path: Path) -> str:
 
 
 def load_checkpoint(folder: Path) -> tuple[TrainState, dict[str, torch.Tensor]]:
-    """Returns (state, optimiser tensors); the weights are loaded by `models.load_model` from the folder itself.
+    """Returns (state, optimiser tensors); the weights are loaded by `models.load_model` from the
+    folder itself.
 
     Raises:
         CheckpointError: not a checkpoint of ours, of another format version, or damaged.
@@ -168,20 +179,26 @@ def read_state(folder: Path) -> TrainState:
     path = folder / "treegraft" / "state.json"
     if not path.exists():
         raise CheckpointError(
-            f"checkpoint '{folder}': there is no treegraft/state.json; expected a folder written by `treegraft train` "
-            f"(a plain model can be started from with model.path, not resumed).{_way_out(folder)}"
+            f"checkpoint '{folder}': there is no treegraft/state.json; expected a folder written by"
+            " `treegraft train` (a plain model can be started from with model.path, not"
+            f" resumed).{_way_out(folder)}"
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         version, checksums = data.pop("format_version"), data.pop("checksums")
         if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint '{folder}': got format version {version}, expected {FORMAT_VERSION}; another version of "
-                "Treegraft wrote it. Resume it with that one, or start from its weights with model.path."
+                f"checkpoint '{folder}': got format version {version}, expected {FORMAT_VERSION};"
+                " another version of Treegraft wrote it. Resume it with that one, or start from"
+                " its weights with model.path."
             )
         state = TrainState(**data)
         missing = [name for name in checksums if not (folder / name).is_file()]
-        damaged = [name for name, sum in checksums.items() if name not in missing and file_checksum(folder / name) != sum]
+        damaged = [
+            name
+            for name, sum in checksums.items()
+            if name not in missing and file_checksum(folder / name) != sum
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
@@ -189,16 +206,16 @@ def read_state(folder: Path) -> TrainState:
     for names, what in ((missing, "missing"), (damaged, "different from what was written")):
         if names:
             raise CheckpointError(
-                f"checkpoint '{folder}' is damaged: {', '.join(names)} {'is' if len(names) == 1 else 'are'} {what}."
-                f"{_way_out(folder)}"
+                f"checkpoint '{folder}' is damaged: {', '.join(names)}"
+                f" {'is' if len(names) == 1 else 'are'} {what}.{_way_out(folder)}"
             )
     return state
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(
-        f"checkpoint '{folder}': it could not be read ({type(error).__name__}: {error}); it is damaged or of another program."
-        f"{_way_out(folder)}"
+        f"checkpoint '{folder}': it could not be read ({type(error).__name__}: {error}); it is"
+        f" damaged or of another program.{_way_out(folder)}"
     )
 
 
@@ -219,7 +236,11 @@ def checkpoint_name(state: TrainState) -> str:
 
 
 def _in_order(checkpoints_dir: Path) -> list[Path]:
-    return [folder for pattern in ("warmup-*", "update-*") for folder in sorted(checkpoints_dir.glob(pattern))]
+    return [
+        folder
+        for pattern in ("warmup-*", "update-*")
+        for folder in sorted(checkpoints_dir.glob(pattern))
+    ]
 
 
 def latest_checkpoint(checkpoints_dir: Path) -> Path | None:
@@ -229,7 +250,8 @@ def latest_checkpoint(checkpoints_dir: Path) -> Path | None:
 
 
 def prune_checkpoints(checkpoints_dir: Path, keep: int) -> None:
-    """Removes all but the latest `keep` checkpoints and the best one ("best" is a folder of its own)."""
+    """Removes all but the latest `keep` checkpoints and the best one ("best" is a folder of its
+    own)."""
     updates, found = sorted(checkpoints_dir.glob("update-*")), _in_order(checkpoints_dir)
     for folder in found:
         if folder not in (updates or found)[-keep:]:
@@ -239,7 +261,8 @@ def prune_checkpoints(checkpoints_dir: Path, keep: int) -> None:
 
 
 def tidy(checkpoints_dir: Path) -> None:
-    """Puts back what a killed process had moved aside, and removes what it had half written or half removed."""
+    """Puts back what a killed process had moved aside, and removes what it had half written or half
+    removed."""
     for aside in checkpoints_dir.glob(f".*{ASIDE}"):
         proper = aside.with_name(aside.name[1 : -len(ASIDE)])
         if proper.exists():

@@ -1,8 +1,9 @@
 """The one hook through which engine and learner replace a model's attention.
 
-transformers hands every keyword argument of `model(...)` down to the attention function of each layer. We register one
-function, which passes the layer's queries, keys and values to whatever plan stands in the argument `attention_plan`: the
-engine's (ragged rows over a shared prompt) or the learner's (packed trees). No mask function is registered, so none is made.
+transformers hands every keyword argument of `model(...)` down to the attention function of each
+layer. We register one function, which passes the layer's queries, keys and values to whatever plan
+stands in the argument `attention_plan`: the engine's (ragged rows over a shared prompt) or the
+learner's (packed trees). No mask function is registered, so none is made.
 """
 
 from __future__ import annotations
@@ -25,18 +26,26 @@ ATTENTION = "treegraft"
 MASKED = -1e30
 """Score of what is not visible: finite, so that a row that sees nothing of a part gives no NaN."""
 SPAN = 256
-"""Positions that one matrix product sums over: beyond some 384, float32 products split their sums by the total length."""
+"""Positions that one matrix product sums over: beyond some 384, float32 products split their sums
+by the total length."""
 Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Maximum, sum and weighted values of softmax attention over one part of the keys, [..., rows, 1 or width]."""
+"""Maximum, sum and weighted values of softmax attention over one part of the keys, [..., rows, 1 or
+width]."""
 
 
 class AttentionPlan(Protocol):
     """What engine and learner put in the place of a layer's attention."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
-        """Returns [tokens, heads, width] for query [heads, tokens, width] and key, value [kv heads, tokens, width]."""
+        """Returns [tokens, heads, width] for query [heads, tokens, width] and key, value [kv heads,
+        tokens, width]."""
         ...
 
 
@@ -45,10 +54,13 @@ class AttentionOptions:
 
     __slots__ = ("scaling", "sinks", "softcap", "window")
 
-    def __init__(self, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None) -> None:
+    def __init__(
+        self, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+    ) -> None:
         self.scaling = scaling
         self.window = window
-        """Sliding window in tokens: key j is visible to query i only if position_i - position_j < window. None: no window."""
+        """Sliding window in tokens: key j is visible to query i only if position_i - position_j <
+        window. None: no window."""
         self.softcap = softcap
         """Scores become softcap * tanh(score / softcap). None: not."""
         self.sinks = sinks
@@ -124,12 +136,18 @@ UNITS = (1, 2, 4, 8, 16, 32)
 
 
 def steady_rows(width: int, dtype: torch.dtype, device: str) -> int:
-    """Returns the u for which products of u, 2u, 3u, ... rows with keys and values round a row alike, however many there are.
+    """Returns the u for which products of u, 2u, 3u, ... rows with keys and values round a row
+    alike, however many there are.
 
-    Found by trying, for the present number of threads: the CPU's matrix library cuts rows into tiles, threads cut them once more,
-    and the rows of an incomplete tile take another path. 1 where bits do not matter: on other devices, in other types.
+    Found by trying, for the present number of threads: the CPU's matrix library cuts rows into
+    tiles, threads cut them once more, and the rows of an incomplete tile take another path. 1 where
+    bits do not matter: on other devices, in other types.
     """
-    return _steady_rows(width, torch.get_num_threads()) if dtype == torch.float32 and device == "cpu" else 1
+    return (
+        _steady_rows(width, torch.get_num_threads())
+        if dtype == torch.float32 and device == "cpu"
+        else 1
+    )
 
 
 @functools.cache
@@ -140,7 +158,9 @@ def _steady_rows(width: int, num_threads: int) -> int:
     weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator)
     weights[..., 64:] = 0.0
 
-    def products(batch: int, heads: int, count: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def products(
+        batch: int, heads: int, count: int, length: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = queries[:batch, :heads, :count] @ keys[:batch, :heads, :length].transpose(-1, -2)
         weighted = weights[:batch, :heads, :count, :length] @ values[:batch, :heads, :length]
         return scores[0, 0, :, :64], weighted[0, 0]
@@ -159,8 +179,8 @@ def _steady_rows(width: int, num_threads: int) -> int:
     found = next((unit for unit in UNITS if is_steady(unit)), None)
     if found is None:
         _log.warning(
-            "attention: on this machine the rounding of a row depends on the rows beside it (width %d, %d threads): "
-            "completions may differ by rounding from run to run",
+            "attention: on this machine the rounding of a row depends on the rows beside it (width"
+            " %d, %d threads): completions may differ by rounding from run to run",
             width,
             num_threads,
         )
@@ -168,13 +188,19 @@ def _steady_rows(width: int, num_threads: int) -> int:
 
 
 def partial_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    options: AttentionOptions,
 ) -> Partial:
-    """Returns maximum, sum and weighted values (float32) of softmax attention over one part of the keys.
+    """Returns maximum, sum and weighted values (float32) of softmax attention over one part of the
+    keys.
 
-    query [..., rows, width], key and value [..., positions, width], visible bool broadcastable to [..., rows, positions].
-    A row that sees nothing gets a maximum of `MASKED`, which weighs nothing when merged. In float32 on a CPU a row's result depends
-    neither on the other rows nor on invisible positions after its own.
+    query [..., rows, width], key and value [..., positions, width], visible bool broadcastable to
+    [..., rows, positions]. A row that sees nothing gets a maximum of `MASKED`, which weighs nothing
+    when merged. In float32 on a CPU a row's result depends neither on the other rows nor on
+    invisible positions after its own.
     """
     count = query.shape[-2]
     missing = -count % steady_rows(query.shape[-1], query.dtype, query.device.type)
@@ -191,12 +217,16 @@ def partial_attention(
     weights = weights.to(value.dtype)
     weighted = (weights[..., :SPAN] @ value[..., :SPAN, :]).float()
     for start in range(SPAN, value.shape[-2], SPAN):
-        weighted = weighted + (weights[..., start : start + SPAN] @ value[..., start : start + SPAN, :]).float()
+        weighted = (
+            weighted
+            + (weights[..., start : start + SPAN] @ value[..., start : start + SPAN, :]).float()
+        )
     return peak[..., :count, :], total[..., :count, :], weighted[..., :count, :]
 
 
 def merge_partials(parts: list[Partial], sinks: torch.Tensor | None) -> torch.Tensor:
-    """Returns the attention output of parts with equal shapes [..., rows, width]; `sinks` broadcast to [..., rows, 1]."""
+    """Returns the attention output of parts with equal shapes [..., rows, width]; `sinks` broadcast
+    to [..., rows, 1]."""
     peak = parts[0][0]
     for part in parts[1:]:
         peak = torch.maximum(peak, part[0])

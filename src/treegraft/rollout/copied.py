@@ -1,4 +1,5 @@
-"""Where a grafted trajectory has its answer from: from its own work, from a graft's tool results, or from another agent's words."""
+"""Where a grafted trajectory has its answer from: from its own work, from a graft's tool results,
+or from another agent's words."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ def _words(steps: Iterable[Step]) -> list[str]:
     """What an agent wrote in these steps."""
     contents = [step.content for step in steps]
     calls = [call.body for content in contents for call in content.calls]
-    return [content.thought for content in contents] + calls + [content.answer or "" for content in contents]
+    return (
+        [content.thought for content in contents]
+        + calls
+        + [content.answer or "" for content in contents]
+    )
 
 
 def _results(steps: Iterable[Step]) -> list[str]:
@@ -20,18 +25,21 @@ def _results(steps: Iterable[Step]) -> list[str]:
 
 
 def _stands_in(answer: str, texts: Iterable[str]) -> bool:
-    """Whether the answer occurs as a whole: "4" does not stand in "41", whatever case and spaces are."""
+    """Whether the answer occurs as a whole: "4" does not stand in "41", whatever case and spaces
+    are."""
     parts = [re.escape(part) for part in answer.split()]
     pattern = re.compile(r"(?<!\w)" + r"\s+".join(parts) + r"(?!\w)", re.IGNORECASE)
     return any(pattern.search(text) for text in texts)
 
 
 def answer_source(path: Trajectory) -> str | None:
-    """Returns where the answer of a trajectory with a graft first stood, None without a graft or an answer.
+    """Returns where the answer of a trajectory with a graft first stood, None without a graft or an
+    answer.
 
-    "own": in the question, in what the policy wrote before the first graft, in a result of its own tools, or nowhere but in the
-    answer itself. "result": in a tool result that came with a graft. "words": in what another agent wrote in a graft, and in no
-    result, so that it was copied. A trace of which nothing but its text is known counts as words.
+    "own": in the question, in what the policy wrote before the first graft, in a result of its own
+    tools, or nowhere but in the answer itself. "result": in a tool result that came with a graft.
+    "words": in what another agent wrote in a graft, and in no result, so that it was copied. A
+    trace of which nothing but its text is known counts as words.
     """
     steps: Sequence[Step] = path.steps
     grafts = [n for n, step in enumerate(steps) if step.origin is Origin.RETRIEVED]
@@ -49,7 +57,8 @@ def answer_source(path: Trajectory) -> str | None:
 
 
 def copied_metrics(paths: Iterable[Trajectory]) -> dict[str, float]:
-    """Returns graft/answer_frac and graft/copied_frac; none where no trajectory with a graft gave an answer."""
+    """Returns graft/answer_frac and graft/copied_frac; none where no trajectory with a graft gave
+    an answer."""
     sources = [source for path in paths if (source := answer_source(path)) is not None]
     if not sources:
         return {}

@@ -1,7 +1,7 @@
 """Growing trees: one asyncio task per trajectory, their deadlines, and failures that become data.
 
-All leaves of all trees run at once. A slow tool holds up its own trajectory, and at most the branch decisions of its own tree; no
-tree waits for another.
+All leaves of all trees run at once. A slow tool holds up its own trajectory, and at most the branch
+decisions of its own tree; no tree waits for another.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from treegraft.core.errors import DataError, EngineError
-from treegraft.core.interfaces import Engine, Explorer, Format, NoiseKey, Retrieved, Retriever, TreeScorer
+from treegraft.core.interfaces import (
+    Engine,
+    Explorer,
+    Format,
+    NoiseKey,
+    Retrieved,
+    Retriever,
+    TreeScorer,
+)
 from treegraft.core.sessions import Sessions
 from treegraft.core.types import (
     BranchDecision,
@@ -36,8 +44,8 @@ from treegraft.rollout.tree import OpenPath, OpenTree, result_of
 from treegraft.tools.toolbox import Toolbox
 
 MIN_CUT_GRAFT = 16
-"""Tokens under which what is left of a graft that has to be cut says nothing, so it is not attached; and the least that the agent
-needs after a graft to say something itself."""
+"""Tokens under which what is left of a graft that has to be cut says nothing, so it is not
+attached; and the least that the agent needs after a graft to say something itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +80,10 @@ class Watch:
             self.waits[owner] -= 1
 
     def __str__(self) -> str:
-        return ", ".join(f"{count} on {owner}" for owner, count in sorted(self.waits.items()) if count) or "nothing"
+        return (
+            ", ".join(f"{count} on {owner}" for owner, count in sorted(self.waits.items()) if count)
+            or "nothing"
+        )
 
 
 class Grower:
@@ -95,10 +106,16 @@ class Grower:
         allocate: makes what grants a tree's branches.
         """
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
-        self.limits, self.scorer, self.retriever, self.allocate = limits, scorer, retriever, allocate
+        self.limits, self.scorer, self.retriever, self.allocate = (
+            limits,
+            scorer,
+            retriever,
+            allocate,
+        )
         self.watch = Watch()
         self.num_grafts_without_room = 0
-        """Steps that were retrieved and not attached, because the trajectory's token limit was too near."""
+        """Steps that were retrieved and not attached, because the trajectory's token limit was too
+        near."""
 
     async def grow_all(
         self,
@@ -118,7 +135,8 @@ class Grower:
             on_tree: called with (number of trees done, tree) as each one ends.
 
         Raises:
-            EngineError: the engine has died, or every trajectory of every tree failed for a reason of ours.
+            EngineError: the engine has died, or every trajectory of every tree failed for a reason
+                of ours.
         """
         gate = asyncio.Semaphore(max_live_trees)
         trees: list[Tree | None] = [None] * len(tasks)
@@ -127,7 +145,9 @@ class Grower:
         async def grow(index: int, task: Task) -> None:
             nonlocal done
             async with gate:
-                tree = await self.grow(task, noise_key=noise_key, group_id=f"{group_prefix}/{task.id}")
+                tree = await self.grow(
+                    task, noise_key=noise_key, group_id=f"{group_prefix}/{task.id}"
+                )
             trees[index] = tree
             done += 1
             if on_tree is not None:
@@ -137,14 +157,18 @@ class Grower:
             for index, task in enumerate(tasks):
                 group.create_task(grow(index, task))
         if (death := self.engine.death) is not None:
-            # What came of it before is no fair sample of the tasks, and nothing more can come: better to resume.
-            raise EngineError(f"rollout: the engine has died: {death!r}; mend the cause and resume.") from death
+            # What came of it before is no fair sample of the tasks, and nothing more can come:
+            # better to resume.
+            raise EngineError(
+                f"rollout: the engine has died: {death!r}; mend the cause and resume."
+            ) from death
         grown = [tree for tree in trees if tree is not None]
         leaves = [leaf for tree in grown for leaf in tree.leaves]
         if leaves and all(leaf.status is Status.FAILED for leaf in leaves):
             raise EngineError(
-                f"rollout: all {len(leaves)} trajectories of {len(grown)} trees failed; the first: {leaves[0].error}. "
-                "Expected at least one to end by itself; mend the cause and resume."
+                f"rollout: all {len(leaves)} trajectories of {len(grown)} trees failed; the first:"
+                f" {leaves[0].error}. Expected at least one to end by itself; mend the cause and"
+                " resume."
             )
         return grown
 
@@ -165,7 +189,8 @@ class Grower:
             return await self.scorer(tree.close())
 
     def _opening(self, bare: Task, task: Task, sessions: Sessions) -> tuple[Task, tuple[int, ...]]:
-        """The task as the agent is asked it, and its prompt; with a first observation that makes no prompt, as it was before."""
+        """The task as the agent is asked it, and its prompt; with a first observation that makes no
+        prompt, as it was before."""
         try:
             return task, self.format.prompt_ids(task)
         except DataError as error:
@@ -218,9 +243,12 @@ class _Growth:
                 with self._g.watch.waiting("environments"):
                     tree.reward_path(path, await path.tools.reward())
         except TimeoutError as error:
-            reason = str(error) or f"no end within rollout.deadline_s = {self._g.limits.deadline_s} s"
+            reason = (
+                str(error) or f"no end within rollout.deadline_s = {self._g.limits.deadline_s} s"
+            )
             tree.fail_path(path, step_id, reason, version, cause)
-        except Exception as error:  # the edge of a rollout: a fault of ours, or of a user's engine, is data on its leaf
+        except Exception as error:
+            # The edge of a rollout: a fault of ours, or of a user's engine, is data on its leaf.
             tree.fail_path(path, step_id, f"{type(error).__name__}: {error}", version, cause)
         finally:
             if path.session is not None:
@@ -241,7 +269,8 @@ class _Growth:
     async def _graft(self, path: OpenPath, step_id: str, cause: Cause | None) -> bool:
         """Attaches a step of another agent where the explorer wants one; returns whether it did.
 
-        Never before a first step, after a graft, or as the first step of a branch, which is sampled by definition.
+        Never before a first step, after a graft, or as the first step of a branch, which is sampled
+        by definition.
         """
         if self._g.retriever is None or cause is not None or path.after is not Origin.POLICY:
             return False
@@ -252,11 +281,14 @@ class _Growth:
             return False
         with self._g.watch.waiting("retrieval"):
             contents = [step.content for step in steps[1:]]
-            found = await self._g.retriever.retrieve(self._tree.task, contents, whole=decision.whole, noise_key=key)
+            found = await self._g.retriever.retrieve(
+                self._tree.task, contents, whole=decision.whole, noise_key=key
+            )
         return found is not None and await self._graft_found(path, step_id, found)
 
     async def _graft_found(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
-        """Attaches what was retrieved, its calls made in the path's environment; not where that answers otherwise."""
+        """Attaches what was retrieved, its calls made in the path's environment; not where that
+        answers otherwise."""
         with self._g.watch.waiting("environments"):
             session = await path.tools.rehearse([trace.value for trace in found.traces])
         if session is None:
@@ -269,7 +301,8 @@ class _Growth:
         return is_attached
 
     def _attach(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
-        """Appends what was retrieved, cut from the left where it would leave the agent no room; not at all where that is little."""
+        """Appends what was retrieved, cut from the left where it would leave the agent no room; not
+        at all where that is little."""
         values = [trace.value for trace in found.traces]
         token_ids = self._g.format.render_graft(values)
         room, num_whole = self._g.limits.max_completion_tokens - path.num_used, len(token_ids)
@@ -288,9 +321,15 @@ class _Growth:
             num_cut=num_whole - len(token_ids),
         )
         is_step = isinstance(first.value, StepContent) and len(values) == 1
-        content = first.value if isinstance(first.value, StepContent) and is_step else StepContent(thought=_as_text(values))
+        content = (
+            first.value
+            if isinstance(first.value, StepContent) and is_step
+            else StepContent(thought=_as_text(values))
+        )
         lesson = self._lesson(content) if is_step and not cause.num_cut else ()
-        self._tree.add_graft(step_id, path, token_ids, content, cause, lesson, self._g.limits.temperature)
+        self._tree.add_graft(
+            step_id, path, token_ids, content, cause, lesson, self._g.limits.temperature
+        )
         return True
 
     def _lesson(self, content: StepContent) -> tuple[int, ...]:
@@ -311,7 +350,9 @@ class _Growth:
         parsed = format.parse_step(completion.token_ids)
         content = parsed.content
         add = partial(tree.add_step, step_id, path, completion, limits.temperature, cause=cause)
-        status, reason = self._end_of(parsed.violation, content.answer, len(content.calls), completion, path)
+        status, reason = self._end_of(
+            parsed.violation, content.answer, len(content.calls), completion, path
+        )
         if status is not None:
             violation = parsed.violation
             if status is Status.FORMAT_VIOLATION and violation is None:
@@ -335,12 +376,24 @@ class _Growth:
         add(content, observation_ids=shown)
         return True
 
-    async def _complete(self, path: OpenPath, step_id: str, room: int, *, can_propose: bool) -> Completion:
-        """Samples a step, and lets the path propose branches beside it once its first tokens are known."""
+    async def _complete(
+        self, path: OpenPath, step_id: str, room: int, *, can_propose: bool
+    ) -> Completion:
+        """Samples a step, and lets the path propose branches beside it once its first tokens are
+        known."""
         limits, format = self._g.limits, self._g.format
-        sampling = Sampling(max_new_tokens=room, temperature=limits.temperature, stop=format.stop, final=format.final)
+        sampling = Sampling(
+            max_new_tokens=room,
+            temperature=limits.temperature,
+            stop=format.stop,
+            final=format.final,
+        )
         num_probed = self._g.explorer.probe_tokens if can_propose and path.num_sampled else None
-        propose = None if num_probed is None else _Once(partial(self._propose, path, path.copy(), step_id))
+        propose = (
+            None
+            if num_probed is None
+            else _Once(partial(self._propose, path, path.copy(), step_id))
+        )
         if propose is not None and (num_probed == 0 or path.after is Origin.RETRIEVED):
             propose(())
         with self._g.watch.waiting("engine"):
@@ -356,15 +409,25 @@ class _Growth:
         return completion
 
     def _end_of(
-        self, violation: str | None, answer: str | None, num_calls: int, completion: Completion, path: OpenPath
+        self,
+        violation: str | None,
+        answer: str | None,
+        num_calls: int,
+        completion: Completion,
+        path: OpenPath,
     ) -> tuple[Status | None, StopReason | None]:
-        """How a step ends its trajectory (status, and the reason where it is a limit); None where it goes on."""
+        """How a step ends its trajectory (status, and the reason where it is a limit); None where
+        it goes on."""
         if violation is not None:
             return Status.FORMAT_VIOLATION, None
         if answer is not None:
             return Status.COMPLETED, None
         if not num_calls:
-            return (Status.TRUNCATED if completion.finish is StopReason.LENGTH else Status.FORMAT_VIOLATION), None
+            return (
+                Status.TRUNCATED
+                if completion.finish is StopReason.LENGTH
+                else Status.FORMAT_VIOLATION
+            ), None
         if path.num_tool_calls + num_calls > self._g.limits.max_tool_calls:
             return Status.TRUNCATED, StopReason.TOOL_CALLS
         if path.num_sampled + 1 >= self._g.limits.max_agent_steps:
@@ -373,8 +436,11 @@ class _Growth:
 
     # ------------------------------------------------------------------ branches
 
-    def _propose(self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]) -> None:
-        """Asks the explorer for branches beside the step under way; a path that stands after a graft has none to offer."""
+    def _propose(
+        self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]
+    ) -> None:
+        """Asks the explorer for branches beside the step under way; a path that stands after a
+        graft has none to offer."""
         if path.is_over:
             return
         branch = None
@@ -384,7 +450,8 @@ class _Growth:
         if branch is not None:
             self._tree.decide(step_id, BranchDecision(seen=branch.cause, num_wanted=branch.num))
         if branch is not None and branch.num:
-            # The step under way has made no call yet, so the environment still stands where the branch begins.
+            # The step under way has made no call yet, so the environment still stands where the
+            # branch begins.
             fork.point = path.tools.mark()
             self._forks[steps[-1].ordinals] = fork
         wish = branch if branch is not None and branch.num else None
@@ -406,7 +473,8 @@ class _Growth:
 class _Once:
     """Passes on one probe: a step is probed while it is sampled or, if short, when it is done.
 
-    What fails early, in a callback where nobody would catch it, is raised by the call that comes with the completion.
+    What fails early, in a callback where nobody would catch it, is raised by the call that comes
+    with the completion.
     """
 
     def __init__(self, function: Callable[[Sequence[float]], None]) -> None:

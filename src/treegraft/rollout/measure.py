@@ -26,21 +26,35 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
     after_prompt = [step for tree in trees for step in tree.steps[1:]]
     num_tokens = sum(len(step.token_ids) for step in after_prompt)
     metrics = {
-        "reward/mean": statistics.fmean(statistics.fmean(group) for group in groups) if groups else 0.0,
-        "reward/std": statistics.fmean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in groups) if groups else 0.0,
+        "reward/mean": (
+            statistics.fmean(statistics.fmean(group) for group in groups) if groups else 0.0
+        ),
+        "reward/std": (
+            statistics.fmean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in groups)
+            if groups
+            else 0.0
+        ),
         "rollout/num_trajectories": float(len(paths)),
         "rollout/num_sampled_tokens": float(sum(tree.budget.num_sampled_tokens for tree in trees)),
         "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in trees)),
-        "rollout/tool_calls_mean": statistics.fmean(path.num_tool_calls for path in paths) if paths else 0.0,
-        "rollout/steps_mean": statistics.fmean(len(path.steps) - 1 for path in paths) if paths else 0.0,
-        "rollout/retrieved_frac": sum(s.origins.count(Origin.RETRIEVED) for s in after_prompt) / max(1, num_tokens),
+        "rollout/tool_calls_mean": (
+            statistics.fmean(path.num_tool_calls for path in paths) if paths else 0.0
+        ),
+        "rollout/steps_mean": (
+            statistics.fmean(len(path.steps) - 1 for path in paths) if paths else 0.0
+        ),
+        "rollout/retrieved_frac": (
+            sum(s.origins.count(Origin.RETRIEVED) for s in after_prompt) / max(1, num_tokens)
+        ),
         "rollout/completed_frac": _share(path.status is Status.COMPLETED for path in paths),
         "rollout/truncated_frac": _share(path.status is Status.TRUNCATED for path in paths),
         "rollout/violation_frac": _share(path.status is Status.FORMAT_VIOLATION for path in paths),
         "rollout/failed_frac": _share(path.status is Status.FAILED for path in paths),
         "rollout/accuracy": _share(bool(path.leaf.is_correct) for path in scored),
         "branch/num_starts": float(sum(step.depth == 1 for step in after_prompt)),
-        "branch/num_branches": float(sum(isinstance(step.cause, BranchCause) for step in after_prompt)),
+        "branch/num_branches": float(
+            sum(isinstance(step.cause, BranchCause) for step in after_prompt)
+        ),
     }
     metrics |= _graft_metrics(trees, paths)
     names = sorted({name for path in scored for name in path.leaf.reward_parts})
@@ -52,7 +66,12 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
 
 def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[str, float]:
     """The graft/* metrics; none where nothing was grafted."""
-    causes = [(tree, step.cause) for tree in trees for step in tree.steps if isinstance(step.cause, GraftCause)]
+    causes = [
+        (tree, step.cause)
+        for tree in trees
+        for step in tree.steps
+        if isinstance(step.cause, GraftCause)
+    ]
     if not causes:
         return {}
     hybrid = [any(step.origin is Origin.RETRIEVED for step in path.steps) for path in paths]
@@ -65,7 +84,11 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
         "graft/source_reward_mean": statistics.fmean(cause.reward for _, cause in causes),
     }
     for name, wanted in (("graft/reward_hybrid", True), ("graft/reward_on_policy", False)):
-        rewards = [path.reward for path, is_hybrid in zip(paths, hybrid, strict=True) if is_hybrid is wanted]
+        rewards = [
+            path.reward
+            for path, is_hybrid in zip(paths, hybrid, strict=True)
+            if is_hybrid is wanted
+        ]
         scored = [reward for reward in rewards if reward is not None]
         if scored:
             metrics[name] = statistics.fmean(scored)
@@ -87,7 +110,8 @@ def _is_correct(path: Trajectory) -> bool:
 
 
 def accuracy_metrics(trees: Sequence[Tree], name: str) -> dict[str, float]:
-    """Returns the share of correct trajectories over all, and by category; a failed trajectory counts as wrong.
+    """Returns the share of correct trajectories over all, and by category; a failed trajectory
+    counts as wrong.
 
     Args:
         name: "accuracy" (greedy) or "accuracy_sampled".
@@ -96,7 +120,9 @@ def accuracy_metrics(trees: Sequence[Tree], name: str) -> dict[str, float]:
     metrics = {f"eval/{name}": _share(_is_correct(path) for path in paths)}
     for category in sorted({path.task.category for path in paths if path.task.category}):
         key = category.replace(" ", "_")
-        metrics[f"eval/{name}_{key}"] = _share(_is_correct(path) for path in paths if path.task.category == category)
+        metrics[f"eval/{name}_{key}"] = _share(
+            _is_correct(path) for path in paths if path.task.category == category
+        )
     return metrics
 
 
@@ -107,38 +133,56 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
         metrics |= accuracy_metrics(greedy, "accuracy")
     if sampled is not None:
         metrics |= accuracy_metrics(sampled, "accuracy_sampled")
-        counts = [(len(tree.leaves), sum(_is_correct(p) for p in tree.trajectories())) for tree in sampled]
+        counts = [
+            (len(tree.leaves), sum(_is_correct(p) for p in tree.trajectories())) for tree in sampled
+        ]
         for k in (2**n for n in range(1, 12)):
             if counts and all(num >= k for num, _ in counts):
-                metrics[f"eval/pass_at_{k}"] = statistics.fmean(pass_at_k(num, c, k) for num, c in counts)
+                metrics[f"eval/pass_at_{k}"] = statistics.fmean(
+                    pass_at_k(num, c, k) for num, c in counts
+                )
     every = [*(greedy or ()), *(sampled or ())]
     paths = [path for tree in every for path in tree.trajectories()]
     metrics["eval/completed_frac"] = _share(path.status is Status.COMPLETED for path in paths)
     metrics["eval/failed_frac"] = _share(path.status is Status.FAILED for path in paths)
-    metrics["eval/tool_calls_mean"] = statistics.fmean(path.num_tool_calls for path in paths) if paths else 0.0
-    given = [path.leaf.environment_reward for path in paths if path.leaf.environment_reward is not None]
+    metrics["eval/tool_calls_mean"] = (
+        statistics.fmean(path.num_tool_calls for path in paths) if paths else 0.0
+    )
+    given = [
+        path.leaf.environment_reward for path in paths if path.leaf.environment_reward is not None
+    ]
     return metrics | ({"eval/environment_reward": statistics.fmean(given)} if given else {})
 
 
 def paired_gain(
     before: Sequence[Tree], after: Sequence[Tree], *, num_resamples: int = 10_000, seed: int = 0
 ) -> tuple[float, float, float]:
-    """Returns (gain, low, high): the difference of mean accuracy over the same tasks with its 95 % bootstrap interval.
+    """Returns (gain, low, high): the difference of mean accuracy over the same tasks with its 95 %
+    bootstrap interval.
 
-    Tasks are drawn with replacement, each with both of its results, so that what makes a task hard cancels out
-    (Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13: percentile interval).
+    Tasks are drawn with replacement, each with both of its results, so that what makes a task hard
+    cancels out (Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13: percentile
+    interval).
 
     Raises:
         ValueError: the two do not hold the same tasks.
     """
 
     def means(trees: Sequence[Tree]) -> dict[str, float]:
-        return {tree.task.id: _share(_is_correct(path) for path in tree.trajectories()) for tree in trees}
+        return {
+            tree.task.id: _share(_is_correct(path) for path in tree.trajectories())
+            for tree in trees
+        }
 
     first, second = means(before), means(after)
     if not first or first.keys() != second.keys():
-        raise ValueError(f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both sides")
+        raise ValueError(
+            f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
+            " sides"
+        )
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    draws = np.random.default_rng(seed).integers(0, len(differences), (num_resamples, len(differences)))
+    draws = np.random.default_rng(seed).integers(
+        0, len(differences), (num_resamples, len(differences))
+    )
     low, high = np.percentile(differences[draws].mean(axis=1), [2.5, 97.5])
     return float(differences.mean()), float(low), float(high)

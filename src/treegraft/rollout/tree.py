@@ -1,4 +1,5 @@
-"""A tree under construction: steps come in any order, the finished tree stands in canonical order."""
+"""A tree under construction: steps come in any order, the finished tree stands in canonical
+order."""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class OpenPath:
         return self.session
 
     def copy(self) -> OpenPath:
-        """Returns a path that stands where this one does and goes its own way, in a session of its own."""
+        """Returns a path that stands where this one does and goes its own way, in a session of its
+        own."""
         return replace(self, prefix_ids=list(self.prefix_ids), session=None)
 
 
@@ -192,12 +194,24 @@ class OpenTree:
     def reward_path(self, path: OpenPath, reward: float | None) -> None:
         """Notes what the environment gives for the state in which an ended path stands."""
         if reward is not None:
-            self._leaves[path.parent] = replace(self._leaves[path.parent], environment_reward=reward)
+            self._leaves[path.parent] = replace(
+                self._leaves[path.parent], environment_reward=reward
+            )
 
-    def fail_path(self, path: OpenPath, step_id: str, error: str, policy_version: int, cause: Cause | None = None) -> None:
-        """Ends a path by our own fault, with an empty step that says where; at its last step where it had ended already."""
+    def fail_path(
+        self,
+        path: OpenPath,
+        step_id: str,
+        error: str,
+        policy_version: int,
+        cause: Cause | None = None,
+    ) -> None:
+        """Ends a path by our own fault, with an empty step that says where; at its last step where
+        it had ended already."""
         if step_id in self._leaves:
-            self._leaves[step_id] = Leaf(step_id=step_id, status=Status.FAILED, has_loss=False, error=error)
+            self._leaves[step_id] = Leaf(
+                step_id=step_id, status=Status.FAILED, has_loss=False, error=error
+            )
             return
         self._steps[step_id] = Step(
             id=step_id,
@@ -212,10 +226,13 @@ class OpenTree:
             policy_version=policy_version,
             cause=cause or (StartCause() if path.parent == ROOT_ID else ContinuationCause()),
         )
-        self._leaves[step_id] = Leaf(step_id=step_id, status=Status.FAILED, has_loss=False, error=error)
+        self._leaves[step_id] = Leaf(
+            step_id=step_id, status=Status.FAILED, has_loss=False, error=error
+        )
 
     def decide(self, step_id: str, decision: BranchDecision) -> None:
-        """Keeps what a rule saw in the first tokens of a step under way; `close` counts the branches that came of it."""
+        """Keeps what a rule saw in the first tokens of a step under way; `close` counts the
+        branches that came of it."""
         self._decisions[step_id] = decision
 
     def _decided(self, step: Step) -> Step:
@@ -227,11 +244,25 @@ class OpenTree:
 
     def close(self) -> Tree:
         """Returns the tree in depth-first order."""
-        steps = tuple(self._decided(step) for step in sorted(self._steps.values(), key=lambda step: step.ordinals))
+        steps = tuple(
+            self._decided(step)
+            for step in sorted(self._steps.values(), key=lambda step: step.ordinals)
+        )
         leaves = tuple(self._leaves[step.id] for step in steps if step.id in self._leaves)
-        return Tree(task=self.task, group_id=self.group_id, steps=steps, leaves=leaves, budget=self.budget.state)
+        return Tree(
+            task=self.task,
+            group_id=self.group_id,
+            steps=steps,
+            leaves=leaves,
+            budget=self.budget.state,
+        )
 
 
 def result_of(content: StepContent, observations: Sequence[Observation]) -> StepContent:
     """Returns the content with its calls' results."""
-    return StepContent(thought=content.thought, calls=content.calls, observations=tuple(observations), answer=content.answer)
+    return StepContent(
+        thought=content.thought,
+        calls=content.calls,
+        observations=tuple(observations),
+        answer=content.answer,
+    )

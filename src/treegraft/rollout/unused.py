@@ -1,4 +1,5 @@
-"""How much of what an explorer may do it did: branches and grafts that were planned and never came."""
+"""How much of what an explorer may do it did: branches and grafts that were planned and never
+came."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from treegraft.core.types import Origin, Step, Tree
 
 
 def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:
-    """Returns branch/unused_frac and graft/unused_frac, each only where the explorer plans for branches or grafts.
+    """Returns branch/unused_frac and graft/unused_frac, each only where the explorer plans for
+    branches or grafts.
 
     Args:
         num_leaves: of a tree, at most.
@@ -18,13 +20,22 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     num_starts = explorer.starts(num_leaves).num
     if trees and num_starts < num_leaves:
         back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
-        metrics["branch/unused_frac"] = sum(max(0, num) for num in back_fill) / (len(trees) * (num_leaves - num_starts))
+        metrics["branch/unused_frac"] = sum(max(0, num) for num in back_fill) / (
+            len(trees) * (num_leaves - num_starts)
+        )
     # Only explorers that retrieve say which first-level rollouts may.
     is_hybrid = getattr(explorer, "is_hybrid", None)
     if is_hybrid is not None:
-        hybrid = [path.steps for tree in trees for path in tree.trajectories() if is_hybrid(_start(path.steps))]
+        hybrid = [
+            path.steps
+            for tree in trees
+            for path in tree.trajectories()
+            if is_hybrid(_start(path.steps))
+        ]
         if hybrid:
-            metrics["graft/unused_frac"] = sum(not _has_graft(steps) for steps in hybrid) / len(hybrid)
+            metrics["graft/unused_frac"] = sum(not _has_graft(steps) for steps in hybrid) / len(
+                hybrid
+            )
     return metrics
 
 

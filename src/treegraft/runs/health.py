@@ -1,8 +1,10 @@
-"""Warnings while training: what is wrong with an update as far as its metrics say, what that means, and what to do.
+"""Warnings while training: what is wrong with an update as far as its metrics say, what that means,
+and what to do.
 
-The rules look at lines of metrics and at nothing else, in order, so that a resumed run warns as an undisturbed one does, and a run
-that was recorded before there were warnings can still be judged. What stands is written into the update's line as `health/NAME`,
-its value being the number that set it off. `python -m treegraft.runs.health` prints the page of all warnings.
+The rules look at lines of metrics and at nothing else, in order, so that a resumed run warns as an
+undisturbed one does, and a run that was recorded before there were warnings can still be judged.
+What stands is written into the update's line as `health/NAME`, its value being the number that set
+it off. `python -m treegraft.runs.health` prints the page of all warnings.
 """
 
 from __future__ import annotations
@@ -43,19 +45,26 @@ class HealthWarning:
 
 
 def judge(history: History, line: Line, settings: HealthSettings) -> list[HealthWarning]:
-    """Returns the warnings that stand after a line, in the order of `RULES`, and takes the line into the history."""
+    """Returns the warnings that stand after a line, in the order of `RULES`, and takes the line
+    into the history."""
     history.begin(line)
     found = []
     for rule in RULES:
         limit = getattr(settings, rule.name)
         if limit != "off":
-            found += [HealthWarning(rule, subject, value) for subject, value in sorted(rule.check(history, line, limit).items())]
+            found += [
+                HealthWarning(rule, subject, value)
+                for subject, value in sorted(rule.check(history, line, limit).items())
+            ]
     history.end(line)
     return found
 
 
-def warnings_of(lines: Iterable[Line], settings: HealthSettings | None = None) -> list[list[HealthWarning]]:
-    """Returns for each line, in order, the warnings that stand after it; with the default limits where `settings` is None."""
+def warnings_of(
+    lines: Iterable[Line], settings: HealthSettings | None = None
+) -> list[list[HealthWarning]]:
+    """Returns for each line, in order, the warnings that stand after it; with the default limits
+    where `settings` is None."""
     chosen = settings or HealthSettings()
     history = History(chosen.window)
     return [judge(history, line, chosen) for line in lines]
@@ -68,17 +77,22 @@ def recorded(line: Line) -> list[HealthWarning]:
         if not key.startswith(PREFIX):
             continue
         name = key.removeprefix(PREFIX)
-        rule = next((rule for rule in RULES if name == rule.name or name.startswith(f"{rule.name}_")), None)
+        rule = next(
+            (rule for rule in RULES if name == rule.name or name.startswith(f"{rule.name}_")), None
+        )
         value = number(line, key)
         if rule is not None and value is not None:
             found.append(HealthWarning(rule, name[len(rule.name) + 1 :], value))
-    return sorted(found, key=lambda one: ([rule.name for rule in RULES].index(one.rule.name), one.subject))
+    return sorted(
+        found, key=lambda one: ([rule.name for rule in RULES].index(one.rule.name), one.subject)
+    )
 
 
 class Monitor:
     """The warnings of a run under way: what begins and what ends, so that each is said once.
 
-    One that comes and goes is said once too: it is over when it has not stood for as many updates as the window holds.
+    One that comes and goes is said once too: it is over when it has not stood for as many updates
+    as the window holds.
     """
 
     def __init__(self, settings: HealthSettings, lines: Sequence[Line] = ()) -> None:
@@ -87,7 +101,8 @@ class Monitor:
         """
         self._settings, self._history = settings, History(settings.window)
         self._stood: dict[str, tuple[int, int, int]] = {}
-        """First and last update and number of updates of what has begun and is not over, by name."""
+        """First and last update and number of updates of what has begun and is not over, by
+        name."""
         for line in lines:
             self.take(line)
 
@@ -100,7 +115,8 @@ class Monitor:
         """Takes the metrics of an update.
 
         Returns:
-            all warnings that stand after it; those of them that begin; a sentence for each one that is over.
+            all warnings that stand after it; those of them that begin; a sentence for each one that
+            is over.
         """
         update = int(line["update"])
         found = judge(self._history, line, self._settings)
@@ -108,7 +124,11 @@ class Monitor:
         for name in (warning.name for warning in found):
             first, _, count = self._stood.get(name, (update, update, 0))
             self._stood[name] = (first, update, count + 1)
-        over = [name for name, (_, last, _) in self._stood.items() if update - last >= self._settings.window]
+        over = [
+            name
+            for name, (_, last, _) in self._stood.items()
+            if update - last >= self._settings.window
+        ]
         return found, began, [self._farewell(name) for name in over]
 
     def _farewell(self, name: str) -> str:
@@ -118,7 +138,8 @@ class Monitor:
 
 
 def explained(warning: HealthWarning, update: int) -> str:
-    """Returns a warning as a person reads it when it begins: what was found, what it means, what to do."""
+    """Returns a warning as a person reads it when it begins: what was found, what it means, what to
+    do."""
     return (
         f"{warning.name} at update {update}: {warning.text}\n"
         f"  meaning: {warning.rule.meaning}\n"
@@ -130,11 +151,20 @@ def explained(warning: HealthWarning, update: int) -> str:
 def page() -> Iterator[str]:
     """Returns the lines of the page of all warnings, in Markdown."""
     defaults = HealthSettings()
-    meanings = {name: " ".join((field.description or "").split()) for name, field in HealthSettings.model_fields.items()}
+    meanings = {
+        name: " ".join((field.description or "").split())
+        for name, field in HealthSettings.model_fields.items()
+    }
     yield "# Warnings while training"
     yield ""
-    yield "Made from `src/treegraft/runs/health_rules.py` by `python -m treegraft.runs.health`. Each warning is said in the terminal when it"
-    yield "begins and when it ends, written into its updates' lines of `metrics.jsonl` as `health/NAME`, and marked in the viewer."
+    yield (
+        "Made from `src/treegraft/runs/health_rules.py` by `python -m treegraft.runs.health`. Each"
+        " warning is said in the terminal when it"
+    )
+    yield (
+        "begins and when it ends, written into its updates' lines of `metrics.jsonl` as"
+        " `health/NAME`, and marked in the viewer."
+    )
     yield 'Limits are settings of the table `[health]`; `"off"` silences a warning.'
     for rule in RULES:
         yield ""
@@ -144,7 +174,9 @@ def page() -> Iterator[str]:
         yield ""
         yield f"* Likely causes: {'; '.join(rule.causes)}."
         yield f"* What to do: {rule.advice}"
-        yield f"* Limit: `health.{rule.name} = {getattr(defaults, rule.name)}`. {meanings[rule.name]}"
+        yield (
+            f"* Limit: `health.{rule.name} = {getattr(defaults, rule.name)}`. {meanings[rule.name]}"
+        )
 
 
 if __name__ == "__main__":

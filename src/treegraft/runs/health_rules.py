@@ -1,4 +1,5 @@
-"""The rules of the warnings while training: what each looks for, what it means, what to do. `treegraft.runs.health` applies them."""
+"""The rules of the warnings while training: what each looks for, what it means, what to do.
+`treegraft.runs.health` applies them."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class History:
             self.tools[name] = (before[0] + calls, before[1] + calls * share, before[2] + 1)
 
     def mean(self, key: str) -> float | None:
-        """Returns the mean of a metric over the window; None where it is not full, or one of its lines has no such number."""
+        """Returns the mean of a metric over the window; None where it is not full, or one of its
+        lines has no such number."""
         values = [number(line, key) for line in self.recent]
         known = [value for value in values if value is not None]
         return sum(known) / len(known) if len(known) == self.window else None
@@ -60,10 +62,13 @@ def _first(known: float | None, line: Line, key: str) -> float | None:
 def tools_of(line: Line) -> dict[str, tuple[float, float]]:
     """Returns calls and share of failed ones by tool, of tools that were called."""
     start, end = "tools/", "_failure_frac"
-    names = [key[len(start) : -len(end)] for key in line if key.startswith(start) and key.endswith(end)]
+    names = [
+        key[len(start) : -len(end)] for key in line if key.startswith(start) and key.endswith(end)
+    ]
     found = {}
     for name in names:
-        # Lines of metrics that hold a share but no count stand for one call: too few for any statement.
+        # Lines of metrics that hold a share but no count stand for one call: too few for any
+        # statement.
         share = number(line, f"{start}{name}{end}")
         if share is not None:
             found[name] = (number(line, f"{start}{name}_calls") or 1.0, share)
@@ -95,7 +100,9 @@ def _mean_from(key: str) -> Check:
 
 def _no_tool_calls(history: History, line: Line, limit: float) -> Found:
     has_tools = any(key.startswith("tools/") and key.endswith("_calls") for key in line)
-    return _whole(history.mean("rollout/tool_calls_mean") if has_tools else None, lambda value: value <= limit)
+    return _whole(
+        history.mean("rollout/tool_calls_mean") if has_tools else None, lambda value: value <= limit
+    )
 
 
 def _entropy_collapse(history: History, line: Line, limit: float) -> Found:
@@ -107,10 +114,12 @@ def _entropy_collapse(history: History, line: Line, limit: float) -> Found:
 
 
 def _movement(line: Line) -> float | None:
-    """The learning rate, 0 where there was no gradient; None where nothing was there to learn from, which is another warning.
+    """The learning rate, 0 where there was no gradient; None where nothing was there to learn from,
+    which is another warning.
 
-    Adam divides by the size of the gradient, so that the rate says how far the weights went. KL(old || new) does not: it is seen
-    before the last optimiser step, and is 0 where the groups of the earlier ones had no variance.
+    Adam divides by the size of the gradient, so that the rate says how far the weights went. KL(old
+    || new) does not: it is seen before the last optimiser step, and is 0 where the groups of the
+    earlier ones had no variance.
     """
     if (number(line, "learn/skipped_groups_frac") or 0.0) >= 1.0:
         return None
@@ -127,7 +136,9 @@ def _policy_still(history: History, line: Line, limit: float) -> Found:
 
 def _failed(history: History, line: Line, limit: float) -> Found:
     shares = {"": number(line, "rollout/failed_frac"), "eval": number(line, "eval/failed_frac")}
-    return {subject: share for subject, share in shares.items() if share is not None and share > limit}
+    return {
+        subject: share for subject, share in shares.items() if share is not None and share > limit
+    }
 
 
 def _engine_drift(history: History, line: Line, limit: float) -> Found:
@@ -139,7 +150,9 @@ def _engine_drift(history: History, line: Line, limit: float) -> Found:
 
 
 def _one_sign(history: History, line: Line, limit: float) -> Found:
-    return _whole(number(line, "learn/positive_frac"), lambda value: max(value, 1.0 - value) >= limit)
+    return _whole(
+        number(line, "learn/positive_frac"), lambda value: max(value, 1.0 - value) >= limit
+    )
 
 
 def _tool_failing(history: History, line: Line, limit: float) -> Found:
@@ -163,7 +176,10 @@ def _tool_broken(history: History, line: Line, limit: float) -> Found:
 
 def _not_finite(history: History, line: Line, limit: float) -> Found:
     # A line read back for a page holds such a number as its name.
-    count = sum(isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)) for value in line.values())
+    count = sum(
+        isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value))
+        for value in line.values()
+    )
     return _whole(float(count), lambda value: value > limit)
 
 
@@ -189,41 +205,56 @@ RULES: tuple[Rule, ...] = (
         name="no_tool_calls",
         check=_no_tool_calls,
         says="tools are not called: {value:.2g} calls a trajectory",
-        meaning="The agent answers without its tools, so nothing about using them is tried, rewarded or learned.",
+        meaning=(
+            "The agent answers without its tools, so nothing about using them is tried, rewarded or"
+            " learned."
+        ),
         causes=(
             "the model does not know the call's markup",
             "answering at once pays as much",
             "the prompt names no tool",
         ),
-        advice="Read a trajectory. Warm up on traces that call (warmup.num_steps), check format.system_prompt, or reward what "
-        "only a tool finds.",
+        advice=(
+            "Read a trajectory. Warm up on traces that call (warmup.num_steps), check"
+            " format.system_prompt, or reward what only a tool finds."
+        ),
     ),
     Rule(
         name="no_variance",
         check=_from("learn/skipped_groups_frac"),
         says="groups without variance of reward: {value:.0%}",
-        meaning="All trajectories of a task earned the same, so their advantages are 0 and the update learned nothing from them.",
+        meaning=(
+            "All trajectories of a task earned the same, so their advantages are 0 and the update"
+            " learned nothing from them."
+        ),
         causes=(
             "tasks all too hard or all too easy",
             "a reward that cannot tell answers apart",
             "too few leaves",
             "temperature too low",
         ),
-        advice="Look at reward/mean: at its top take harder tasks, at its bottom easier ones or a warm-up; raise "
-        "explore.num_leaves or rollout.temperature.",
+        advice=(
+            "Look at reward/mean: at its top take harder tasks, at its bottom easier ones or a"
+            " warm-up; raise explore.num_leaves or rollout.temperature."
+        ),
     ),
     Rule(
         name="entropy_collapse",
         check=_entropy_collapse,
         says="entropy fell to {value:.1%} of the first update's",
-        meaning="The policy is nearly sure of every token: the trajectories of a group become the same and exploration ends.",
+        meaning=(
+            "The policy is nearly sure of every token: the trajectories of a group become the same"
+            " and exploration ends."
+        ),
         causes=(
             "learning rate too high",
             "clipping too narrow above (loss.clip_high)",
             "one answer pattern is rewarded everywhere",
         ),
-        advice="Go back to an earlier checkpoint with a lower learn.lr or a higher loss.clip_high; a KL term (loss.kl_coef) or "
-        "grafts bring variety back.",
+        advice=(
+            "Go back to an earlier checkpoint with a lower learn.lr or a higher loss.clip_high; a"
+            " KL term (loss.kl_coef) or grafts bring variety back."
+        ),
     ),
     Rule(
         name="policy_still",
@@ -235,59 +266,83 @@ RULES: tuple[Rule, ...] = (
             "a long learn.lr_warmup_steps",
             "the gradient is clipped away or lost in bfloat16",
         ),
-        advice="Look at learn/grad_norm and learn/lr: raise learn.lr, shorten the warm-up of the rate, raise learn.max_grad_norm.",
+        advice=(
+            "Look at learn/grad_norm and learn/lr: raise learn.lr, shorten the warm-up of the rate,"
+            " raise learn.max_grad_norm."
+        ),
     ),
     Rule(
         name="truncated",
         check=_from("rollout/truncated_frac"),
         says="trajectories out of tokens, steps or calls: {value:.0%}",
-        meaning="Many trajectories end before they answer; they earn what no answer earns, whatever they had found.",
+        meaning=(
+            "Many trajectories end before they answer; they earn what no answer earns, whatever"
+            " they had found."
+        ),
         causes=(
             "limits too tight for the tasks",
             "long tool results",
             "an agent that goes round in circles",
         ),
-        advice="See in the viewer which limit ended them (stop reason) and raise that one of rollout.max_completion_tokens, "
-        "max_agent_steps, max_tool_calls, or lower tools.max_output_chars; for repeats lower learn.lr.",
+        advice=(
+            "See in the viewer which limit ended them (stop reason) and raise that one of"
+            " rollout.max_completion_tokens, max_agent_steps, max_tool_calls, or lower"
+            " tools.max_output_chars; for repeats lower learn.lr."
+        ),
     ),
     Rule(
         name="violated",
         check=_from("rollout/violation_frac"),
         says="trajectories that broke the format: {value:.0%}",
-        meaning="Most trajectories are thrown away for their markup, so the reward speaks of markup and not of answers.",
+        meaning=(
+            "Most trajectories are thrown away for their markup, so the reward speaks of markup and"
+            " not of answers."
+        ),
         causes=(
             "the model has never seen this format",
             "format rules stricter than needed",
             "a policy that has come apart",
         ),
-        advice="Warm up (warmup.num_steps), take format.kind = 'chat' for chat models, or relax format.require_think and "
-        "require_boxed; if it rose later, lower learn.lr.",
+        advice=(
+            "Warm up (warmup.num_steps), take format.kind = 'chat' for chat models, or relax"
+            " format.require_think and require_boxed; if it rose later, lower learn.lr."
+        ),
     ),
     Rule(
         name="failed",
         check=_failed,
         says="trajectories lost to failures of ours: {value:.1%}",
-        meaning="An engine, a tool's service or a deadline failed. Such trajectories leave their groups; too many leave nothing.",
+        meaning=(
+            "An engine, a tool's service or a deadline failed. Such trajectories leave their"
+            " groups; too many leave nothing."
+        ),
         causes=(
             "a tool's service is down or slow",
             "rollout.deadline_s too short",
             "the engine ran out of memory",
         ),
-        advice="The error stands on the failed leaves (viewer: status failed) and in the terminal. Mend the service, raise the "
-        "deadline or tools.num_retries.",
+        advice=(
+            "The error stands on the failed leaves (viewer: status failed) and in the terminal."
+            " Mend the service, raise the deadline or tools.num_retries."
+        ),
     ),
     Rule(
         name="branch_unused",
         check=_mean_from("branch/unused_frac"),
         says="leaves meant for branches that became fresh starts: {value:.0%}",
-        meaning="The branching rule hardly ever opens a branch: the run pays for ARPO and gets independent rollouts.",
+        meaning=(
+            "The branching rule hardly ever opens a branch: the run pays for ARPO and gets"
+            " independent rollouts."
+        ),
         causes=(
             "entropy never rises after results",
             "explore.entropy.threshold above what base_prob can reach",
             "no tool results",
         ),
-        advice="The tree view says for each step what the rule saw. Lower explore.entropy.threshold, raise base_prob or "
-        "entropy_weight, or open more starts (num_starts).",
+        advice=(
+            "The tree view says for each step what the rule saw. Lower explore.entropy.threshold,"
+            " raise base_prob or entropy_weight, or open more starts (num_starts)."
+        ),
     ),
     Rule(
         name="graft_unused",
@@ -299,59 +354,82 @@ RULES: tuple[Rule, ...] = (
             "nothing eligible in the buffer (retrieve/nothing_frac)",
             "a low probability",
         ),
-        advice="Look at retrieve/nothing_frac: if high, add traces, lower buffer.min_similarity or set buffer.terminal = "
-        "'exclude'; else raise explore.graft.probability or warm up towards longer trajectories.",
+        advice=(
+            "Look at retrieve/nothing_frac: if high, add traces, lower buffer.min_similarity or set"
+            " buffer.terminal = 'exclude'; else raise explore.graft.probability or warm up towards"
+            " longer trajectories."
+        ),
     ),
     Rule(
         name="answer_copied",
         check=_from("graft/copied_frac"),
         says="trajectories with a graft whose answer another agent had written: {value:.0%}",
-        meaning="The answer stands in the words of a graft and in no tool result: it was copied, not found, and the reward pays "
-        "for copying. Held-out tasks have no grafts to copy from.",
+        meaning=(
+            "The answer stands in the words of a graft and in no tool result: it was copied, not"
+            " found, and the reward pays for copying. Held-out tasks have no grafts to copy from."
+        ),
         causes=(
             "traces that hold the final answer (buffer.terminal = 'allow')",
             "traces of the very task",
             "thoughts that name the answer",
         ),
-        advice="Set buffer.terminal to 'skip' or 'exclude', buffer.allow_same_task = false, and look at the grafts in the viewer.",
+        advice=(
+            "Set buffer.terminal to 'skip' or 'exclude', buffer.allow_same_task = false, and look"
+            " at the grafts in the viewer."
+        ),
     ),
     Rule(
         name="engine_drift",
         check=_engine_drift,
         says="engine and learner disagree by {value:.3g} nats a token",
-        meaning="The policy that samples is not quite the one that learns; log-probabilities and ratios are off by that much.",
+        meaning=(
+            "The policy that samples is not quite the one that learns; log-probabilities and ratios"
+            " are off by that much."
+        ),
         causes=(
             "an engine with other weights or another precision",
             "a publish that did not arrive",
             "another chat template or tokenizer",
         ),
-        advice="Compare learn/engine_gap with learn/engine_gap_limit; three breaches in a row end the run. Check the engine's "
-        "model, dtype and version.",
+        advice=(
+            "Compare learn/engine_gap with learn/engine_gap_limit; three breaches in a row end the"
+            " run. Check the engine's model, dtype and version."
+        ),
     ),
     Rule(
         name="one_sign",
         check=_one_sign,
         says="loss of one sign: {value:.1%} of its contributions are positive",
-        meaning="The loss only raises, or only lowers, what was sampled: raising alone ends in collapse, lowering alone in noise.",
+        meaning=(
+            "The loss only raises, or only lowers, what was sampled: raising alone ends in"
+            " collapse, lowering alone in noise."
+        ),
         causes=(
             "loss.learn_from_truncated = false where all bad ones are truncated",
             "failed leaves",
             "a reward or credit rule of your own",
         ),
-        advice="See which leaves carry loss (tree view, colour by advantage). Let truncated trajectories carry loss, or balance "
-        "the reward.",
+        advice=(
+            "See which leaves carry loss (tree view, colour by advantage). Let truncated"
+            " trajectories carry loss, or balance the reward."
+        ),
     ),
     Rule(
         name="tool_failing",
         check=_tool_failing,
         says="the tool {subject} fails more than usual: {value:.0%} of its calls",
-        meaning="A tool that used to answer returns errors; the agent learns from a world that is broken for now.",
+        meaning=(
+            "A tool that used to answer returns errors; the agent learns from a world that is"
+            " broken for now."
+        ),
         causes=(
             "a service that is down, slow or over its rate",
             "the agent found a call that always fails",
         ),
-        advice="Filter this update in the viewer by tool error and read the results. Mend the service, or stop and resume from "
-        "the checkpoint before.",
+        advice=(
+            "Filter this update in the viewer by tool error and read the results. Mend the service,"
+            " or stop and resume from the checkpoint before."
+        ),
     ),
     Rule(
         name="tool_broken",
@@ -363,8 +441,10 @@ RULES: tuple[Rule, ...] = (
             "its description misleads",
             "its service is down",
         ),
-        advice="Read such a call in the viewer (filter: tool error). Mend the tool's description or service, or warm up on right "
-        "calls.",
+        advice=(
+            "Read such a call in the viewer (filter: tool error). Mend the tool's description or"
+            " service, or warm up on right calls."
+        ),
     ),
     Rule(
         name="not_finite",
@@ -376,8 +456,10 @@ RULES: tuple[Rule, ...] = (
             "a reward that returned nan",
             "bfloat16 overflow",
         ),
-        advice="Stop, look at the first update with this warning, and resume from the checkpoint before it with a lower learn.lr "
-        "or in float32.",
+        advice=(
+            "Stop, look at the first update with this warning, and resume from the checkpoint"
+            " before it with a lower learn.lr or in float32."
+        ),
     ),
 )
 BY_NAME: Mapping[str, Rule] = {rule.name: rule for rule in RULES}

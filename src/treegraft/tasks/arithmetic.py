@@ -1,7 +1,8 @@
-"""Questions from any reasoning-gym generator, with a scripted expert for those that hold an arithmetic expression.
+"""Questions from any reasoning-gym generator, with a scripted expert for those that hold an
+arithmetic expression.
 
-Item seeds of training, evaluation and warm-up lie in ranges that cannot meet, and questions that occur in an earlier
-part (held-out first) are left out of the later ones.
+Item seeds of training, evaluation and warm-up lie in ranges that cannot meet, and questions that
+occur in an earlier part (held-out first) are left out of the later ones.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _RANGE_SIZE = 1 << 29
 """Item seeds of one purpose; all three ranges stay below 2^31, which every generator accepts."""
 _PURPOSES = ("train", "eval", "warmup")
 _DRAWS_PER_TASK = 20
-"""How many items are looked at for each task wanted, before a small generator counts as exhausted."""
+"""How many items are looked at for each task wanted, before a small generator counts as
+exhausted."""
 
 _PLANS = (
     "I will compute this with python.",
@@ -65,8 +67,11 @@ _MAX_SHIFT = 4096
 class ReasoningGym:
     """Tasks of one reasoning-gym generator."""
 
-    def __init__(self, settings: ReasoningGymSettings, *, seed: int, num_train: int, num_eval: int) -> None:
-        """Raises SettingError for a generator or a parameter that reasoning-gym does not know or refuses."""
+    def __init__(
+        self, settings: ReasoningGymSettings, *, seed: int, num_train: int, num_eval: int
+    ) -> None:
+        """Raises SettingError for a generator or a parameter that reasoning-gym does not know or
+        refuses."""
         self._settings = settings
         self._seed = seed
         self._num_train = num_train
@@ -74,7 +79,8 @@ class ReasoningGym:
         _check_generator(settings)
 
     def train_tasks(self) -> Sequence[Task]:
-        """Returns the training tasks, fewer than asked for where the generator has no more different questions.
+        """Returns the training tasks, fewer than asked for where the generator has no more
+        different questions.
 
         Raises:
             SettingError: the held-out tasks already hold every question the generator has.
@@ -82,7 +88,8 @@ class ReasoningGym:
         return self._train
 
     def eval_tasks(self) -> Sequence[Task]:
-        """Returns the held-out tasks, fewer than asked for where the generator has no more different questions."""
+        """Returns the held-out tasks, fewer than asked for where the generator has no more
+        different questions."""
         return self._eval
 
     def tools(self) -> Sequence[Tool]:
@@ -92,7 +99,8 @@ class ReasoningGym:
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
         """Returns a python call that prints the question's expression, and the answer read off it.
 
-        The wording depends on the seed. None where the question holds no expression or its value is not the reference.
+        The wording depends on the seed. None where the question holds no expression or its value is
+        not the reference.
         """
         expression = task.columns.get("expression")
         program = _program(expression) if isinstance(expression, str) else None
@@ -114,9 +122,11 @@ class ReasoningGym:
         return None
 
     def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
-        """Returns tasks that occur neither in training nor in evaluation and that the expert can do.
+        """Returns tasks that occur neither in training nor in evaluation and that the expert can
+        do.
 
-        Fewer than `num` where it cannot do some or the generator has no more; none where there is no expert.
+        Fewer than `num` where it cannot do some or the generator has no more; none where there is
+        no expert.
         """
         if all(self.expert(task, seed) is None for task in self._train[:_DRAWS_PER_TASK]):
             return ()
@@ -130,10 +140,13 @@ class ReasoningGym:
 
     def report(self) -> Sequence[str]:
         """Returns a sentence for each part that has fewer tasks than asked for."""
-        parts = (("training", self._train, self._num_train), ("held-out", self._eval, self._num_eval))
+        parts = (
+            ("training", self._train, self._num_train),
+            ("held-out", self._eval, self._num_eval),
+        )
         return tuple(
-            f"{self._settings.generator}: {len(tasks)} different {name} questions instead of {wanted}; with these "
-            "tasks.arithmetic.params the generator has too few"
+            f"{self._settings.generator}: {len(tasks)} different {name} questions instead of"
+            f" {wanted}; with these tasks.arithmetic.params the generator has too few"
             for name, tasks, wanted in parts
             if len(tasks) < wanted
         )
@@ -147,8 +160,9 @@ class ReasoningGym:
         tasks = self._draw("train", self._num_train, 0, {task.question for task in self._eval})
         if not tasks:
             raise SettingError(
-                f"the generator '{self._settings.generator}' has no more different questions than the "
-                f"{len(self._eval)} held-out ones; lower tasks.num_eval or widen tasks.arithmetic.params"
+                f"the generator '{self._settings.generator}' has no more different questions than"
+                f" the {len(self._eval)} held-out ones; lower tasks.num_eval or widen"
+                " tasks.arithmetic.params"
             )
         return tasks
 
@@ -162,13 +176,19 @@ class ReasoningGym:
             question = str(item["question"])
             if question not in seen:
                 seen.add(question)
-                tasks.append(self._as_task(item, f"{self._settings.generator}/{purpose}/{len(tasks)}"))
+                tasks.append(
+                    self._as_task(item, f"{self._settings.generator}/{purpose}/{len(tasks)}")
+                )
         return tuple(tasks)
 
     def _items(self, purpose: str, size: int, key: int) -> Iterator[Mapping[str, Any]]:
-        # Item i of a reasoning-gym data set has seed base + i: the bases must lie apart, or parts share items.
+        # Item i of a reasoning-gym data set has seed base + i: the bases must lie apart, or parts
+        # share items.
         room = _RANGE_SIZE - size
-        base = _PURPOSES.index(purpose) * _RANGE_SIZE + keyed_int("items", self._seed, purpose, key) % room
+        base = (
+            _PURPOSES.index(purpose) * _RANGE_SIZE
+            + keyed_int("items", self._seed, purpose, key) % room
+        )
         data = _create(self._settings, seed=base, size=size)
         for index in range(size):
             # Some generators set the precision of the thread's decimal arithmetic.
@@ -189,12 +209,16 @@ class ReasoningGym:
 
 
 def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
-    """Returns the arithmetic expression of a reasoning-gym item; None where its question shows none.
+    """Returns the arithmetic expression of a reasoning-gym item; None where its question shows
+    none.
 
-    An expression that only the metadata have (countdown's solution) is not what the question asks to compute.
+    An expression that only the metadata have (countdown's solution) is not what the question asks
+    to compute.
     """
     candidates = [metadata.get("expression"), metadata.get("problem")]
-    candidates += [line.removesuffix("?").strip().removesuffix("=") for line in question.splitlines()[-1:]]
+    candidates += [
+        line.removesuffix("?").strip().removesuffix("=") for line in question.splitlines()[-1:]
+    ]
     shown = "".join(question.split())
     for candidate in candidates:
         if isinstance(candidate, str) and "".join(candidate.split()) in shown:
@@ -205,10 +229,11 @@ def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _program(expression: str) -> tuple[str, str] | None:
-    """Returns the code that prints the expression's value and what it prints; None where it is no arithmetic.
+    """Returns the code that prints the expression's value and what it prints; None where it is no
+    arithmetic.
 
-    Divisions of integers come out even in reasoning-gym and are written //, so that no digit is lost; decimals are
-    rounded to the places their sum can have, products and quotients to ten.
+    Divisions of integers come out even in reasoning-gym and are written //, so that no digit is
+    lost; decimals are rounded to the places their sum can have, products and quotients to ten.
     """
     exact = expression if "." in expression or "//" in expression else expression.replace("/", "//")
     try:
@@ -219,7 +244,11 @@ def _program(expression: str) -> tuple[str, str] | None:
     if isinstance(tree, ast.Constant):
         return None
     if isinstance(value, float):
-        places = 10 if re.search(r"[*/]", expression) else max(map(len, re.findall(r"\.(\d*)", expression)))
+        places = (
+            10
+            if re.search(r"[*/]", expression)
+            else max(map(len, re.findall(r"\.(\d*)", expression)))
+        )
         return f"print(round({exact}, {places}))", str(round(value, places))
     if "0x" in expression:
         return f"print(hex({exact}))", hex(value)
@@ -227,7 +256,8 @@ def _program(expression: str) -> tuple[str, str] | None:
 
 
 def _value(node: ast.AST) -> int | float:
-    """Returns the value of an arithmetic expression as Python computes it. Raises ValueError for any other syntax."""
+    """Returns the value of an arithmetic expression as Python computes it. Raises ValueError for
+    any other syntax."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value  # type: ignore[return-value]  # the line above is the check
     if isinstance(node, ast.UnaryOp) and type(node.op) in _OPERATORS:
@@ -251,25 +281,35 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise SettingError(f"tasks.kind = 'arithmetic' needs the package reasoning-gym: {error}") from error
+        raise SettingError(
+            f"tasks.kind = 'arithmetic' needs the package reasoning-gym: {error}"
+        ) from error
     del reasoning_gym  # importing it registers its generators
     name = settings.generator
     if name not in DATASETS:
         raise SettingError(
-            f"tasks.arithmetic.generator is '{name}', which reasoning-gym does not have.{nearest(name, DATASETS)} "
-            f"It has {len(DATASETS)}, e.g. chain_sum, basic_arithmetic, products"
+            f"tasks.arithmetic.generator is '{name}', which reasoning-gym does not"
+            f" have.{nearest(name, DATASETS)} It has {len(DATASETS)}, e.g. chain_sum,"
+            " basic_arithmetic, products"
         )
     known = {field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"}
     for param in settings.params:
         if param in ("seed", "size"):
-            raise SettingError(f"tasks.arithmetic.params sets '{param}'; use run.seed, tasks.num_train and tasks.num_eval")
+            raise SettingError(
+                f"tasks.arithmetic.params sets '{param}'; use run.seed, tasks.num_train and"
+                " tasks.num_eval"
+            )
         if param not in known:
             raise SettingError(
-                f"tasks.arithmetic.params has '{param}', which the generator '{name}' does not have."
-                f"{nearest(param, known)} It has {', '.join(sorted(known))}"
+                f"tasks.arithmetic.params has '{param}', which the generator '{name}' does not"
+                f" have.{nearest(param, known)} It has {', '.join(sorted(known))}"
             )
     try:
         with decimal.localcontext():
             _create(settings, seed=0, size=1)[0]
-    except Exception as error:  # reasoning-gym checks by assert, and generators raise what they like
-        raise SettingError(f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}") from error
+    except (
+        Exception
+    ) as error:  # reasoning-gym checks by assert, and generators raise what they like
+        raise SettingError(
+            f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}"
+        ) from error

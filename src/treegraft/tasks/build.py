@@ -18,10 +18,12 @@ _METHODS = tuple(name for name in vars(TaskSource) if not name.startswith("_"))
 def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
     """Returns the source of tasks that `settings.kind` names.
 
-    A source given by import path is called with seed, num_train, num_eval and what tasks.options holds.
+    A source given by import path is called with seed, num_train, num_eval and what tasks.options
+    holds.
 
     Raises:
-        SettingError: an unknown kind, an import path to nothing that makes a task source, or settings it refuses.
+        SettingError: an unknown kind, an import path to nothing that makes a task source, or
+            settings it refuses.
         DataError: the files of a data set cannot be read.
     """
     build = _BUILT_IN.get(settings.kind)
@@ -29,8 +31,8 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
         return build(settings, seed)
     if ":" not in settings.kind:
         raise SettingError(
-            f"tasks.kind is '{settings.kind}'; expected {', '.join(map(repr, _BUILT_IN))} or an import path "
-            f"'package.module:Source'.{nearest(settings.kind, _BUILT_IN)}"
+            f"tasks.kind is '{settings.kind}'; expected {', '.join(map(repr, _BUILT_IN))} or an"
+            f" import path 'package.module:Source'.{nearest(settings.kind, _BUILT_IN)}"
         )
     return _build_custom(settings, seed)
 
@@ -38,17 +40,20 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
 def _build_custom(settings: TasksSettings, seed: int) -> TaskSource:
     make = load_object(settings.kind)
     try:
-        source: TaskSource = make(seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options)
+        source: TaskSource = make(
+            seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options
+        )
     except TypeError as error:
         raise SettingError(
-            f"tasks.kind '{settings.kind}' could not be called with seed, num_train, num_eval and tasks.options "
-            f"({', '.join(settings.options) or 'none'}): {error}"
+            f"tasks.kind '{settings.kind}' could not be called with seed, num_train, num_eval and"
+            f" tasks.options ({', '.join(settings.options) or 'none'}): {error}"
         ) from error
     missing = [name for name in _METHODS if not callable(getattr(source, name, None))]
     if missing:
         raise SettingError(
-            f"tasks.kind '{settings.kind}' gave a {type(source).__name__} without {', '.join(missing)}; "
-            "see treegraft.core.interfaces.TaskSource for what a task source has"
+            f"tasks.kind '{settings.kind}' gave a {type(source).__name__} without"
+            f" {', '.join(missing)}; see treegraft.core.interfaces.TaskSource for what a task"
+            " source has"
         )
     return source
 
@@ -60,5 +65,7 @@ _BUILT_IN: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
     "arithmetic": lambda settings, seed: ReasoningGym(
         settings.arithmetic, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
     ),
-    "dataset": lambda settings, seed: DatasetSource(settings.dataset, num_train=settings.num_train, num_eval=settings.num_eval),
+    "dataset": lambda settings, seed: DatasetSource(
+        settings.dataset, num_train=settings.num_train, num_eval=settings.num_eval
+    ),
 }

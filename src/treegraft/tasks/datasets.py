@@ -1,7 +1,8 @@
-"""Tasks from files (JSONL, JSON, parquet) or the hub: columns by setting, defects counted and reported.
+"""Tasks from files (JSONL, JSON, parquet) or the hub: columns by setting, defects counted and
+reported.
 
-A row that cannot be used is left out and counted. What makes the whole source useless is an error: a file that is
-missing, a column that no row has, no usable row at all.
+A row that cannot be used is left out and counted. What makes the whole source useless is an error:
+a file that is missing, a column that no row has, no usable row at all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from treegraft.settings.config import DatasetSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.readers import HUB, BadRow, Row, read_rows, source_names
 
-# Tabs and line breaks belong to text; the others are mostly what a lost backslash leaves: a form feed and "rac".
+# Tabs and line breaks belong to text; the others are mostly what a lost backslash leaves: a form
+# feed and "rac".
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
@@ -32,8 +34,8 @@ class DatasetSource(OpenTasks):
         """Raises SettingError where neither training nor evaluation files are named."""
         if not settings.train and not settings.eval:
             raise SettingError(
-                "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty; name a .jsonl, "
-                ".json or .parquet file, or 'hub:NAME[:SPLIT]'"
+                "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty;"
+                " name a .jsonl, .json or .parquet file, or 'hub:NAME[:SPLIT]'"
             )
         self._settings = settings
         self._num_train = num_train
@@ -45,14 +47,18 @@ class DatasetSource(OpenTasks):
 
         Raises:
             SettingError: no training files are named.
-            DataError: a file is missing or unreadable, no row has a column that the settings name, or none is usable.
+            DataError: a file is missing or unreadable, no row has a column that the settings name,
+                or none is usable.
         """
         if not self._settings.train:
-            raise SettingError("tasks.dataset.train is empty; name the training files, or only evaluate")
+            raise SettingError(
+                "tasks.dataset.train is empty; name the training files, or only evaluate"
+            )
         return self._train[0]
 
     def eval_tasks(self) -> Sequence[Task]:
-        """Returns the first `num_eval` usable rows of the evaluation files; without any, the last training rows.
+        """Returns the first `num_eval` usable rows of the evaluation files; without any, the last
+        training rows.
 
         Raises:
             DataError: as `train_tasks`, or there are too few training rows to hold any out.
@@ -60,7 +66,8 @@ class DatasetSource(OpenTasks):
         return self._eval.tasks if self._settings.eval else self._train[1]
 
     def report(self) -> Sequence[str]:
-        """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks` does."""
+        """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks`
+        does."""
         parts = [self._scan] if self._settings.train else []
         parts += [self._eval] if self._settings.eval else []
         sentences = [sentence for part in parts for sentence in part.sentences()]
@@ -68,15 +75,17 @@ class DatasetSource(OpenTasks):
             num_shared = len(parts[0].questions & parts[1].questions)
             if num_shared:
                 sentences.append(
-                    f"questions of the evaluation files that also occur in the training files: {num_shared}; results "
-                    "on them are not held-out results"
+                    "questions of the evaluation files that also occur in the training files:"
+                    f" {num_shared}; results on them are not held-out results"
                 )
         return tuple(sentences)
 
     @cached_property
     def _scan(self) -> _Scan:
         num_held_out = 0 if self._settings.eval else self._num_eval
-        return _scan(self._settings.train, self._names, self._settings, self._num_train, num_held_out)
+        return _scan(
+            self._settings.train, self._names, self._settings, self._num_train, num_held_out
+        )
 
     @cached_property
     def _eval(self) -> _Scan:
@@ -89,8 +98,9 @@ class DatasetSource(OpenTasks):
         num_left = scan.num_usable - len(scan.last)
         if num_left < 1:
             raise DataError(
-                f"{', '.join(self._settings.train)}: {scan.num_usable} usable rows are too few to hold out "
-                f"tasks.num_eval = {self._num_eval} of them; lower it, or name evaluation files in tasks.dataset.eval"
+                f"{', '.join(self._settings.train)}: {scan.num_usable} usable rows are too few to"
+                f" hold out tasks.num_eval = {self._num_eval} of them; lower it, or name evaluation"
+                " files in tasks.dataset.eval"
             )
         return tuple(scan.tasks[:num_left]), tuple(scan.last)
 
@@ -112,7 +122,11 @@ class _Scan:
     """Digests of question and reference."""
 
     def sentences(self) -> list[str]:
-        return [sentence for spec, defects in self.defects.items() for sentence in defects.sentences(_short(spec))]
+        return [
+            sentence
+            for spec, defects in self.defects.items()
+            for sentence in defects.sentences(_short(spec))
+        ]
 
 
 @dataclass(slots=True)
@@ -131,12 +145,18 @@ class _Defects:
     def sentences(self, name: str) -> list[str]:
         told = [f"{name}: {sentence}" for sentence in self.unreadable[:3]]
         if len(self.unreadable) > 3:
-            told.append(f"{name}: {len(self.unreadable) - 3} more rows could not be read and were left out")
+            told.append(
+                f"{name}: {len(self.unreadable) - 3} more rows could not be read and were left out"
+            )
         for what, count in self.counts.items():
             rows, fate = ("row", "was") if count == 1 else ("rows", "were")
-            told.append(f"{name}: {count} {rows} {what} {fate} {'kept' if what in _KEPT else 'left out'}")
+            told.append(
+                f"{name}: {count} {rows} {what} {fate} {'kept' if what in _KEPT else 'left out'}"
+            )
         for column, count in self.control_columns.items():
-            told.append(f"{name}: {count} row{_s(count)} with control characters in the column '{column}'")
+            told.append(
+                f"{name}: {count} row{_s(count)} with control characters in the column '{column}'"
+            )
         return told
 
 
@@ -150,7 +170,13 @@ _CONTROL_QUESTION = "with control characters in the question"
 _KEPT = (_OTHER_REFERENCE, _CONTROL_QUESTION)
 
 
-def _scan(specs: Sequence[str], names: Mapping[str, str], settings: DatasetSettings, num_first: int, num_last: int) -> _Scan:
+def _scan(
+    specs: Sequence[str],
+    names: Mapping[str, str],
+    settings: DatasetSettings,
+    num_first: int,
+    num_last: int,
+) -> _Scan:
     scan = _Scan(last=deque(maxlen=num_last))
     for spec in dict.fromkeys(specs):
         defects = scan.defects.setdefault(spec, _Defects())
@@ -169,15 +195,23 @@ def _scan(specs: Sequence[str], names: Mapping[str, str], settings: DatasetSetti
     return scan
 
 
-def _read_row(row: Row | BadRow, name: str, settings: DatasetSettings, defects: _Defects) -> Task | None:
+def _read_row(
+    row: Row | BadRow, name: str, settings: DatasetSettings, defects: _Defects
+) -> Task | None:
     """Returns the row as a task; None, and the defect counted, where it is of no use."""
     if isinstance(row, BadRow):
         defects.unreadable.append(row.reason)
         return None
     try:
         question = _column(row.values, settings.question_column)
-        reference = _column(row.values, settings.reference_column) if settings.reference_column else None
-        category = "" if settings.category_column is None else _column(row.values, settings.category_column)
+        reference = (
+            _column(row.values, settings.reference_column) if settings.reference_column else None
+        )
+        category = (
+            ""
+            if settings.category_column is None
+            else _column(row.values, settings.category_column)
+        )
     except KeyError:
         defects.counts[_NO_COLUMN] += 1
         defects.columns |= set(_column_names(row.values))
@@ -236,15 +270,17 @@ def _refuse_source(spec: str, defects: _Defects, settings: DatasetSettings) -> N
         for setting, column in wanted.items():
             if column is not None and column not in defects.columns:
                 raise DataError(
-                    f"'{spec}' has no column '{column}' (tasks.dataset.{setting}).{nearest(column, defects.columns)} "
-                    f"It has {', '.join(sorted(defects.columns))}"
+                    f"'{spec}' has no column '{column}'"
+                    f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
+                    f" {', '.join(sorted(defects.columns))}"
                 )
     found = "; ".join(defects.sentences(_short(spec))) or "every row repeats one of an earlier file"
     raise DataError(f"'{spec}' has no usable row among {defects.num_rows}: {found}")
 
 
 def _column(values: Mapping[str, Any], name: str) -> Any:
-    """Returns a column, or what dots in its name reach inside structs. Raises KeyError where there is none."""
+    """Returns a column, or what dots in its name reach inside structs. Raises KeyError where there
+    is none."""
     if name in values:
         return values[name]
     value: Any = values
@@ -265,12 +301,18 @@ def _column_names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 def _references(value: Any) -> tuple[str, ...]:
     """Returns the accepted answers that are not blank."""
     values = value if isinstance(value, (list, tuple)) else [value]
-    texts = (str(one).strip() for one in values if one is not None and not (isinstance(one, float) and math.isnan(one)))
+    texts = (
+        str(one).strip()
+        for one in values
+        if one is not None and not (isinstance(one, float) and math.isnan(one))
+    )
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
 def _after_mark(references: Sequence[str], mark: str) -> tuple[str, ...]:
-    marked = (reference.rpartition(mark)[2].strip() for reference in references if mark in reference)
+    marked = (
+        reference.rpartition(mark)[2].strip() for reference in references if mark in reference
+    )
     return tuple(text for text in marked if text)
 
 
@@ -287,7 +329,9 @@ def _short(spec: str) -> str:
 
 
 def _digest(*texts: str) -> bytes:
-    return hashlib.blake2b("\x1f".join(texts).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return hashlib.blake2b(
+        "\x1f".join(texts).encode("utf-8", "surrogatepass"), digest_size=16
+    ).digest()
 
 
 def _s(count: int) -> str:

@@ -1,7 +1,9 @@
-"""A small pool of worker processes that compare mathematics, each killed and renewed when it runs past its deadline.
+"""A small pool of worker processes that compare mathematics, each killed and renewed when it runs
+past its deadline.
 
-math-verify's own time-out needs the main thread, and sympy can hang inside one C call; only a process can be stopped.
-The workers are plain child processes on pipes, so nothing of the caller is imported or copied.
+math-verify's own time-out needs the main thread, and sympy can hang inside one C call; only a
+process can be stopped. The workers are plain child processes on pipes, so nothing of the caller is
+imported or copied.
 """
 
 from __future__ import annotations
@@ -25,9 +27,11 @@ NUM_WORKERS = 2
 START_DEADLINE_S = 120.0
 """Longest wait for a worker to start or to become free, in seconds."""
 WALL_FACTOR = 10.0
-"""A deadline is processor time of the worker, so that a busy machine makes nothing wrong; the wait may be this much longer."""
+"""A deadline is processor time of the worker, so that a busy machine makes nothing wrong; the wait
+may be this much longer."""
 MEMORY_OF_VERDICTS = 8192
-"""Pairs whose verdict is remembered, so that one pair has one verdict however busy the machine is."""
+"""Pairs whose verdict is remembered, so that one pair has one verdict however busy the machine
+is."""
 
 _SCRIPT = Path(__file__).with_name("math_worker.py")
 
@@ -37,7 +41,11 @@ class _Worker:
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)],  # -P: this folder has modules named like packages (datasets)
+            [
+                sys.executable,
+                "-P",
+                str(_SCRIPT),
+            ],  # -P: this folder has modules named like packages (datasets)
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -51,15 +59,18 @@ class _Worker:
         if word != "ready":
             self.kill()
             raise TreegraftError(
-                "the worker process that compares mathematics did not start. Expected math-verify in this environment; "
-                f"check it with: {sys.executable} -c 'import math_verify'"
+                "the worker process that compares mathematics did not start. Expected math-verify"
+                f" in this environment; check it with: {sys.executable} -c 'import math_verify'"
             )
 
     def ask(self, prediction: str, reference: str, deadline_s: float) -> str | None:
-        """Returns the worker's verdict; None when it ran past the deadline or died: it is then of no more use."""
+        """Returns the worker's verdict; None when it ran past the deadline or died: it is then of
+        no more use."""
         stdin = self.process.stdin
         assert stdin is not None
-        request = json.dumps([prediction, reference, deadline_s, WALL_FACTOR * deadline_s + 1.0]) + "\n"
+        request = (
+            json.dumps([prediction, reference, deadline_s, WALL_FACTOR * deadline_s + 1.0]) + "\n"
+        )
         try:
             stdin.write(request.encode())
             stdin.flush()
@@ -107,7 +118,8 @@ class MathPool:
             self._free.put(None)
 
     def compare(self, prediction: str, reference: str, deadline_s: float) -> str | None:
-        """Returns "equal", "different" or "unparsed"; None when no verdict came within `deadline_s` processor seconds.
+        """Returns "equal", "different" or "unparsed"; None when no verdict came within `deadline_s`
+        processor seconds.
 
         Raises:
             DeadlineExceeded: no worker became free.
@@ -132,7 +144,8 @@ class MathPool:
             worker.kill()
 
     def release(self) -> None:
-        """Lets go of the workers' pipes without ending them: for a forked child, whose parent owns them."""
+        """Lets go of the workers' pipes without ending them: for a forked child, whose parent owns
+        them."""
         for worker in self._workers:
             for stream in (worker.process.stdin, worker.process.stdout):
                 if stream is not None:
@@ -142,7 +155,9 @@ class MathPool:
         try:
             place = self._free.get(timeout=START_DEADLINE_S)
         except queue.Empty:
-            raise DeadlineExceeded(f"no worker that compares mathematics became free within {START_DEADLINE_S:.0f} s") from None
+            raise DeadlineExceeded(
+                f"no worker that compares mathematics became free within {START_DEADLINE_S:.0f} s"
+            ) from None
         keep: _Worker | None = None
         worker: _Worker | None = None
         try:
@@ -161,7 +176,9 @@ class MathPool:
     def _start(self) -> _Worker:
         worker = _Worker()
         with self._lock:
-            self._workers = {other for other in self._workers if other.process.poll() is None} | {worker}
+            self._workers = {other for other in self._workers if other.process.poll() is None} | {
+                worker
+            }
         return worker
 
 
@@ -176,7 +193,8 @@ def shared_pool() -> MathPool:
 
 
 def _forget_parents_pool() -> None:
-    # Two readers of one pipe would steal each other's answers, and a pipe held open here would keep a worker alive.
+    # Two readers of one pipe would steal each other's answers, and a pipe held open here would keep
+    # a worker alive.
     global _pool
     _pool.release()
     _pools_of_parents.append(_pool)

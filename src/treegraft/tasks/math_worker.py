@@ -1,7 +1,9 @@
-"""The child process behind `math_pool`: reads pairs of answers, writes verdicts. Run by file path, never imported.
+"""The child process behind `math_pool`: reads pairs of answers, writes verdicts. Run by file path,
+never imported.
 
-One JSON array `[prediction, reference, processor seconds, seconds]` a line comes in on standard input, one word a line goes out:
-"equal", "different" or "unparsed" (neither side's mathematics could be read). The end of the input ends the process.
+One JSON array `[prediction, reference, processor seconds, seconds]` a line comes in on standard
+input, one word a line goes out: "equal", "different" or "unparsed" (neither side's mathematics
+could be read). The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import signal
 import sys
 
 MAX_MEMORY_BYTES = 2 << 30
-"""Towers of exponents are expanded by sympy; the limit turns them into an error of this process alone."""
+"""Towers of exponents are expanded by sympy; the limit turns them into an error of this process
+alone."""
 
 
 def _limit_memory() -> None:
@@ -42,7 +45,8 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         prediction, reference, cpu_seconds, seconds = json.loads(line)
-        # Unhandled, both end this process: the first at the deadline, the second should the parent be gone.
+        # Unhandled, both end this process: the first at the deadline, the second should the parent
+        # be gone.
         signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:

@@ -9,7 +9,8 @@ from treegraft.core.types import StepContent, Task
 
 
 class OpenTasks:
-    """The answers of a `TaskSource` that has no tools of its own, no expert and no closed vocabulary."""
+    """The answers of a `TaskSource` that has no tools of its own, no expert and no closed
+    vocabulary."""
 
     def tools(self) -> Sequence[Tool]:
         """Returns none: the recipe or the environment brings them."""

@@ -37,14 +37,18 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
 
     Raises:
         SettingError: an unknown kind of file, or a package that is missing.
-        DataError: a file or data set that is missing or cannot be read, or an environment variable that is not set.
+        DataError: a file or data set that is missing or cannot be read, or an environment variable
+            that is not set.
     """
     if spec.startswith(HUB):
         return _read_hub(spec, default_split)
     path = _resolve(spec)
     readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
     if path.suffix.lower() not in readers:
-        raise SettingError(f"'{spec}' is no kind of file that can be read; expected {', '.join(readers)} or 'hub:NAME'")
+        raise SettingError(
+            f"'{spec}' is no kind of file that can be read; expected {', '.join(readers)} or"
+            " 'hub:NAME'"
+        )
     return readers[path.suffix.lower()](path)
 
 
@@ -62,12 +66,17 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
 def _resolve(spec: str) -> Path:
     expanded = os.path.expanduser(os.path.expandvars(spec))
     if "$" in expanded:
-        raise DataError(f"'{spec}' names an environment variable that is not set; set it, or write the path out")
+        raise DataError(
+            f"'{spec}' names an environment variable that is not set; set it, or write the path out"
+        )
     path = Path(expanded)
     if not path.is_file():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         place = "" if siblings else f" The folder '{path.parent}' does not exist or is empty."
-        raise DataError(f"there is no file '{path}' ('{spec}' in the recipe).{place}{nearest(path.name, siblings)}")
+        raise DataError(
+            f"there is no file '{path}' ('{spec}' in the"
+            f" recipe).{place}{nearest(path.name, siblings)}"
+        )
     return path
 
 
@@ -97,7 +106,9 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
     try:
         rows = json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"'{path}' is not JSON: {error}; expected a list of objects, or one object a line") from error
+        raise DataError(
+            f"'{path}' is not JSON: {error}; expected a list of objects, or one object a line"
+        ) from error
     for number, values in enumerate(rows):
         yield _row(number, values, f"entry {number + 1}")
 
@@ -113,7 +124,9 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise SettingError(f"reading '{path}' needs the package pyarrow (it comes with datasets): {error}") from error
+        raise SettingError(
+            f"reading '{path}' needs the package pyarrow (it comes with datasets): {error}"
+        ) from error
     number = 0
     try:
         with pq.ParquetFile(path) as file:
@@ -122,7 +135,9 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
                     yield Row(number, values)
                     number += 1
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"'{path}' cannot be read as parquet after {number} rows: {error}") from error
+        raise DataError(
+            f"'{path}' cannot be read as parquet after {number} rows: {error}"
+        ) from error
 
 
 def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
@@ -133,12 +148,14 @@ def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     name, _, place = spec.removeprefix(HUB).partition(":")
     config, _, split = place.rpartition("/")
     try:
-        # Every failure of the hub's client (no network, no such set, no such split) means the same here.
+        # Every failure of the hub's client (no network, no such set, no such split) means the same
+        # here.
         data = load_dataset(name, *([config] if config else []), split=split or default_split)
     except Exception as error:
         raise DataError(
-            f"the data set '{name}' (split '{place or default_split}') could not be loaded: {error}. Expected "
-            "'hub:NAME[:SPLIT]' or 'hub:NAME:CONFIG/SPLIT' with the name it has on the hub, and a network or a filled cache"
+            f"the data set '{name}' (split '{place or default_split}') could not be loaded:"
+            f" {error}. Expected 'hub:NAME[:SPLIT]' or 'hub:NAME:CONFIG/SPLIT' with the name it has"
+            " on the hub, and a network or a filled cache"
         ) from error
     for number, values in enumerate(data):
         yield Row(number, dict(values))

@@ -1,7 +1,7 @@
 """Comparing an answer with its reference: exact match, SQuAD's F1, and mathematics.
 
-A reference is one accepted answer or a sequence of them; the best counts. "Correct" (`is_correct`) means an exact
-match or equal mathematics, never a share of words.
+A reference is one accepted answer or a sequence of them; the best counts. "Correct" (`is_correct`)
+means an exact match or equal mathematics, never a share of words.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from fractions import Fraction
 from treegraft.tasks.math_pool import shared_pool
 
 DEADLINE_S = 5.0
-"""Longest comparison of two pieces of mathematics, in processor seconds; past it they count as not equal."""
+"""Longest comparison of two pieces of mathematics, in processor seconds; past it they count as not
+equal."""
 MAX_MATH_CHARS = 2000
-"""Longer texts are compared as strings only: no answer is that long, and parsing time grows faster than length."""
+"""Longer texts are compared as strings only: no answer is that long, and parsing time grows faster
+than length."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
 _PUNCTUATION = frozenset(string.punctuation)
@@ -34,7 +36,23 @@ _LATEX = re.compile(r"\\|\^|_\{")
 _EXPRESSION = re.compile(r"[0-9A-Za-z+\-*/^=<>().,\[\]{}|!\s°√≤≥]+")
 _OPERATOR = re.compile(r"[+*/^=<>()\[\]{}|√≤≥-]|\d[A-Za-z!]|,")
 _FUNCTIONS = frozenset(
-    ("sin", "cos", "tan", "cot", "arcsin", "arccos", "arctan", "log", "ln", "exp", "sqrt", "abs", "max", "min", "mod")
+    (
+        "sin",
+        "cos",
+        "tan",
+        "cot",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "log",
+        "ln",
+        "exp",
+        "sqrt",
+        "abs",
+        "max",
+        "min",
+        "mod",
+    )
 )
 _CHARACTERS = str.maketrans(
     {
@@ -51,9 +69,14 @@ _CHARACTERS = str.maketrans(
 
 _CHOICE = re.compile(r"\(?([A-Za-z])(?:\)|\.|\):|:)?")
 """The letter of a choice, as in multiple-choice questions: D, (D), D."""
-_IDEOGRAPH = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f]")
+_IDEOGRAPH = re.compile(
+    r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f]"
+)
 _IDEOGRAPHIC_PUNCTUATION = str.maketrans(
-    dict.fromkeys("\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u201c\u201d\u2018\u2019\u00b7\u2014\u2026", " ")
+    dict.fromkeys(
+        "\u3001\u3002\u300a\u300b\u300c\u300d\u300e\u300f\u3010\u3011\u201c\u201d\u2018\u2019\u00b7\u2014\u2026",
+        " ",
+    )
 )
 """Chinese and Japanese marks that have no full-width counterpart in ASCII."""
 
@@ -61,31 +84,41 @@ _IDEOGRAPHIC_PUNCTUATION = str.maketrans(
 def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
     """Returns 1.0 where the prediction is the reference after SQuAD's normalisation, else 0.0.
 
-    Four departures, because SQuAD's normalisation was made for English words: numbers, LaTeX and expressions keep their
-    punctuation ("-5" is not "5", "2x+1" is not "2x-1"); so do numbers inside text ("1.95 m" is not "195 m"); texts
-    that normalise to nothing ("A") are compared as they are; and in texts with Chinese or Japanese characters full-width
-    forms and that script's punctuation and spaces count as in English ones.
+    Four departures, because SQuAD's normalisation was made for English words: numbers, LaTeX and
+    expressions keep their punctuation ("-5" is not "5", "2x+1" is not "2x-1"); so do numbers inside
+    text ("1.95 m" is not "195 m"); texts that normalise to nothing ("A") are compared as they are;
+    and in texts with Chinese or Japanese characters full-width forms and that script's punctuation
+    and spaces count as in English ones.
     """
     return _best(_exact_match_one, prediction, reference)
 
 
 def exact_match_squad(prediction: str, reference: str | Sequence[str]) -> float:
-    """Returns 1.0 for an exact match as SQuAD v1.1's evaluation script takes it (arXiv 1606.05250), else 0.0."""
-    return _best(lambda one, other: float(_normalise_squad(one) == _normalise_squad(other)), prediction, reference)
+    """Returns 1.0 for an exact match as SQuAD v1.1's evaluation script takes it (arXiv 1606.05250),
+    else 0.0."""
+    return _best(
+        lambda one, other: float(_normalise_squad(one) == _normalise_squad(other)),
+        prediction,
+        reference,
+    )
 
 
 def f1(prediction: str, reference: str | Sequence[str]) -> float:
-    """Returns the F1 of the bags of words, 0..1, as SQuAD v1.1's evaluation script takes it (arXiv 1606.05250).
+    """Returns the F1 of the bags of words, 0..1, as SQuAD v1.1's evaluation script takes it (arXiv
+    1606.05250).
 
-    Lower-case, punctuation removed, the articles a, an, the removed, split at white space; 0 without a common word.
+    Lower-case, punctuation removed, the articles a, an, the removed, split at white space; 0
+    without a common word.
     """
     return _best(_f1_one, prediction, reference)
 
 
 def f1_characters(prediction: str, reference: str | Sequence[str]) -> float:
-    """Returns `f1`, with each Chinese or Japanese character a word of its own, as CMRC 2018's evaluation has it.
+    """Returns `f1`, with each Chinese or Japanese character a word of its own, as CMRC 2018's
+    evaluation has it.
 
-    Such texts have no spaces, so that `f1` would find one word and score 0 or 1. Without them it is `f1`.
+    Such texts have no spaces, so that `f1` would find one word and score 0 or 1. Without them it is
+    `f1`.
     """
     return _best(lambda one, other: _f1_one(_spaced(one), _spaced(other)), prediction, reference)
 
@@ -93,18 +126,23 @@ def f1_characters(prediction: str, reference: str | Sequence[str]) -> float:
 def f1_papers(prediction: str, reference: str | Sequence[str]) -> float:
     """Returns F1 as ARPO's released reward takes it (arXiv 2507.19849).
 
-    That is `f1`, except that yes, no and noanswer, on either side, score 0 unless both sides are the same.
+    That is `f1`, except that yes, no and noanswer, on either side, score 0 unless both sides are
+    the same.
     """
     return _best(_f1_papers_one, prediction, reference)
 
 
-def math_equal(prediction: str, reference: str | Sequence[str], *, deadline_s: float = DEADLINE_S) -> bool:
-    """Returns whether both mean the same mathematics: "1/2" and "0.5", "x+1" and "1+x", but not "(3,4)" and "(4,3)".
+def math_equal(
+    prediction: str, reference: str | Sequence[str], *, deadline_s: float = DEADLINE_S
+) -> bool:
+    """Returns whether both mean the same mathematics: "1/2" and "0.5", "x+1" and "1+x", but not
+    "(3,4)" and "(4,3)".
 
-    Plain numbers are compared as fractions: exactly, but decimals to six digits (math-verify rounds to six decimals).
-    All else goes to math-verify in a worker process; past `deadline_s` processor seconds the answer is False. Where nothing can
-    be parsed, and where the reference is no mathematics (`is_mathematical`), normalised strings are compared: parsed as
-    products of symbols, "listen" would equal "silent".
+    Plain numbers are compared as fractions: exactly, but decimals to six digits (math-verify rounds
+    to six decimals). All else goes to math-verify in a worker process; past `deadline_s` processor
+    seconds the answer is False. Where nothing can be parsed, and where the reference is no
+    mathematics (`is_mathematical`), normalised strings are compared: parsed as products of symbols,
+    "listen" would equal "silent".
 
     Raises:
         TreegraftError: the worker process cannot be started.
@@ -122,7 +160,8 @@ def is_correct(prediction: str, reference: str | Sequence[str]) -> bool:
 
 
 def is_mathematical(reference: str) -> bool:
-    """Returns whether the text is a number, LaTeX, or an expression such as "2x + 1"; words and dates are not."""
+    """Returns whether the text is a number, LaTeX, or an expression such as "2x + 1"; words and
+    dates are not."""
     cleaned = _unwrap(reference) if len(reference) <= MAX_MATH_CHARS else ""
     if not cleaned:
         return False
@@ -136,10 +175,14 @@ def is_mathematical(reference: str) -> bool:
     if not _EXPRESSION.fullmatch(cleaned) or _RANGE.fullmatch(cleaned) or _NAME.fullmatch(cleaned):
         return False
     words = re.findall(r"[A-Za-z]+", cleaned)
-    return bool(_OPERATOR.search(cleaned)) and all(len(word) == 1 or word.lower() in _FUNCTIONS for word in words)
+    return bool(_OPERATOR.search(cleaned)) and all(
+        len(word) == 1 or word.lower() in _FUNCTIONS for word in words
+    )
 
 
-def _best(score: Callable[[str, str], float], prediction: str, reference: str | Sequence[str]) -> float:
+def _best(
+    score: Callable[[str, str], float], prediction: str, reference: str | Sequence[str]
+) -> float:
     return max((score(prediction, one) for one in _as_references(reference)), default=0.0)
 
 
@@ -152,7 +195,8 @@ def _is_ideographic(text: str) -> bool:
 
 
 def _spaced(text: str) -> str:
-    """Sets characters of scripts without spaces apart, and writes their punctuation as ASCII; other texts stay as they are."""
+    """Sets characters of scripts without spaces apart, and writes their punctuation as ASCII; other
+    texts stay as they are."""
     if not _is_ideographic(text):
         return text
     text = unicodedata.normalize("NFKC", text).translate(_IDEOGRAPHIC_PUNCTUATION)
@@ -203,20 +247,28 @@ def _same_text(prediction: str, reference: str) -> bool:
 
 
 def _protect_numbers(text: str) -> str:
-    """Spells the signs and points of numbers as letters, so that removing punctuation leaves them."""
+    """Spells the signs and points of numbers as letters, so that removing punctuation leaves
+    them."""
     text = _THOUSANDS.sub("", text.translate(_CHARACTERS))
     text = re.sub(r"(?<![\w.])-(?=\.?\d)", "minus", text)
     return re.sub(r"(?<=\d)([.,:/-])(?=\d)", lambda match: f"sep{ord(match[1])}sep", text)
 
 
 def _unwrap(text: str) -> str:
-    """Returns the text without \\boxed{}, dollar signs or brackets of mathematics around it, and a final full stop."""
+    """Returns the text without \\boxed{}, dollar signs or brackets of mathematics around it, and a
+    final full stop."""
     before = None
     text = text.translate(_CHARACTERS).replace("**", "^").replace(r"\$", "").strip()
     while text != before:
         before = text
         text = text.removesuffix(".").strip()
-        for start, end in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), (r"\boxed{", "}")):
+        for start, end in (
+            ("$$", "$$"),
+            ("$", "$"),
+            (r"\(", r"\)"),
+            (r"\[", r"\]"),
+            (r"\boxed{", "}"),
+        ):
             inner = text[len(start) : -len(end)]
             if text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end):
                 is_whole = _is_balanced(inner) if start == r"\boxed{" else start not in inner
@@ -234,9 +286,11 @@ def _is_balanced(text: str) -> bool:
 
 
 def _normalise_math(text: str) -> str:
-    """Returns the text with the spellings of LaTeX that mean the same made one, for comparison as a string.
+    """Returns the text with the spellings of LaTeX that mean the same made one, for comparison as a
+    string.
 
-    In the manner of the MATH benchmark's equivalence (arXiv 2103.03874), but units and left-hand sides stay.
+    In the manner of the MATH benchmark's equivalence (arXiv 2103.03874), but units and left-hand
+    sides stay.
     """
     text = _THOUSANDS.sub("", _unwrap(text))
     text = _TEXT_COMMAND.sub(r"\1", text)
@@ -250,12 +304,14 @@ def _normalise_math(text: str) -> str:
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"(\d\.\d*?)0+(?!\d)", r"\1", text)
     text = re.sub(r"(?<=\d)\.(?!\d)", "", text)
-    # Between letters or digits a space is a boundary ("1 2" is not "12"); elsewhere it is only layout.
+    # Between letters or digits a space is a boundary ("1 2" is not "12"); elsewhere it is only
+    # layout.
     return re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", " ".join(text.split()))
 
 
 def _as_fraction(text: str) -> Fraction | None:
-    """Returns a plain number ("-1,000", "2.5", "3/4", "1e6") as a fraction; None for anything else."""
+    """Returns a plain number ("-1,000", "2.5", "3/4", "1e6") as a fraction; None for anything
+    else."""
     text = _THOUSANDS.sub("", text)
     ratio = _RATIO.fullmatch(text)
     if ratio:
@@ -295,5 +351,6 @@ def _math_equal_one(prediction: str, reference: str, deadline_s: float) -> bool:
 
 
 def _as_latex(text: str) -> str:
-    """Returns the text as inline mathematics; bare, math-verify would take the last number in it."""
+    """Returns the text as inline mathematics; bare, math-verify would take the last number in
+    it."""
     return text if "$" in text else f"${text}$"

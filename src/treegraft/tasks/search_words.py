@@ -1,4 +1,5 @@
-"""How a search world speaks: in symbols for a word-level tokenizer, or in plain English for models that know language.
+"""How a search world speaks: in symbols for a word-level tokenizer, or in plain English for models
+that know language.
 
                 symbols                 English
     question    r5 of r2 of e9 ?        Who is the cousin of the best friend of Nora?
@@ -7,7 +8,8 @@
     thought     (none)                  I need the best friend of Nora first.
     error       unknown                 There is no relation "uncle"; the relations are teacher, neighbour, ...
 
-A wording only names things: which entity a relation leads to is the world's affair, and the same in both.
+A wording only names things: which entity a relation leads to is the world's affair, and the same in
+both.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _FACT: Final = re.compile(r"The (.+) of (.+) is (.+)\.")
 
 
 class Wording(Protocol):
-    """What a search world needs to say and to understand. Relations go in the order in which they are looked up."""
+    """What a search world needs to say and to understand. Relations go in the order in which they
+    are looked up."""
 
     @property
     def entities(self) -> tuple[str, ...]: ...
@@ -96,7 +99,8 @@ class Wording(Protocol):
 
     @property
     def last_thought(self) -> str:
-        """The expert's thought before the answer; it says nothing that an early answer would not say."""
+        """The expert's thought before the answer; it says nothing that an early answer would not
+        say."""
         ...
 
     def vocabulary(self) -> tuple[str, ...]:
@@ -106,7 +110,8 @@ class Wording(Protocol):
 
 @dataclass(frozen=True)
 class Symbols:
-    """Symbols(("e0", "e1", ...), ("r0", "r1", ...)): one token a word, and not one word more than needed."""
+    """Symbols(("e0", "e1", ...), ("r0", "r1", ...)): one token a word, and not one word more than
+    needed."""
 
     entities: tuple[str, ...]
     relations: tuple[str, ...]
@@ -121,7 +126,11 @@ class Symbols:
     def read_question(self, text: str) -> tuple[list[str], str] | None:
         """Returns relations and entity, or None for a text that is no question about this world."""
         *relations, entity = text.strip().removesuffix("?").strip().split(" of ")
-        if not relations or entity not in self.entities or not set(relations) <= set(self.relations):
+        if (
+            not relations
+            or entity not in self.entities
+            or not set(relations) <= set(self.relations)
+        ):
             return None
         return relations[::-1], entity
 
@@ -130,7 +139,8 @@ class Symbols:
         return f"{entity} {relation}"
 
     def read_query(self, body: str) -> tuple[str, str]:
-        """Returns entity and relation. Raises ToolError for anything but one of each, in this order."""
+        """Returns entity and relation. Raises ToolError for anything but one of each, in this
+        order."""
         words = body.split()
         if len(words) != 2 or words[0] not in self.entities or words[1] not in self.relations:
             raise ToolError(UNKNOWN)
@@ -156,10 +166,11 @@ class Symbols:
 
 @dataclass(frozen=True)
 class English:
-    """English(("Mira", "Tomas", ...), ("teacher", "neighbour", ...)): persons and what they are to each other.
+    """English(("Mira", "Tomas", ...), ("teacher", "neighbour", ...)): persons and what they are to
+    each other.
 
-    Reading forgives what a language model varies: case, spaces, line breaks, articles, quotes, punctuation at the ends and
-    an opening "Who is".
+    Reading forgives what a language model varies: case, spaces, line breaks, articles, quotes,
+    punctuation at the ends and an opening "Who is".
     """
 
     entities: tuple[str, ...]
@@ -169,12 +180,17 @@ class English:
     """Each name and relation by its lower-case form."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_known", {word.casefold(): word for word in (*self.entities, *self.relations)})
+        object.__setattr__(
+            self, "_known", {word.casefold(): word for word in (*self.entities, *self.relations)}
+        )
 
     @property
     def description(self) -> str:
         """The search tool's part of the system prompt."""
-        return f'Looks up one fact about a person. Write one relation and one name, e.g. "{self._sample}".'
+        return (
+            "Looks up one fact about a person. Write one relation and one name, e.g."
+            f' "{self._sample}".'
+        )
 
     @property
     def example(self) -> str:
@@ -186,13 +202,22 @@ class English:
         return self.query(self.entities[0], self.relations[0])
 
     def question(self, relations: Sequence[str], entity: str) -> str:
-        """Returns the outermost relation first, e.g. "Who is the cousin of the best friend of Nora?"."""
-        return "Who is " + " of ".join([*(f"the {relation}" for relation in reversed(relations)), entity]) + "?"
+        """Returns the outermost relation first, e.g. "Who is the cousin of the best friend of
+        Nora?"."""
+        return (
+            "Who is "
+            + " of ".join([*(f"the {relation}" for relation in reversed(relations)), entity])
+            + "?"
+        )
 
     def read_question(self, text: str) -> tuple[list[str], str] | None:
         """Returns relations and entity, or None for a text that is no question about this world."""
         *relations, entity = self._parts(text)
-        if not relations or entity not in self.entities or not set(relations) <= set(self.relations):
+        if (
+            not relations
+            or entity not in self.entities
+            or not set(relations) <= set(self.relations)
+        ):
             return None
         return relations[::-1], entity
 
@@ -201,17 +226,26 @@ class English:
         return f"{relation} of {entity}"
 
     def read_query(self, body: str) -> tuple[str, str]:
-        """Returns entity and relation. Raises ToolError, which says what to write instead, for anything but one of each."""
+        """Returns entity and relation. Raises ToolError, which says what to write instead, for
+        anything but one of each."""
         *relations, entity = self._parts(body)
         if not relations:
             raise ToolError(f'Write one relation and one name, e.g. "{self._sample}".')
         for relation in relations:
             if relation not in self.relations:
-                raise ToolError(f'There is no relation "{_shown(relation)}"; the relations are {", ".join(self.relations)}.')
+                raise ToolError(
+                    f'There is no relation "{_shown(relation)}"; the relations are'
+                    f" {', '.join(self.relations)}."
+                )
         if entity not in self.entities:
-            raise ToolError(f'There is no person "{_shown(entity)}". Write one relation and one name, e.g. "{self._sample}".')
+            raise ToolError(
+                f'There is no person "{_shown(entity)}". Write one relation and one name, e.g.'
+                f' "{self._sample}".'
+            )
         if len(relations) > 1:
-            raise ToolError(f'One relation at a time: look up "{self.query(entity, relations[-1])}" first.')
+            raise ToolError(
+                f'One relation at a time: look up "{self.query(entity, relations[-1])}" first.'
+            )
         return entity, relations[0]
 
     def fact(self, entity: str, relation: str, found: str) -> str:
@@ -224,7 +258,8 @@ class English:
         return found[3] if found and found[3] in self.entities else None
 
     def thought(self, entity: str, relation: str, *, is_last: bool) -> str:
-        """Returns e.g. "I need the best friend of Nora first.", "now" instead of "first" before the last search."""
+        """Returns e.g. "I need the best friend of Nora first.", "now" instead of "first" before the
+        last search."""
         return f"I need the {relation} of {entity} {'now' if is_last else 'first'}."
 
     def vocabulary(self) -> tuple[str, ...]:
@@ -232,7 +267,8 @@ class English:
         return ()
 
     def _parts(self, text: str) -> list[str]:
-        """Returns what stands between the "of"s, at least one part; known names and relations in their own spelling."""
+        """Returns what stands between the "of"s, at least one part; known names and relations in
+        their own spelling."""
         plain = _OPENING.sub("", " ".join(text.casefold().strip(_EDGES).split()))
         parts = [part.strip(_EDGES).removeprefix("the ").strip() for part in plain.split(" of ")]
         return [self._known.get(part, part) for part in parts]
@@ -244,7 +280,10 @@ def _shown(text: str) -> str:
 
 @cache
 def wording(num_entities: int, num_relations: int, *, words: bool) -> Wording:
-    """Returns how a world of this size speaks; English has len(NAMES) entities and len(RELATIONS) relations at most."""
+    """Returns how a world of this size speaks; English has len(NAMES) entities and len(RELATIONS)
+    relations at most."""
     if words:
         return English(NAMES[:num_entities], RELATIONS[:num_relations])
-    return Symbols(tuple(f"e{n}" for n in range(num_entities)), tuple(f"r{n}" for n in range(num_relations)))
+    return Symbols(
+        tuple(f"e{n}" for n in range(num_entities)), tuple(f"r{n}" for n in range(num_relations))
+    )

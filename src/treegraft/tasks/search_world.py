@@ -5,11 +5,13 @@
     search     e41 r5       ->  r5 of e41 is e7
     answer     e7
 
-A fact is a keyed hash of (world, entity, relation), so a world is one number and needs no table. The training questions
-share one world; every held-out and every warm-up question has a world of its own, so nothing can be learned by heart.
+A fact is a keyed hash of (world, entity, relation), so a world is one number and needs no table.
+The training questions share one world; every held-out and every warm-up question has a world of its
+own, so nothing can be learned by heart.
 
-With words = true the very same world speaks English (`treegraft.tasks.search_words`), and its expert has thoughts. With
-detour_prob and error_prob the expert is imperfect in the training questions (`SearchWorld.expert`).
+With words = true the very same world speaks English (`treegraft.tasks.search_words`), and its
+expert has thoughts. With detour_prob and error_prob the expert is imperfect in the training
+questions (`SearchWorld.expert`).
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class World:
         return wording(self.num_entities, self.num_relations, words=self.words)
 
     def look_up(self, entity: str, relation: str) -> str:
-        """Returns the entity that the relation leads to. Raises ValueError for one that the world does not have."""
+        """Returns the entity that the relation leads to. Raises ValueError for one that the world
+        does not have."""
         key = (f"e{self.entities.index(entity)}", f"r{self.relations.index(relation)}")
         return self.entities[keyed_int("fact", self.seed, *key) % self.num_entities]
 
@@ -97,11 +100,15 @@ class WorldSearch:
 class SearchWorld:
     """Questions of one to five hops, in equal shares by length."""
 
-    def __init__(self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int) -> None:
-        """Raises SettingError for lengths outside 1..5, or for more entities or relations than English has words."""
+    def __init__(
+        self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int
+    ) -> None:
+        """Raises SettingError for lengths outside 1..5, or for more entities or relations than
+        English has words."""
         if not settings.hops or not all(1 <= hops <= MAX_HOPS for hops in settings.hops):
             raise SettingError(
-                f"tasks.search_world.hops is {settings.hops}; expected one or more question lengths, each 1..{MAX_HOPS}"
+                f"tasks.search_world.hops is {settings.hops}; expected one or more question"
+                f" lengths, each 1..{MAX_HOPS}"
             )
         if settings.words:
             _check_words("num_entities", settings.num_entities, len(NAMES))
@@ -125,18 +132,21 @@ class SearchWorld:
         return (WorldSearch(self._settings, self._train_world.seed),)
 
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...]:
-        """Returns one search per hop and the answer: the one way to do it, unless the settings make the expert imperfect.
+        """Returns one search per hop and the answer: the one way to do it, unless the settings make
+        the expert imperfect.
 
-        Then the trace is a function of (task, seed), and with p = detour_prob and q = error_prob, drawn independently:
+        Then the trace is a function of (task, seed), and with p = detour_prob and q = error_prob,
+        drawn independently:
 
-        * before each right search comes a useless one with probability p: with p/2 another entity and any relation, with
-          p/2 the right entity and another relation, which the right search then corrects. So h hops take h (1 + p) calls
-          on average, 2 h at most;
-        * the answer is wrong with probability q: with q/2 an entity met on the way (asked about or found), with q/2 any,
-          in both cases not the right one, else evenly spread.
+        * before each right search comes a useless one with probability p: with p/2 another entity
+          and any relation, with p/2 the right entity and another relation, which the right search
+          then corrects. So h hops take h (1 + p) calls on average, 2 h at most;
+        * the answer is wrong with probability q: with q/2 an entity met on the way (asked about or
+          found), with q/2 any, in both cases not the right one, else evenly spread.
 
-        Only training questions, which a buffer is made of, are solved with faults: the warm-up still teaches the skill, and
-        its skill is still measured on held-out questions against faultless traces.
+        Only training questions, which a buffer is made of, are solved with faults: the warm-up
+        still teaches the skill, and its skill is still measured on held-out questions against
+        faultless traces.
 
         Raises:
             SettingError: the task is not a question of a search world.
@@ -163,25 +173,39 @@ class SearchWorld:
         """Returns the last entity that a search found; None before the first."""
         for step in reversed(steps):
             for observation in reversed(step.observations):
-                found = None if observation.is_error else self._train_world.wording.read_fact(observation.text)
+                found = (
+                    None
+                    if observation.is_error
+                    else self._train_world.wording.read_fact(observation.text)
+                )
                 if found is not None:
                     return found
         return None
 
-    def warmup_tasks(self, num: int, seed: int, hops: Sequence[int] | None = None) -> Sequence[Task]:
-        """Returns questions that each have a world of their own, none of them a training or held-out world.
+    def warmup_tasks(
+        self, num: int, seed: int, hops: Sequence[int] | None = None
+    ) -> Sequence[Task]:
+        """Returns questions that each have a world of their own, none of them a training or
+        held-out world.
 
         Args:
             hops: lengths in equal shares; None takes those of the settings.
         """
         lengths = tuple(hops or self._settings.hops)
         return tuple(
-            self._task("warmup", number, self._world(seed, "warmup", number), lengths[number % len(lengths)], set())
+            self._task(
+                "warmup",
+                number,
+                self._world(seed, "warmup", number),
+                lengths[number % len(lengths)],
+                set(),
+            )
             for number in range(num)
         )
 
     def vocabulary(self) -> Sequence[str]:
-        """Returns every word of questions, results, errors and answers; none where the world speaks English."""
+        """Returns every word of questions, results, errors and answers; none where the world speaks
+        English."""
         return self._train_world.wording.vocabulary()
 
     def report(self) -> Sequence[str]:
@@ -190,8 +214,11 @@ class SearchWorld:
         if not num_repeats:
             return ()
         return (
-            f"search_world: {num_repeats} of {len(self._train)} training questions occur more than once; a world of "
-            f"{self._settings.num_entities} entities and {self._settings.num_relations} relations has no more",
+            (
+                f"search_world: {num_repeats} of {len(self._train)} training questions occur more"
+                f" than once; a world of {self._settings.num_entities} entities and"
+                f" {self._settings.num_relations} relations has no more"
+            ),
         )
 
     @cached_property
@@ -199,14 +226,17 @@ class SearchWorld:
         seen: set[str] = set()
         hops = self._settings.hops
         return tuple(
-            self._task("train", number, self._train_world, hops[number % len(hops)], seen) for number in range(self._num_train)
+            self._task("train", number, self._train_world, hops[number % len(hops)], seen)
+            for number in range(self._num_train)
         )
 
     @cached_property
     def _eval(self) -> tuple[Task, ...]:
         hops = self._settings.hops
         return tuple(
-            self._task("eval", number, self._world(0, "eval", number), hops[number % len(hops)], set())
+            self._task(
+                "eval", number, self._world(0, "eval", number), hops[number % len(hops)], set()
+            )
             for number in range(self._num_eval)
         )
 
@@ -217,7 +247,8 @@ class SearchWorld:
         return _world(self._settings, high * 4 + lane)
 
     def _task(self, purpose: str, number: int, world: World, hops: int, seen: set[str]) -> Task:
-        """Returns a question with distinct entities on its way, and not one of `seen` while there are others."""
+        """Returns a question with distinct entities on its way, and not one of `seen` while there
+        are others."""
         for draw in range(_MAX_DRAWS):
             key = ("question", world.seed, purpose, number, draw)
             path, relations = _draw_path(world, hops, key)
@@ -232,8 +263,8 @@ class SearchWorld:
                     columns={"world": world.seed, "hops": hops, "path": list(path)},
                 )
         raise SettingError(
-            f"tasks.search_world: no question of {hops} hops with different entities found in a world of "
-            f"{world.num_entities} entities; raise tasks.search_world.num_entities"
+            f"tasks.search_world: no question of {hops} hops with different entities found in a"
+            f" world of {world.num_entities} entities; raise tasks.search_world.num_entities"
         )
 
     def _read(self, task: Task) -> tuple[list[str], str, World]:
@@ -241,8 +272,8 @@ class SearchWorld:
         found = world.wording.read_question(task.question)
         if found is None:
             raise SettingError(
-                f"task '{task.id}': '{task.question:.80}' is not a question of this search world, such as "
-                f"'{world.wording.example}'; name the source that made it, or leave it out"
+                f"task '{task.id}': '{task.question:.80}' is not a question of this search world,"
+                f" such as '{world.wording.example}'; name the source that made it, or leave it out"
             )
         return *found, world
 
@@ -254,8 +285,9 @@ def _world(settings: SearchWorldSettings, seed: int) -> World:
 def _check_words(name: str, num: int, limit: int) -> None:
     if num > limit:
         raise SettingError(
-            f"tasks.search_world.{name} is {num}; expected at most {limit} with tasks.search_world.words = true, which has "
-            "no more English words. Lower it, or set words = false"
+            f"tasks.search_world.{name} is {num}; expected at most {limit} with"
+            " tasks.search_world.words = true, which has no more English words. Lower it, or set"
+            " words = false"
         )
 
 
@@ -268,23 +300,31 @@ def _search_step(world: World, entity: str, relation: str, *, is_last: bool) -> 
     )
 
 
-def _useless_search(world: World, entity: str, relation: str, key: tuple[int | str, ...]) -> tuple[str, str]:
-    """Returns another entity and any relation, or as often the right entity and another relation."""
+def _useless_search(
+    world: World, entity: str, relation: str, key: tuple[int | str, ...]
+) -> tuple[str, str]:
+    """Returns another entity and any relation, or as often the right entity and another
+    relation."""
     if keyed_unit(*key, "kind") < 0.5:
         others = [other for other in world.entities if other != entity]
         return keyed_choice(others, *key, "entity"), keyed_choice(world.relations, *key, "relation")
-    return entity, keyed_choice([other for other in world.relations if other != relation], *key, "relation")
+    return entity, keyed_choice(
+        [other for other in world.relations if other != relation], *key, "relation"
+    )
 
 
 def _wrong_answer(world: World, met: Sequence[str], right: str, key: tuple[int | str, ...]) -> str:
     """Returns an entity that was met, or as often any; never the right one."""
     is_met = keyed_unit(*key, "kind") < 0.5
-    others = [entity for entity in (dict.fromkeys(met) if is_met else world.entities) if entity != right]
+    others = [
+        entity for entity in (dict.fromkeys(met) if is_met else world.entities) if entity != right
+    ]
     return keyed_choice(others, *key, "entity")
 
 
 def _draw_path(world: World, hops: int, key: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """Returns the entities (hops + 1) and the relations (hops, all different) of a way through the world."""
+    """Returns the entities (hops + 1) and the relations (hops, all different) of a way through the
+    world."""
     left = list(world.relations)
     path = [keyed_choice(world.entities, *key, "start")]
     relations: list[str] = []

@@ -12,14 +12,27 @@ from treegraft.tools.environments.verifiers import VerifiersOptions, read_tasks
 
 
 class VerifiersTasks(OpenTasks):
-    """The first tasks of a taskset for training, the next ones held out; without references, since the environment rewards."""
+    """The first tasks of a taskset for training, the next ones held out; without references, since
+    the environment rewards."""
 
-    def __init__(self, *, seed: int, num_train: int, num_eval: int, taskset: str, settings: dict[str, Any] | None = None) -> None:
-        """Raises `SettingError` and `DataError` for a taskset that cannot be had, or that has too few tasks to hold any out."""
+    def __init__(
+        self,
+        *,
+        seed: int,
+        num_train: int,
+        num_eval: int,
+        taskset: str,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """Raises `SettingError` and `DataError` for a taskset that cannot be had, or that has too
+        few tasks to hold any out."""
         options = VerifiersOptions(taskset=taskset, settings=settings or {})
         tasks = read_tasks(options, num_train + num_eval, "tasks.options")
         if len(tasks) <= num_eval:
-            raise DataError(f"tasks.options: '{taskset}' has {len(tasks)} tasks; expected more than tasks.num_eval = {num_eval}.")
+            raise DataError(
+                f"tasks.options: '{taskset}' has {len(tasks)} tasks; expected more than"
+                f" tasks.num_eval = {num_eval}."
+            )
         num = len(tasks) - num_eval
         self._train, self._eval = tasks[:num], tasks[num:]
 

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     """Returns the tasks' own tools, then those that `settings.use` names, in its order.
 
-    Raises `SettingError` for an unknown name, an import path that leads to no tool, and two tools of one name; what a
-    tool raises on its settings (`DataError` for a search corpus) passes through.
+    Raises `SettingError` for an unknown name, an import path that leads to no tool, and two tools
+    of one name; what a tool raises on its settings (`DataError` for a search corpus) passes
+    through.
     """
     tools = list(own)
     own_names = {tool.name for tool in own}
@@ -29,8 +30,14 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     for entry in settings.use:
         tool = _build(entry, settings)
         if tool.name in seen:
-            reason = "the tasks bring a tool of that name" if tool.name in own_names else "it is there already"
-            raise SettingError(f"tools.use: '{entry}' gives a tool named '{tool.name}', but {reason}.")
+            reason = (
+                "the tasks bring a tool of that name"
+                if tool.name in own_names
+                else "it is there already"
+            )
+            raise SettingError(
+                f"tools.use: '{entry}' gives a tool named '{tool.name}', but {reason}."
+            )
         seen.add(tool.name)
         tools.append(tool)
     if settings.mcp:
@@ -42,17 +49,20 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
             for served in found:
                 served.stop()
             raise SettingError(
-                f"tools.mcp: '{twice[0].own_name}' is named '{twice[0].name}' here, but there is a tool of that name."
+                f"tools.mcp: '{twice[0].own_name}' is named '{twice[0].name}' here, but there is a"
+                " tool of that name."
             )
         tools += found
     return tools
 
 
 def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
-    """Returns what makes the environments of a recipe, None where it has none; nothing has been started.
+    """Returns what makes the environments of a recipe, None where it has none; nothing has been
+    started.
 
     Raises:
-        SettingError: an import path that leads to no environment, or a server or package that cannot be had.
+        SettingError: an import path that leads to no environment, or a server or package that
+            cannot be had.
     """
     if not settings.kind:
         return None
@@ -67,7 +77,9 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
         return VerifiersEnvironments(settings)
     found = load_object(settings.kind)
     if not isinstance(found, type):
-        raise SettingError(f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class.")
+        raise SettingError(
+            f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class."
+        )
     return ClassEnvironments(found, settings.kind, settings)
 
 
@@ -126,10 +138,14 @@ def open_search(settings: SearchToolSettings) -> SearchBackend:
     if settings.kind == "web":
         from treegraft.tools.search.web import WebSearch
 
-        return WebSearch(settings.provider, base_url=settings.base_url, timeout_s=settings.timeout_s)
+        return WebSearch(
+            settings.provider, base_url=settings.base_url, timeout_s=settings.timeout_s
+        )
     from treegraft.tools.search.tool import open_corpus
 
-    return open_corpus(settings.corpus, settings.kind, encoder=settings.encoder, index_dir=settings.index_dir)
+    return open_corpus(
+        settings.corpus, settings.kind, encoder=settings.encoder, index_dir=settings.index_dir
+    )
 
 
 def _as_tool(found: Any, entry: str) -> Tool:
@@ -137,9 +153,13 @@ def _as_tool(found: Any, entry: str) -> Tool:
         try:
             found = found()
         except TypeError as error:
-            raise SettingError(f"tools.use: the class '{entry}' cannot be made without arguments: {error}") from error
+            raise SettingError(
+                f"tools.use: the class '{entry}' cannot be made without arguments: {error}"
+            ) from error
     if isinstance(found, Tool):
         return found
     if callable(found):
         return FunctionTool(found)
-    raise SettingError(f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool.")
+    raise SettingError(
+        f"tools.use: '{entry}' is a {type(found).__name__}; expected a function or a tool."
+    )

@@ -1,4 +1,5 @@
-"""Results of tool calls in one SQLite file, which outlive the run and can stand in for the tools (replay).
+"""Results of tool calls in one SQLite file, which outlive the run and can stand in for the tools
+(replay).
 
 An error is never stored. Several processes may share a file.
 """
@@ -25,21 +26,32 @@ class ResultCache:
     def __init__(self, path: str, *, must_exist: bool = False) -> None:
         """Opens the file, made where it is missing.
 
-        Raises `DataError` for a file that cannot be opened or is no cache, and one that is missing with `must_exist`.
+        Raises `DataError` for a file that cannot be opened or is no cache, and one that is missing
+        with `must_exist`.
         """
         self.path = os.path.expanduser(os.path.expandvars(path))
         self._lock = threading.Lock()
         if must_exist and not os.path.isfile(self.path):
-            raise DataError(f"tool cache '{self.path}': there is no such file, and a replay answers from it alone.")
+            raise DataError(
+                f"tool cache '{self.path}': there is no such file, and a replay answers from it"
+                " alone."
+            )
         try:
             Path(self.path).parent.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(self.path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None)
+            self._database = sqlite3.connect(
+                self.path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None
+            )
             self._database.execute("PRAGMA journal_mode = WAL")
             # What a crash of the machine may take is asked for again.
             self._database.execute("PRAGMA synchronous = OFF")
-            self._database.execute("CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, tool TEXT, body TEXT, text TEXT)")
+            self._database.execute(
+                "CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, tool TEXT, body TEXT,"
+                " text TEXT)"
+            )
         except (OSError, sqlite3.Error) as error:
-            raise DataError(f"tool cache '{self.path}': it cannot be opened: {error}. Check tools.cache_path.") from error
+            raise DataError(
+                f"tool cache '{self.path}': it cannot be opened: {error}. Check tools.cache_path."
+            ) from error
 
     def __len__(self) -> int:
         """Returns the number of results."""
@@ -47,13 +59,17 @@ class ResultCache:
             return int(self._database.execute("SELECT COUNT(*) FROM results").fetchone()[0])
 
     def get(self, tool: Tool, body: str) -> str | None:
-        """Returns the text of a call, None where it is not there. Raises `sqlite3.Error` for a damaged file."""
+        """Returns the text of a call, None where it is not there. Raises `sqlite3.Error` for a
+        damaged file."""
         with self._lock:
-            row = self._database.execute("SELECT text FROM results WHERE key = ?", (_key(tool, body),)).fetchone()
+            row = self._database.execute(
+                "SELECT text FROM results WHERE key = ?", (_key(tool, body),)
+            ).fetchone()
         return None if row is None else _decoded(row[0])
 
     def put(self, tool: Tool, body: str, text: str) -> None:
-        """Stores the text of a successful call. Raises `sqlite3.Error` for a full disk or a damaged file."""
+        """Stores the text of a successful call. Raises `sqlite3.Error` for a full disk or a damaged
+        file."""
         row = (_key(tool, body), tool.name, json.dumps(body), json.dumps(text))
         with self._lock:
             self._database.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)", row)

@@ -22,10 +22,11 @@ from treegraft.tools.own_thread import run_in_thread
 class FunctionTool:
     """A typed function with a docstring, sync or async, as a tool.
 
-    Its name is the tool's, the first paragraph of its docstring the description. A single `str` parameter receives the
-    body as it is, a single parameter of another type the body read as JSON, several parameters the fields of a JSON
-    object. A parameter annotated `Task` receives the task. `func.capability` and `func.cacheable` override "stateless"
-    and False; `func.is_remote` and `func.fingerprint` are taken over (see `treegraft.core.interfaces.Tool`).
+    Its name is the tool's, the first paragraph of its docstring the description. A single `str`
+    parameter receives the body as it is, a single parameter of another type the body read as JSON,
+    several parameters the fields of a JSON object. A parameter annotated `Task` receives the task.
+    `func.capability` and `func.cacheable` override "stateless" and False; `func.is_remote` and
+    `func.fingerprint` are taken over (see `treegraft.core.interfaces.Tool`).
 
         def double(number: int) -> str:
             "Doubles a number."
@@ -36,14 +37,19 @@ class FunctionTool:
         """Args:
         is_method: `func` stands in a class; `bound_to` gives it an object.
 
-        Raises `SettingError` for a function without a docstring or annotations, or with a name that makes no tag.
+        Raises `SettingError` for a function without a docstring or annotations, or with a name that
+        makes no tag.
         """
         self.name = getattr(func, "__name__", "")
         if not re.fullmatch(r"[a-z][a-z_]*", self.name):
-            raise SettingError(f"tool '{self.name}': a tool's name consists of lower-case letters and underscores.")
+            raise SettingError(
+                f"tool '{self.name}': a tool's name consists of lower-case letters and underscores."
+            )
         self.description = " ".join(re.split(r"\n\s*\n", inspect.getdoc(func) or "")[0].split())
         if not self.description:
-            raise SettingError(f"tool '{self.name}' has no docstring; its first paragraph tells the agent its use.")
+            raise SettingError(
+                f"tool '{self.name}' has no docstring; its first paragraph tells the agent its use."
+            )
         self.capability = _capability(func, self.name)
         self.cacheable = bool(getattr(func, "cacheable", False))
         self.is_remote = bool(getattr(func, "is_remote", False))
@@ -54,30 +60,44 @@ class FunctionTool:
         annotations = _annotations(func, self._signature, self.name)
         self._task_params = [name for name, annotation in annotations.items() if annotation is Task]
         self._takes_raw_body = [a for a in annotations.values() if a is not Task] == [str]
-        self._params = {n: _adapter(a, n, self.name) for n, a in annotations.items() if a is not Task}
-        self.signature = Signature(self._schema(), next(iter(self._params)) if self._takes_raw_body else None)
+        self._params = {
+            n: _adapter(a, n, self.name) for n, a in annotations.items() if a is not Task
+        }
+        self.signature = Signature(
+            self._schema(), next(iter(self._params)) if self._takes_raw_body else None
+        )
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns what the function returned (the toolbox turns other types into text).
 
-        Raises `ToolError` for a body that does not fit the parameters, and whatever the function raises.
+        Raises `ToolError` for a body that does not fit the parameters, and whatever the function
+        raises.
         """
         bound = self._signature.bind_partial()
         bound.arguments.update(dict.fromkeys(self._task_params, task))
         bound.arguments.update(self._arguments(body))
         # Positional parameters are passed in the order in which they stand here.
-        bound.arguments = {n: bound.arguments[n] for n in self._signature.parameters if n in bound.arguments}
+        bound.arguments = {
+            n: bound.arguments[n] for n in self._signature.parameters if n in bound.arguments
+        }
 
         def call() -> Any:
             return self._func(*bound.args, **bound.kwargs)
 
-        result = call() if inspect.iscoroutinefunction(self._func) else await self._run_blocking(call)
+        result = (
+            call() if inspect.iscoroutinefunction(self._func) else await self._run_blocking(call)
+        )
         if inspect.isawaitable(result):
             result = await result
         return result  # type: ignore[no-any-return]
 
-    def bound_to(self, method: Callable[..., Any], run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]]) -> FunctionTool:
-        """Returns the same tool on an object's method; `run_blocking` runs it where it is not async."""
+    def bound_to(
+        self,
+        method: Callable[..., Any],
+        run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]],
+    ) -> FunctionTool:
+        """Returns the same tool on an object's method; `run_blocking` runs it where it is not
+        async."""
         tool = copy.copy(self)
         tool._func, tool._run_blocking = method, run_blocking
         return tool
@@ -93,17 +113,25 @@ class FunctionTool:
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ToolError(f"{self.name} needs JSON, {self._usage()}; this is not JSON: {error}") from None
-        if len(self._params) == 1 and not (isinstance(fields, dict) and fields.keys() == self._params.keys()):
+            raise ToolError(
+                f"{self.name} needs JSON, {self._usage()}; this is not JSON: {error}"
+            ) from None
+        if len(self._params) == 1 and not (
+            isinstance(fields, dict) and fields.keys() == self._params.keys()
+        ):
             fields = {next(iter(self._params)): fields}
         if not isinstance(fields, dict):
-            raise ToolError(f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}")
+            raise ToolError(
+                f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}"
+            )
         return self._checked(fields)
 
     def _checked(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         unknown = [name for name in fields if name not in self._params]
         if unknown:
-            raise ToolError(f"{self.name} has no parameter '{unknown[0]}'; it takes {self._usage()}")
+            raise ToolError(
+                f"{self.name} has no parameter '{unknown[0]}'; it takes {self._usage()}"
+            )
         arguments: dict[str, Any] = {}
         for name, adapter in self._params.items():
             if name in fields:
@@ -118,13 +146,20 @@ class FunctionTool:
 
     def _schema(self) -> dict[str, Any]:
         """The JSON schema of the arguments, with what the docstring says of each."""
-        inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [(n, "validation", a) for n, a in self._params.items()]
+        inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
+            (n, "validation", a) for n, a in self._params.items()
+        ]
         try:
             found, definitions = TypeAdapter.json_schemas(inputs)
         except PydanticUserError as error:
-            raise SettingError(f"tool '{self.name}': its parameters have no JSON schema: {error.message}") from error
+            raise SettingError(
+                f"tool '{self.name}': its parameters have no JSON schema: {error.message}"
+            ) from error
         told = _told_of(inspect.getdoc(self._func) or "", self._params)
-        properties = {n: {**found[n, "validation"], **({"description": told[n]} if n in told else {})} for n in self._params}
+        properties = {
+            n: {**found[n, "validation"], **({"description": told[n]} if n in told else {})}
+            for n in self._params
+        }
         blank = inspect.Parameter.empty
         required = [n for n in self._params if self._signature.parameters[n].default is blank]
         return {"type": "object", "properties": properties, "required": required, **definitions}
@@ -139,10 +174,15 @@ def _without_self(func: Callable[..., Any]) -> inspect.Signature:
 
 
 def _told_of(docstring: str, names: Iterable[str]) -> dict[str, str]:
-    """What the lines "name: text" of a docstring say of the parameters, further lines of a text included."""
+    """What the lines "name: text" of a docstring say of the parameters, further lines of a text
+    included."""
     told: dict[str, str] = {}
     for name in names:
-        found = re.search(rf"^([ \t]*){re.escape(name)}(?: \([^)\n]*\))?:[ \t]+(.+(?:\n\1[ \t]+\S.*)*)", docstring, re.MULTILINE)
+        found = re.search(
+            rf"^([ \t]*){re.escape(name)}(?: \([^)\n]*\))?:[ \t]+(.+(?:\n\1[ \t]+\S.*)*)",
+            docstring,
+            re.MULTILINE,
+        )
         if found:
             told[name] = " ".join(found[2].split())
     return told
@@ -154,20 +194,31 @@ def _capability(func: Callable[..., Any], name: str) -> Capability:
         return Capability(value)
     except ValueError:
         kinds = ", ".join(f"'{kind}'" for kind in Capability)
-        raise SettingError(f"tool '{name}': capability is {value!r}, expected one of {kinds}.") from None
+        raise SettingError(
+            f"tool '{name}': capability is {value!r}, expected one of {kinds}."
+        ) from None
 
 
-def _annotations(func: Callable[..., Any], signature: inspect.Signature, name: str) -> dict[str, Any]:
+def _annotations(
+    func: Callable[..., Any], signature: inspect.Signature, name: str
+) -> dict[str, Any]:
     try:
         hints = get_type_hints(func)
     except Exception as error:
-        raise SettingError(f"tool '{name}': its annotations cannot be read: {type(error).__name__}: {error}") from error
+        raise SettingError(
+            f"tool '{name}': its annotations cannot be read: {type(error).__name__}: {error}"
+        ) from error
     annotations: dict[str, Any] = {}
     for parameter in signature.parameters.values():
         if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise SettingError(f"tool '{name}': parameter '*{parameter.name}' cannot be filled; name each parameter.")
+            raise SettingError(
+                f"tool '{name}': parameter '*{parameter.name}' cannot be filled; name each"
+                " parameter."
+            )
         if parameter.name not in hints:
-            raise SettingError(f"tool '{name}': parameter '{parameter.name}' has no annotation, such as 'str'.")
+            raise SettingError(
+                f"tool '{name}': parameter '{parameter.name}' has no annotation, such as 'str'."
+            )
         annotations[parameter.name] = hints[parameter.name]
     return annotations
 
@@ -177,5 +228,6 @@ def _adapter(annotation: Any, parameter: str, name: str) -> TypeAdapter[Any]:
         return TypeAdapter(annotation)
     except PydanticUserError as error:
         raise SettingError(
-            f"tool '{name}': parameter '{parameter}' is annotated {annotation}, which cannot be read from JSON."
+            f"tool '{name}': parameter '{parameter}' is annotated {annotation}, which cannot be"
+            " read from JSON."
         ) from error

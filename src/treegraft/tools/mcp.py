@@ -1,7 +1,8 @@
 """Model Context Protocol servers as sets of tools, through the official SDK (the extra "mcp").
 
-Each server has a thread with an event loop of its own, in which the one connection to it lives from the start of a run to its end:
-whoever calls a tool may live in another loop. A connection that ends by itself is opened again, a limited number of times.
+Each server has a thread with an event loop of its own, in which the one connection to it lives from
+the start of a run to its end: whoever calls a tool may live in another loop. A connection that ends
+by itself is opened again, a limited number of times.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from treegraft.core.types import Task
 from treegraft.settings.config import McpSettings
 
 CLOSE_S = 10.0
-"""Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a few."""
+"""Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a
+few."""
 BACKOFF_S = 0.2
 """Wait before the first restart, in seconds; it doubles each time."""
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -35,14 +37,18 @@ _log = logging.getLogger(__name__)
 class McpTool:
     """One tool of a server."""
 
-    def __init__(self, server: McpServer, described: Any, *, capability: Capability, cacheable: bool) -> None:
+    def __init__(
+        self, server: McpServer, described: Any, *, capability: Capability, cacheable: bool
+    ) -> None:
         """Args:
         described: the SDK's description of the tool.
         """
         self.own_name = str(described.name)
         """What the server calls it."""
         self.name = tag_of(self.own_name)
-        self.description = " ".join((described.description or described.title or f"The tool {self.own_name}.").split())
+        self.description = " ".join(
+            (described.description or described.title or f"The tool {self.own_name}.").split()
+        )
         self.capability = capability
         self.cacheable = cacheable
         self.signature = signature_from(described.input_schema)
@@ -51,8 +57,9 @@ class McpTool:
     async def __call__(self, body: str, task: Task) -> str:
         """Returns the texts of the result.
 
-        Raises `ToolError` for arguments that are no JSON object, for what the server calls an error, and where the server ended
-        during the call; `ToolUnavailable` where there is no server any more.
+        Raises `ToolError` for arguments that are no JSON object, for what the server calls an
+        error, and where the server ended during the call; `ToolUnavailable` where there is no
+        server any more.
         """
         text_parameter = self.signature.text_parameter
         if text_parameter is not None:
@@ -60,9 +67,13 @@ class McpTool:
         try:
             arguments = json.loads(body) if body.strip() else {}
         except (ValueError, RecursionError) as error:
-            raise ToolError(f"{self.name} needs a JSON object of its arguments; this is not JSON: {error}") from None
+            raise ToolError(
+                f"{self.name} needs a JSON object of its arguments; this is not JSON: {error}"
+            ) from None
         if not isinstance(arguments, dict):
-            raise ToolError(f"{self.name} needs a JSON object of its arguments; got {type(arguments).__name__}")
+            raise ToolError(
+                f"{self.name} needs a JSON object of its arguments; got {type(arguments).__name__}"
+            )
         return await self._server.call(self.own_name, arguments)
 
     async def close(self) -> None:
@@ -80,17 +91,21 @@ class McpServer:
     def __init__(self, settings: McpSettings) -> None:
         """Starts or reaches the server and reads its list of tools.
 
-        Raises `SettingError` where the SDK is missing, an environment variable is not set, or the server gives no tools in time.
+        Raises `SettingError` where the SDK is missing, an environment variable is not set, or the
+        server gives no tools in time.
         """
         try:
             import mcp  # noqa: F401
         except ImportError as error:
             raise SettingError(
-                "tools.mcp: the package 'mcp' is not installed, which speaks to servers; run: pip install 'treegraft[mcp]'"
+                "tools.mcp: the package 'mcp' is not installed, which speaks to servers; run: pip"
+                " install 'treegraft[mcp]'"
             ) from error
         self.settings = settings
         self._env = {name: _variable(name, settings) for name in settings.env}
-        self._token = None if settings.token_env is None else _variable(settings.token_env, settings)
+        self._token = (
+            None if settings.token_env is None else _variable(settings.token_env, settings)
+        )
         self._num_restarts = 0
         self._client: Any = None
         self._error = ""
@@ -100,7 +115,9 @@ class McpServer:
         self._changed, self._connected = asyncio.Event(), asyncio.Event()
         self._supervisor: asyncio.Task[Any] | None = None
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, daemon=True, name=f"treegraft-mcp-{settings.name}")
+        self._thread = threading.Thread(
+            target=self._run, daemon=True, name=f"treegraft-mcp-{settings.name}"
+        )
         self._thread.start()
         atexit.register(self.close)
         try:
@@ -108,13 +125,19 @@ class McpServer:
         except TimeoutError as error:
             self.close()
             raise SettingError(
-                f"{self._place}: no list of tools within start_timeout_s = {settings.start_timeout_s:g} s."
+                f"{self._place}: no list of tools within start_timeout_s ="
+                f" {settings.start_timeout_s:g} s."
             ) from error
         except Exception as error:
             words = self._last_words()
             self.close()
-            raise SettingError(f"{self._place}: it could not be started or reached: {error}{words}") from error
-        self.tools = [McpTool(self, one, capability=self._capability(one), cacheable=settings.cacheable) for one in described]
+            raise SettingError(
+                f"{self._place}: it could not be started or reached: {error}{words}"
+            ) from error
+        self.tools = [
+            McpTool(self, one, capability=self._capability(one), cacheable=settings.cacheable)
+            for one in described
+        ]
         """What it offers, in its order."""
 
     @property
@@ -126,15 +149,21 @@ class McpServer:
         if self.settings.capability != "auto":
             return Capability(self.settings.capability)
         hints = described.annotations
-        return Capability.STATELESS if hints is not None and hints.read_only_hint else Capability.NONE
+        return (
+            Capability.STATELESS if hints is not None and hints.read_only_hint else Capability.NONE
+        )
 
     # Calls, from any event loop
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Returns the texts of a result. Raises as `McpTool` does."""
         if self._is_closing or not self._thread.is_alive():
-            raise ToolUnavailable(f"the MCP server '{self.settings.name}' has ended: {self._error or 'it was closed'}")
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._call(name, dict(arguments)), self._loop))
+            raise ToolUnavailable(
+                f"the MCP server '{self.settings.name}' has ended: {self._error or 'it was closed'}"
+            )
+        return await asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(self._call(name, dict(arguments)), self._loop)
+        )
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         from mcp import MCPError
@@ -151,7 +180,9 @@ class McpServer:
                 raise ToolError(error.message or "the call failed") from None
             self._lose(client, error.message)
         except ValueError as error:  # a result in no known shape
-            raise ToolError(f"the server answered in an unknown shape: {str(error).splitlines()[0]}") from None
+            raise ToolError(
+                f"the server answered in an unknown shape: {str(error).splitlines()[0]}"
+            ) from None
         except Exception as error:  # whatever the transport raises when its other end is gone
             self._lose(client, f"{type(error).__name__}: {error}")
         else:
@@ -174,7 +205,10 @@ class McpServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._supervise())
-        except (Exception, asyncio.CancelledError) as error:  # reported to who waits for the list, else to later calls
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ) as error:  # reported to who waits for the list, else to later calls
             self._error = f"{type(error).__name__}: {error}"
         finally:
             if not self._listed.done():
@@ -198,10 +232,20 @@ class McpServer:
             if self._is_closing:
                 return
             if self._num_restarts >= self.settings.max_restarts:
-                _log.warning("%s ended and stays so after %d restarts: %s", self._place, self._num_restarts, self._error)
+                _log.warning(
+                    "%s ended and stays so after %d restarts: %s",
+                    self._place,
+                    self._num_restarts,
+                    self._error,
+                )
                 break
             self._num_restarts += 1
-            _log.warning("%s ended: %s; restart %d", self._place, self._error + self._last_words(), self._num_restarts)
+            _log.warning(
+                "%s ended: %s; restart %d",
+                self._place,
+                self._error + self._last_words(),
+                self._num_restarts,
+            )
             await asyncio.sleep(BACKOFF_S * 2 ** (self._num_restarts - 1))
         # Whoever waits for a connection learns that there is none.
         self._client = None
@@ -233,13 +277,18 @@ class McpServer:
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
             # A tool may take long; its deadline is the tool box's.
             timeout = httpx2.Timeout(self.settings.start_timeout_s, read=None)
-            http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout))
+            http = await stack.enter_async_context(
+                httpx2.AsyncClient(headers=headers, timeout=timeout)
+            )
             return streamable_http_client(self.settings.url, http_client=http)
         command, *args = [os.path.expandvars(word) for word in self.settings.command]
-        return stdio_client(StdioServerParameters(command=command, args=args, env=self._env), errlog=self._errors)
+        return stdio_client(
+            StdioServerParameters(command=command, args=args, env=self._env), errlog=self._errors
+        )
 
     def _last_words(self) -> str:
-        """What a command wrote last to its standard error, for a message; empty where nothing is left of it."""
+        """What a command wrote last to its standard error, for a message; empty where nothing is
+        left of it."""
         try:
             self._errors.seek(0)
             lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
@@ -271,7 +320,8 @@ def open_servers(settings: Sequence[McpSettings]) -> list[McpTool]:
     """Returns the tools of all servers, started.
 
     Raises:
-        SettingError: a server that does not start, or two tools of one name; the others are ended again.
+        SettingError: a server that does not start, or two tools of one name; the others are ended
+            again.
     """
     servers: list[McpServer] = []
     tools: dict[str, McpTool] = {}
@@ -281,15 +331,19 @@ def open_servers(settings: Sequence[McpSettings]) -> list[McpTool]:
             for tool in servers[-1].tools:
                 if tool.name in tools:
                     raise SettingError(
-                        f"tools.mcp: '{tool.own_name}' of server '{one.name}' and '{tools[tool.name].own_name}' are both named "
-                        f"'{tool.name}' here; leave one of them out with `tools`."
+                        f"tools.mcp: '{tool.own_name}' of server '{one.name}' and"
+                        f" '{tools[tool.name].own_name}' are both named '{tool.name}' here; leave"
+                        " one of them out with `tools`."
                     )
                 if not one.tools or tool.own_name in one.tools:
                     tools[tool.name] = tool
             unknown = set(one.tools) - {tool.own_name for tool in servers[-1].tools}
             if unknown:
                 offered = ", ".join(tool.own_name for tool in servers[-1].tools)
-                raise SettingError(f"tools.mcp: server '{one.name}' has no tool {sorted(unknown)}; it offers {offered or 'none'}.")
+                raise SettingError(
+                    f"tools.mcp: server '{one.name}' has no tool {sorted(unknown)}; it offers"
+                    f" {offered or 'none'}."
+                )
     except BaseException:
         for server in servers:
             server.close()
@@ -309,17 +363,23 @@ async def _list_tools(client: Any) -> list[Any]:
 
 
 def tag_of(name: str) -> str:
-    """Returns a server's name of a tool in lower-case letters and underscores, as a tag needs it: readFile2 gives read_file_two."""
+    """Returns a server's name of a tool in lower-case letters and underscores, as a tag needs it:
+    readFile2 gives read_file_two."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     spelled = re.sub(r"[0-9]", lambda digit: f"_{_DIGITS[int(digit[0])]}_", parted)
     return re.sub(r"[^a-z]+", "_", spelled.lower()).strip("_") or "tool"
 
 
 def signature_from(schema: Mapping[str, Any]) -> Signature:
-    """Returns the signature of a tool with this JSON schema; a single text is a call's whole body."""
+    """Returns the signature of a tool with this JSON schema; a single text is a call's whole
+    body."""
     properties = schema.get("properties") or {}
     single = next(iter(properties), None) if len(properties) == 1 else None
-    is_text = single is not None and isinstance(properties[single], Mapping) and properties[single].get("type") == "string"
+    is_text = (
+        single is not None
+        and isinstance(properties[single], Mapping)
+        and properties[single].get("type") == "string"
+    )
     return Signature(dict(schema), single if is_text else None)
 
 
@@ -330,7 +390,11 @@ def _text_of(result: Any) -> str:
         resource = getattr(block, "resource", None)
         text = getattr(block, "text", None) or getattr(resource, "text", None)
         if text is None and block.type != "text":
-            kind = getattr(block, "mime_type", None) or getattr(resource, "mime_type", None) or block.type
+            kind = (
+                getattr(block, "mime_type", None)
+                or getattr(resource, "mime_type", None)
+                or block.type
+            )
             place = getattr(block, "uri", None) or getattr(resource, "uri", None)
             text = f"[{kind}{f' at {place}' if place else ', not shown'}]"
         parts.append(text or "")
@@ -342,7 +406,10 @@ def _text_of(result: Any) -> str:
 def _variable(name: str, settings: McpSettings) -> str:
     value = os.environ.get(name)
     if not value:
-        raise SettingError(f"tools.mcp: server '{settings.name}' asks for the environment variable {name}, which is not set.")
+        raise SettingError(
+            f"tools.mcp: server '{settings.name}' asks for the environment variable {name}, which"
+            " is not set."
+        )
     return value
 
 

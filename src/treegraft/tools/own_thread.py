@@ -1,4 +1,5 @@
-"""Blocking calls off the event loop, in daemon threads: one that hangs holds up neither the loop nor the exit."""
+"""Blocking calls off the event loop, in daemon threads: one that hangs holds up neither the loop
+nor the exit."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ T = TypeVar("T")
 async def run_in_thread(call: Callable[[], T]) -> T:
     """Returns what `call` returns, run in a daemon thread of its own.
 
-    Raises what `call` raises; an exception that would end or confuse the event loop arrives as `RuntimeError`.
+    Raises what `call` raises; an exception that would end or confuse the event loop arrives as
+    `RuntimeError`.
     """
     job, future = _job(call)
     threading.Thread(target=job, daemon=True, name="treegraft-tool").start()

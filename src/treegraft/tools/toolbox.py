@@ -1,4 +1,5 @@
-"""Runs the agents' tool calls: deadlines, output cap, caches, retries, a rate limit, and failures as observations."""
+"""Runs the agents' tool calls: deadlines, output cap, caches, retries, a rate limit, and failures
+as observations."""
 
 from __future__ import annotations
 
@@ -45,8 +46,9 @@ class _Usage:
 class Toolbox:
     """The tools of a run, called by name.
 
-    Observations depend on the call alone, never on the cache or on timing (short of the deadline): `is_cached` stays
-    False, since which of two equal calls comes first is a matter of luck; hits are counted in the metrics.
+    Observations depend on the call alone, never on the cache or on timing (short of the deadline):
+    `is_cached` stays False, since which of two equal calls comes first is a matter of luck; hits
+    are counted in the metrics.
     """
 
     def __init__(
@@ -64,27 +66,33 @@ class Toolbox:
         replay: bool = False,
         environments: Environments | None = None,
     ) -> None:
-        """Args:
-        deadline_s: longest run of one call, retries included, in seconds, counted from its start and not from its place in
+        """Args: deadline_s: longest run of one call, retries included, in seconds, counted from its
+        start and not from its place in
             the queue.
-        max_output_chars: longest text of an observation, its note about the cut included.
-        cache: answer repeated calls of cacheable tools from memory, and from `store`.
-        max_concurrent: calls that run at once.
-        num_retries: further tries of a remote tool's call whose service failed.
-        backoff_s: wait before the first of them, in seconds; it doubles each time.
-        max_calls_per_s: calls of one remote tool started in a second; None for no limit.
-        store: results on disk, of cacheable tools with a fingerprint; None for none. Closed with the box.
-        replay: such tools are never run; a call that `store` does not hold raises `ToolUnavailable`.
-        environments: what each trajectory acts in; their tools are among `tools`. None for none.
+        max_output_chars: longest text of an observation, its note about the cut included. cache:
+        answer repeated calls of cacheable tools from memory, and from `store`. max_concurrent:
+        calls that run at once. num_retries: further tries of a remote tool's call whose service
+        failed. backoff_s: wait before the first of them, in seconds; it doubles each time.
+        max_calls_per_s: calls of one remote tool started in a second; None for no limit. store:
+        results on disk, of cacheable tools with a fingerprint; None for none. Closed with the box.
+        replay: such tools are never run; a call that `store` does not hold raises
+        `ToolUnavailable`. environments: what each trajectory acts in; their tools are among
+        `tools`. None for none.
 
         Raises `SettingError` for two tools of one name, and for a replay without a store.
         """
         if replay and (store is None or not cache):
-            raise SettingError("tools.replay answers from tools.cache_path alone: name the file, and leave tools.cache on.")
+            raise SettingError(
+                "tools.replay answers from tools.cache_path alone: name the file, and leave"
+                " tools.cache on."
+            )
         self._tools: dict[str, Tool] = {}
         for tool in tools:
             if tool.name in self._tools:
-                raise SettingError(f"two tools are named '{tool.name}'; a name is the agent's tag and must be unique.")
+                raise SettingError(
+                    f"two tools are named '{tool.name}'; a name is the agent's tag and must be"
+                    " unique."
+                )
             self._tools[tool.name] = tool
         self._deadline_s = deadline_s
         self._max_output_chars = max_output_chars
@@ -104,8 +112,14 @@ class Toolbox:
         self._usage = {name: _Usage() for name in self._tools}
 
     @classmethod
-    def from_settings(cls, tools: Sequence[Tool], settings: ToolsSettings, environments: Environments | None = None) -> Toolbox:
-        """Returns the box that `settings` describe; raises `DataError` for a cache file that cannot be used."""
+    def from_settings(
+        cls,
+        tools: Sequence[Tool],
+        settings: ToolsSettings,
+        environments: Environments | None = None,
+    ) -> Toolbox:
+        """Returns the box that `settings` describe; raises `DataError` for a cache file that cannot
+        be used."""
         has_store = bool(settings.cache_path) and settings.cache
         return cls(
             tools,
@@ -116,7 +130,9 @@ class Toolbox:
             num_retries=settings.num_retries,
             backoff_s=settings.backoff_s,
             max_calls_per_s=settings.max_calls_per_s,
-            store=ResultCache(settings.cache_path, must_exist=settings.replay) if has_store else None,
+            store=(
+                ResultCache(settings.cache_path, must_exist=settings.replay) if has_store else None
+            ),
             replay=settings.replay,
             environments=environments,
         )
@@ -127,8 +143,13 @@ class Toolbox:
         return self._tools
 
     def sessions(self, task: Task) -> Sessions:
-        """Returns what the trajectories of one tree make their calls through; to be used in `async with`."""
-        return Sessions(self, task) if self._environments is None else self._environments.sessions(self, task)
+        """Returns what the trajectories of one tree make their calls through; to be used in `async
+        with`."""
+        return (
+            Sessions(self, task)
+            if self._environments is None
+            else self._environments.sessions(self, task)
+        )
 
     async def call(self, call: ToolCall, task: Task, *, instead: Tool | None = None) -> Observation:
         """Returns the tool's result, or the error that the agent is to read.
@@ -141,7 +162,10 @@ class Toolbox:
         tool = self._tools.get(call.name)
         if tool is None:
             known = ", ".join(self._tools) or "none"
-            return self._error(f"there is no tool '{call.name}' (there is: {known}){nearest(call.name, self._tools)}")
+            return self._error(
+                f"there is no tool '{call.name}' (there is:"
+                f" {known}){nearest(call.name, self._tools)}"
+            )
         usage = self._usage[tool.name]
         usage.num_calls += 1
         if call.problem is not None:
@@ -160,8 +184,11 @@ class Toolbox:
         return observation
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns calls, shares and mean latency per tool since the last take; no shares of tools without a call."""
-        metrics: dict[str, float] = {} if self._environments is None else self._environments.take_metrics()
+        """Returns calls, shares and mean latency per tool since the last take; no shares of tools
+        without a call."""
+        metrics: dict[str, float] = (
+            {} if self._environments is None else self._environments.take_metrics()
+        )
         for name, usage in self._usage.items():
             metrics[f"tools/{name}_calls"] = float(usage.num_calls)
             if usage.num_calls:
@@ -175,7 +202,8 @@ class Toolbox:
         return metrics
 
     async def close(self) -> None:
-        """Cancels what still runs and closes every tool; one that fails or hangs there is logged and left behind."""
+        """Cancels what still runs and closes every tool; one that fails or hangs there is logged
+        and left behind."""
         waiting = [*self._running.values(), *self._left_behind]
         for run in waiting:
             run.cancel()
@@ -185,7 +213,9 @@ class Toolbox:
             try:
                 await asyncio.wait_for(tool.close(), self._deadline_s)
             except Exception as error:
-                _log.warning("tool '%s' did not close: %s: %s", tool.name, type(error).__name__, error)
+                _log.warning(
+                    "tool '%s' did not close: %s: %s", tool.name, type(error).__name__, error
+                )
         if self._store is not None:
             self._store.close()
 
@@ -227,15 +257,20 @@ class Toolbox:
             self._usage[tool.name].num_cached += 1
             return self._observation(text, is_error=False)
         if self._is_replay:
-            raise ToolUnavailable(f"replay: '{self._store.path}' holds no result of this call of '{tool.name}'")
+            raise ToolUnavailable(
+                f"replay: '{self._store.path}' holds no result of this call of '{tool.name}'"
+            )
         return await self.execute(tool, body, task)
 
     async def execute(self, tool: Tool, body: str, task: Task) -> Observation:
-        """Returns the observation of one run of a tool of this name, at the latest when the deadline is over; counts no call."""
+        """Returns the observation of one run of a tool of this name, at the latest when the
+        deadline is over; counts no call."""
         await self._wait_turn(tool)
         async with self._semaphore():
             started = time.perf_counter()
-            run = asyncio.create_task(self._try(tool, body, task, time.monotonic() + self._deadline_s))
+            run = asyncio.create_task(
+                self._try(tool, body, task, time.monotonic() + self._deadline_s)
+            )
             try:
                 await asyncio.wait({run}, timeout=self._deadline_s)
             finally:
@@ -249,7 +284,8 @@ class Toolbox:
             return run.result()
 
     async def _try(self, tool: Tool, body: str, task: Task, deadline: float) -> Observation:
-        """Returns the observation of the first try that the service did not fail, waiting longer each time."""
+        """Returns the observation of the first try that the service did not fail, waiting longer
+        each time."""
         num_retries = self._num_retries if _is_remote(tool) else 0
         for attempt in range(num_retries + 1):
             try:
@@ -305,7 +341,8 @@ class Toolbox:
             _log.warning("a result was not kept in the tool cache: %s", error)
 
     def _leave_behind(self, run: asyncio.Task[Observation]) -> None:
-        """Cancels a run that nobody waits for; the set keeps it from being collected before it has ended."""
+        """Cancels a run that nobody waits for; the set keeps it from being collected before it has
+        ended."""
         run.cancel()
         self._left_behind.add(run)
         run.add_done_callback(self._forget)
@@ -334,7 +371,8 @@ def _is_remote(tool: Tool) -> bool:
 
 
 def _cut(text: str, max_chars: int) -> tuple[str, bool]:
-    """Returns the text in at most `max_chars` characters, and whether that took a cut, which the text then says."""
+    """Returns the text in at most `max_chars` characters, and whether that took a cut, which the
+    text then says."""
     if len(text) <= max_chars:
         return text, False
     note = f"\n[output cut: {len(text)} characters]"

@@ -1,4 +1,5 @@
-"""Off-policy agents: who fills the Step-Trace Buffer. Each answers a task as often as it is asked, and never raises for it."""
+"""Off-policy agents: who fills the Step-Trace Buffer. Each answers a task as often as it is asked,
+and never raises for it."""
 
 from __future__ import annotations
 
@@ -30,12 +31,15 @@ _AGAIN = frozenset({408, 409, 425, 429})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """Attempt(contents=(StepContent(calls=(ToolCall("search", "e9 r2"),), ...), StepContent(answer="e41")))"""
+    """Attempt(contents=(StepContent(calls=(ToolCall("search", "e9 r2"),), ...),
+    StepContent(answer="e41")))"""
 
     contents: tuple[StepContent, ...] = ()
-    """The steps in order, results included; the last one holds the answer. What there was of a failed attempt."""
+    """The steps in order, results included; the last one holds the answer. What there was of a
+    failed attempt."""
     error: str | None = None
-    """Why it failed, in words that other failures of the kind share; None for an attempt that ended in an answer."""
+    """Why it failed, in words that other failures of the kind share; None for an attempt that ended
+    in an answer."""
     is_outage: bool = False
     """The agent could not be reached, so the next attempt will hardly fare better."""
     environment_reward: float | None = None
@@ -69,19 +73,25 @@ class ScriptedAgent:
     async def solve(self, task: Task, sample: int) -> Attempt:
         """Returns the expert's solution; failed for tasks that have none."""
         contents = self._tasks.expert(task, keyed_int(self._seed, "expert", task.id, sample))
-        return Attempt(contents=contents) if contents else Attempt(error="there is no scripted expert for the task")
+        return (
+            Attempt(contents=contents)
+            if contents
+            else Attempt(error="there is no scripted expert for the task")
+        )
 
     async def close(self) -> None:
         """Has nothing to close."""
 
 
 class CheckpointAgent:
-    """A model in this process, by the same rollout as in training: all attempts at a task are the leaves of one tree."""
+    """A model in this process, by the same rollout as in training: all attempts at a task are the
+    leaves of one tree."""
 
-    def __init__(self, grower: Grower, *, num_samples: int, max_live_trees: int, seed: int, source: str) -> None:
-        """Args:
-        grower: opens `num_samples` independent starts a tree; its engine and tools stay the caller's to close.
-        num_samples: attempts that will be asked for at each task.
+    def __init__(
+        self, grower: Grower, *, num_samples: int, max_live_trees: int, seed: int, source: str
+    ) -> None:
+        """Args: grower: opens `num_samples` independent starts a tree; its engine and tools stay
+        the caller's to close. num_samples: attempts that will be asked for at each task.
         max_live_trees: tasks under way at once.
         """
         self.source = source
@@ -93,7 +103,10 @@ class CheckpointAgent:
 
     async def solve(self, task: Task, sample: int) -> Attempt:
         """Returns the leaf of that number; failed unless it is a completed answer."""
-        growing, waiting = self._growing.get(task.id) or (asyncio.create_task(self._grow(task)), set(range(self._num_samples)))
+        growing, waiting = self._growing.get(task.id) or (
+            asyncio.create_task(self._grow(task)),
+            set(range(self._num_samples)),
+        )
         self._growing[task.id] = (growing, waiting)
         waiting.discard(sample)
         if not waiting:
@@ -102,13 +115,17 @@ class CheckpointAgent:
 
     async def _grow(self, task: Task) -> Tree:
         async with self._gate:
-            return await self._grower.grow(task, noise_key=(self._seed, "buffer"), group_id=f"buffer/{task.id}")
+            return await self._grower.grow(
+                task, noise_key=(self._seed, "buffer"), group_id=f"buffer/{task.id}"
+            )
 
     async def close(self) -> None:
         """Cancels what is under way."""
         for growing, _ in self._growing.values():
             growing.cancel()
-        await asyncio.gather(*(growing for growing, _ in self._growing.values()), return_exceptions=True)
+        await asyncio.gather(
+            *(growing for growing, _ in self._growing.values()), return_exceptions=True
+        )
 
 
 def _attempt(tree: Tree, sample: int) -> Attempt:
@@ -128,7 +145,9 @@ def _how_it_ended(trajectory: Trajectory) -> str:
         return f"failed: {trajectory.leaf.error}"
     if last.violation is not None:
         return f"not in the format: {last.violation}"
-    return f"no answer within its limits: {last.stop_reason.value if last.stop_reason else 'unknown'}"
+    return (
+        f"no answer within its limits: {last.stop_reason.value if last.stop_reason else 'unknown'}"
+    )
 
 
 # ---------------------------------------------------------------------- servers
@@ -136,7 +155,8 @@ def _how_it_ended(trajectory: Trajectory) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSettings:
-    """EndpointSettings(url="http://127.0.0.1:8000/v1", model="Qwen3-14B", system_prompt="Answer the user's question. ...")"""
+    """EndpointSettings(url="http://127.0.0.1:8000/v1", model="Qwen3-14B", system_prompt="Answer the
+    user's question. ...")"""
 
     url: str
     """Of an OpenAI-compatible server, with or without /v1."""
@@ -155,7 +175,8 @@ class EndpointSettings:
     max_retries: int = 4
     """Further requests after one that failed."""
     backoff_s: float = 1.0
-    """Wait before the first of them; it doubles each time, and a keyed part of up to half is taken off."""
+    """Wait before the first of them; it doubles each time, and a keyed part of up to half is taken
+    off."""
 
 
 class _NoReply(Exception):
@@ -169,7 +190,15 @@ class _NoReply(Exception):
 class EndpointAgent:
     """A model behind OpenAI's chat completions: one request a step, tools run here."""
 
-    def __init__(self, settings: EndpointSettings, format: TagsFormat, toolbox: Toolbox, *, seed: int, source: str) -> None:
+    def __init__(
+        self,
+        settings: EndpointSettings,
+        format: TagsFormat,
+        toolbox: Toolbox,
+        *,
+        seed: int,
+        source: str,
+    ) -> None:
         """Args:
         format: its tags are what replies are read by; its tokenizer plays no part.
         toolbox: runs the calls; stays the caller's to close.
@@ -186,7 +215,8 @@ class EndpointAgent:
         self._http: httpx.AsyncClient | None = None
 
     async def solve(self, task: Task, sample: int) -> Attempt:
-        """Returns what the model did; failed where it could not be asked, replied nonsense, or came to no answer."""
+        """Returns what the model did; failed where it could not be asked, replied nonsense, or came
+        to no answer."""
         async with self._toolbox.sessions(task) as sessions:
             try:
                 task = await sessions.prepare(1)
@@ -199,7 +229,11 @@ class EndpointAgent:
 
     async def _play(self, task: Task, sample: int, session: Session) -> Attempt:
         settings = self._settings
-        messages = [{"role": "system", "content": settings.system_prompt}] if settings.system_prompt else []
+        messages = (
+            [{"role": "system", "content": settings.system_prompt}]
+            if settings.system_prompt
+            else []
+        )
         messages.append({"role": "user", "content": task.question})
         contents: list[StepContent] = []
         num_calls = 0
@@ -211,15 +245,25 @@ class EndpointAgent:
                     return Attempt(contents=(*contents, content))
                 num_calls += len(content.calls)
                 if num_calls > settings.max_tool_calls:
-                    return Attempt(contents=tuple(contents), error=f"no answer within {settings.max_tool_calls} tool calls")
+                    return Attempt(
+                        contents=tuple(contents),
+                        error=f"no answer within {settings.max_tool_calls} tool calls",
+                    )
                 shown = [await session.call(call) for call in content.calls]
             except _NoReply as error:
-                return Attempt(contents=tuple(contents), error=str(error), is_outage=error.is_outage)
+                return Attempt(
+                    contents=tuple(contents), error=str(error), is_outage=error.is_outage
+                )
             except (ValueError, ToolUnavailable) as error:
                 return Attempt(contents=tuple(contents), error=str(error))
             contents.append(replace(content, observations=tuple(shown)))
-            messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": self._shown(shown)}]
-        return Attempt(contents=tuple(contents), error=f"no answer within {settings.max_agent_steps} steps")
+            messages += [
+                {"role": "assistant", "content": reply},
+                {"role": "user", "content": self._shown(shown)},
+            ]
+        return Attempt(
+            contents=tuple(contents), error=f"no answer within {settings.max_agent_steps} steps"
+        )
 
     def _read(self, reply: str) -> StepContent:
         """Returns the step that a reply says. Raises ValueError for one that says none."""
@@ -231,12 +275,15 @@ class EndpointAgent:
         return parsed.content
 
     def _shown(self, observations: Sequence[Observation]) -> str:
-        return "\n".join(f"<{RESULT}>\n{self._format.sanitized(one.text)}\n</{RESULT}>" for one in observations)
+        return "\n".join(
+            f"<{RESULT}>\n{self._format.sanitized(one.text)}\n</{RESULT}>" for one in observations
+        )
 
     # Requests
 
     async def _reply(self, messages: Sequence[Mapping[str, str]], key: tuple[str, int, int]) -> str:
-        """Returns the model's text with the tag that ended it. Raises _NoReply once all requests have failed."""
+        """Returns the model's text with the tag that ended it. Raises _NoReply once all requests
+        have failed."""
         settings = self._settings
         body = {
             "model": settings.model,
@@ -258,11 +305,16 @@ class EndpointAgent:
         raise _NoReply("no request was made")
 
     async def _request(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the first choice of one reply. Raises _Again where another request may succeed, else _NoReply."""
+        """Returns the first choice of one reply. Raises _Again where another request may succeed,
+        else _NoReply."""
         import httpx
 
         if self._http is None:
-            headers = {"Authorization": f"Bearer {self._settings.api_key}"} if self._settings.api_key else {}
+            headers = (
+                {"Authorization": f"Bearer {self._settings.api_key}"}
+                if self._settings.api_key
+                else {}
+            )
             limits = httpx.Limits(max_connections=None)
             # The wait as a whole is limited below; httpx would limit each read by itself.
             self._http = httpx.AsyncClient(headers=headers, timeout=None, limits=limits)
@@ -274,7 +326,9 @@ class EndpointAgent:
         except httpx.HTTPError as error:
             raise _Again(f"no reply: {type(error).__name__}") from error
         if response.status_code in _AGAIN or response.status_code >= 500:
-            raise _Again(f"HTTP {response.status_code}", _seconds(response.headers.get("retry-after")))
+            raise _Again(
+                f"HTTP {response.status_code}", _seconds(response.headers.get("retry-after"))
+            )
         if response.status_code != 200:
             reason = f"HTTP {response.status_code}: {' '.join(response.text[:200].split())}"
             # What these refuse is this one request, often for its length.
@@ -288,7 +342,8 @@ class EndpointAgent:
         return dict(choice)
 
     def _with_closing_tag(self, choice: Mapping[str, Any]) -> str:
-        """The text of a reply up to its first closing tag, which servers leave out, or which they did not stop at."""
+        """The text of a reply up to its first closing tag, which servers leave out, or which they
+        did not stop at."""
         message = choice["message"]
         text = message.get("content") or ""
         reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -297,13 +352,21 @@ class EndpointAgent:
         if isinstance(reasoning, str) and reasoning.strip() and "<think>" not in text:
             # Servers with a reasoning parser hand the thought over apart from the text.
             text = f"<think>\n{reasoning.strip()}\n</think>\n{text}"
-        ends = [text.find(tag) + len(tag) for tag in (*self._format.stop, *self._format.final) if tag in text]
+        ends = [
+            text.find(tag) + len(tag)
+            for tag in (*self._format.stop, *self._format.final)
+            if tag in text
+        ]
         if ends:
             return text[: min(ends)]
         opened = re.findall(r"<([a-z_]+)>", text)
         closing = f"</{opened[-1]}>" if opened else ""
         was_cut = choice.get("finish_reason") == "length"
-        return text + closing if closing in (*self._format.stop, *self._format.final) and not was_cut else text
+        return (
+            text + closing
+            if closing in (*self._format.stop, *self._format.final) and not was_cut
+            else text
+        )
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -338,27 +401,41 @@ def api_root(url: str, option: str = "--agent") -> str:
     """
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_good = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        )
     except ValueError:
         is_good = False
     if not is_good:
-        raise SettingError(f"{option} '{url}' is not the address of a server; expected one such as http://127.0.0.1:8000/v1")
+        raise SettingError(
+            f"{option} '{url}' is not the address of a server; expected one such as"
+            " http://127.0.0.1:8000/v1"
+        )
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
 def api_key_from(variable: str | None, option: str = "--api-key-env") -> str | None:
-    """Returns the key in an environment variable, None where no variable is named. Raises SettingError where it is not set."""
+    """Returns the key in an environment variable, None where no variable is named. Raises
+    SettingError where it is not set."""
     if variable is None:
         return None
     key = os.environ.get(variable)
     if not key:
-        raise SettingError(f"{option} {variable}: that environment variable is not set; expected the server's key in it")
+        raise SettingError(
+            f"{option} {variable}: that environment variable is not set; expected the server's key"
+            " in it"
+        )
     return key
 
 
 def served_model(
-    url: str, api_key: str | None, *, timeout_s: float = 10.0, option: str = "--agent", model_option: str = "--model"
+    url: str,
+    api_key: str | None,
+    *,
+    timeout_s: float = 10.0,
+    option: str = "--agent",
+    model_option: str = "--model",
 ) -> str:
     """Returns the one model that a server has.
 
@@ -379,9 +456,13 @@ def served_model(
         names = [str(model["id"]) for model in response.json()["data"]]
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
         raise ModelError(
-            f"{option} {url}: the server did not say what it serves ({type(error).__name__}); expected a list of models at "
-            f"{place}. Start it, correct the address, or name the model with {model_option}."
+            f"{option} {url}: the server did not say what it serves ({type(error).__name__});"
+            f" expected a list of models at {place}. Start it, correct the address, or name the"
+            f" model with {model_option}."
         ) from error
     if len(names) != 1:
-        raise ModelError(f"{option} {url} serves {', '.join(names) or 'no model'}; name one of them with {model_option}.")
+        raise ModelError(
+            f"{option} {url} serves {', '.join(names) or 'no model'}; name one of them with"
+            f" {model_option}."
+        )
     return names[0]

@@ -4,7 +4,8 @@
         buffer.add(traces)
         [[(trace, similarity)]] = buffer.search(["r5 of r2 of e9 ?"])
 
-Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searches run in memory (`rows`, `index`).
+Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searches run in memory
+(`rows`, `index`).
 """
 
 from __future__ import annotations
@@ -84,10 +85,12 @@ class TraceBuffer:
         """Opens the buffer, or makes an empty one where there is no file.
 
         Args:
-            encoder: a name for `build_encoder`, or an object; None means the one that the buffer was built with.
+            encoder: a name for `build_encoder`, or an object; None means the one that the buffer
+                was built with.
 
         Raises:
-            DataError: the file is not a buffer, is damaged, was built with another encoder, or is missing with `encoder` None.
+            DataError: the file is not a buffer, is damaged, was built with another encoder, or is
+                missing with `encoder` None.
             SettingError, ModelError: there is no such encoder.
         """
         self.path = Path(path).expanduser()
@@ -104,7 +107,9 @@ class TraceBuffer:
             self._file.close()
             raise
         self._is_checked = False
-        self._keeper = IndexKeeper(self.path.with_name(f"{self.path.name}.index"), self.encoder_name)
+        self._keeper = IndexKeeper(
+            self.path.with_name(f"{self.path.name}.index"), self.encoder_name
+        )
         self._keeper.load(self._table.rows)
         self._keeper.refresh(self._table.rows)
 
@@ -118,26 +123,48 @@ class TraceBuffer:
         return cls(path, encoder=None)
 
     def _agree(self, encoder: str | Encoder | None) -> tuple[str, int, npt.NDArray[np.float32]]:
-        """Returns name, dimensions and probe of the encoder that this file answers to; a new file takes on ours."""
+        """Returns name, dimensions and probe of the encoder that this file answers to; a new file
+        takes on ours."""
         meta = self._file.meta()
         if "encoder" not in meta:
             if encoder is None:
-                raise DataError(f"buffer '{self.path}' is empty and names no encoder; build it with: treegraft buffer build RECIPE")
+                raise DataError(
+                    f"buffer '{self.path}' is empty and names no encoder; build it with: treegraft"
+                    " buffer build RECIPE"
+                )
             self._encoder = self._encoder or build_encoder(str(encoder))
             probe = _encode(self._encoder, self._encoder.dim, [_PROBE])[0]
-            self._file.add_meta({"encoder": self._encoder.name, "dim": self._encoder.dim, "probe": probe.astype("<f4").tobytes()})
+            self._file.add_meta(
+                {
+                    "encoder": self._encoder.name,
+                    "dim": self._encoder.dim,
+                    "probe": probe.astype("<f4").tobytes(),
+                }
+            )
             meta = self._file.meta()  # another process may have been first
         try:
-            name, dim, probe = str(meta["encoder"]), int(meta["dim"]), np.frombuffer(meta["probe"], "<f4")
+            name, dim, probe = (
+                str(meta["encoder"]),
+                int(meta["dim"]),
+                np.frombuffer(meta["probe"], "<f4"),
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise self._file.damage(f"its encoder is not readable: {error}") from error
-        ours = None if encoder is None else encoder_name(encoder) if isinstance(encoder, str) else encoder.name
+        ours = (
+            None
+            if encoder is None
+            else encoder_name(encoder)
+            if isinstance(encoder, str)
+            else encoder.name
+        )
         our_dim = dim if self._encoder is None else self._encoder.dim
         if ours not in (None, name) or our_dim != dim:
             raise DataError(
-                f"buffer '{self.path}' was built with the encoder '{name}' ({dim} dimensions), but '{ours}'"
+                f"buffer '{self.path}' was built with the encoder '{name}' ({dim} dimensions), but"
+                f" '{ours}'"
                 f"{f' ({our_dim} dimensions)' if our_dim != dim else ''} is asked for; "
-                f'take "{name}" (the setting buffer.encoder, or --encoder), or build the buffer again'
+                f'take "{name}" (the setting buffer.encoder, or --encoder), or build the buffer'
+                " again"
             )
         return name, dim, probe
 
@@ -147,10 +174,13 @@ class TraceBuffer:
         return table
 
     def _catch_up(self, table: RowTable) -> None:
-        """Appends what the file holds beyond the table's last row: this process's additions, and those of others."""
+        """Appends what the file holds beyond the table's last row: this process's additions, and
+        those of others."""
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
-            "SELECT id, evicted_at IS NULL, terminal, task_id, source, hash FROM traces WHERE id > ? ORDER BY id", (last,)
+            "SELECT id, evicted_at IS NULL, terminal, task_id, source, hash FROM traces WHERE id >"
+            " ? ORDER BY id",
+            (last,),
         )
         if columns:
             ids, live, terminal, tasks, sources, hashes = zip(*columns, strict=True)
@@ -160,16 +190,19 @@ class TraceBuffer:
     # ------------------------------------------------------------------ writing
 
     def add(self, traces: Iterable[Trace], *, update: int | None = None) -> int:
-        """Stores traces, and returns how many were new; those whose content is there already are skipped.
+        """Stores traces, and returns how many were new; those whose content is there already are
+        skipped.
 
-        Chunks of `CHUNK` are embedded and committed one by one: what a kill leaves behind is whole. Other processes may add to the
-        same file; what they added is found from the next call on.
+        Chunks of `CHUNK` are embedded and committed one by one: what a kill leaves behind is whole.
+        Other processes may add to the same file; what they added is found from the next call on.
 
         Args:
-            update: the training update that adds them, so that `roll_back` can undo it; None: before training.
+            update: the training update that adds them, so that `roll_back` can undo it; None:
+                before training.
 
         Raises:
-            DataError: a trace without key or value, or with a reward that is not a number; then none is added.
+            DataError: a trace without key or value, or with a reward that is not a number; then
+                none is added.
         """
         listed = list(traces)
         for number, trace in enumerate(listed):
@@ -186,24 +219,50 @@ class TraceBuffer:
         for trace in traces:
             by_hash.setdefault(trace.content_hash, trace)
         known = self._file.live_ids(list(by_hash))
-        keys = {content_hash: trace.key for content_hash, trace in by_hash.items() if content_hash not in known}
-        # Embedded before the file is locked; what another process adds or evicts in the meantime is seen inside.
+        keys = {
+            content_hash: trace.key
+            for content_hash, trace in by_hash.items()
+            if content_hash not in known
+        }
+        # Embedded before the file is locked; what another process adds or evicts in the meantime is
+        # seen inside.
         vectors = dict(zip(keys, self._encode(list(keys.values())), strict=True))
         with self._file.transaction() as connection:
             ids = self._file.live_ids(list(by_hash))
-            new = {content_hash: trace for content_hash, trace in by_hash.items() if content_hash not in ids}
+            new = {
+                content_hash: trace
+                for content_hash, trace in by_hash.items()
+                if content_hash not in ids
+            }
             for content_hash, trace in new.items():
-                vector = vectors[content_hash] if content_hash in vectors else self._encode([trace.key])[0]
+                vector = (
+                    vectors[content_hash]
+                    if content_hash in vectors
+                    else self._encode([trace.key])[0]
+                )
                 marks = ",".join("?" * 11)
                 cursor = connection.execute(
-                    f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES ({marks})", (content_hash, *trace_row(trace), update)
+                    f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES ({marks})",
+                    (content_hash, *trace_row(trace), update),
                 )
                 ids[content_hash] = int(cursor.lastrowid or 0)
-                connection.execute("INSERT INTO vectors VALUES (?, ?)", (cursor.lastrowid, vector.astype("<f4").tobytes()))
+                connection.execute(
+                    "INSERT INTO vectors VALUES (?, ?)",
+                    (cursor.lastrowid, vector.astype("<f4").tobytes()),
+                )
             connection.executemany(
                 "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [
-                    (t.source, t.task_id, t.trajectory, t.position, ids[t.content_hash], float(t.reward), t.policy_version, update)
+                    (
+                        t.source,
+                        t.task_id,
+                        t.trajectory,
+                        t.position,
+                        ids[t.content_hash],
+                        float(t.reward),
+                        t.policy_version,
+                        update,
+                    )
                     for t in traces
                 ],
             )
@@ -211,23 +270,29 @@ class TraceBuffer:
         return len(new)
 
     def evict(self, capacity: int, *, source: str, update: int) -> int:
-        """Keeps at most `capacity` traces of a source, and returns how many left: the oldest policy's first, of these the least
-        rewarded, of these the ones stored first. A step of several trajectories is as young and as good as the youngest and the
-        best of them. They are marked only, so that `roll_back` can bring them back."""
+        """Keeps at most `capacity` traces of a source, and returns how many left: the oldest
+        policy's first, of these the least rewarded, of these the ones stored first. A step of
+        several trajectories is as young and as good as the youngest and the best of them. They are
+        marked only, so that `roll_back` can bring them back."""
         if capacity < 0:
-            raise SettingError(f"capacity is {capacity}; expected how many traces to keep, 0 or more")
+            raise SettingError(
+                f"capacity is {capacity}; expected how many traces to keep, 0 or more"
+            )
         with self._writing:
             self._catch_up(self._table)
             rows = self._file.query(
-                "SELECT t.id, max(m.policy_version) AS version, max(m.reward) AS best "
-                "FROM traces t JOIN members m ON m.trace = t.id "
-                "WHERE t.source = ? AND t.evicted_at IS NULL GROUP BY t.id ORDER BY version IS NOT NULL, version, best, t.id",
+                "SELECT t.id, max(m.policy_version) AS version, max(m.reward) AS best FROM traces t"
+                " JOIN members m ON m.trace = t.id WHERE t.source = ? AND t.evicted_at IS NULL"
+                " GROUP BY t.id ORDER BY version IS NOT NULL, version, best, t.id",
                 (source,),
             )
             leaving = [row[0] for row in rows[: max(0, len(rows) - capacity)]]
             if leaving:
                 with self._file.transaction() as connection:
-                    connection.executemany("UPDATE traces SET evicted_at = ? WHERE id = ?", [(update, one) for one in leaving])
+                    connection.executemany(
+                        "UPDATE traces SET evicted_at = ? WHERE id = ?",
+                        [(update, one) for one in leaving],
+                    )
                 self._table.evict(leaving)
         return len(leaving)
 
@@ -235,10 +300,15 @@ class TraceBuffer:
         """Undoes what was added or evicted by updates after this one."""
         with self._writing:
             with self._file.transaction() as connection:
-                connection.execute("DELETE FROM vectors WHERE id IN (SELECT id FROM traces WHERE added_at > ?)", (update,))
+                connection.execute(
+                    "DELETE FROM vectors WHERE id IN (SELECT id FROM traces WHERE added_at > ?)",
+                    (update,),
+                )
                 connection.execute("DELETE FROM members WHERE added_at > ?", (update,))
                 connection.execute("DELETE FROM traces WHERE added_at > ?", (update,))
-                connection.execute("UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?", (update,))
+                connection.execute(
+                    "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?", (update,)
+                )
             self._keeper.stop()
             self._table = self._load()
             self._keeper.load(self._table.rows)
@@ -256,12 +326,14 @@ class TraceBuffer:
         sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
-        """Returns for each key the k nearest traces with their cosines, best first, the one stored first where two are equal.
+        """Returns for each key the k nearest traces with their cosines, best first, the one stored
+        first where two are equal.
 
         Args:
-            allow_terminal: traces that hold the final answer may be found. Off by default: the keys of a buffer that was built
-                on the training tasks lead to their very answers.
-            exclude_tasks: for each key a task whose traces are not eligible; None or "" excludes none.
+            allow_terminal: traces that hold the final answer may be found. Off by default: the keys
+                of a buffer that was built on the training tasks lead to their very answers.
+            exclude_tasks: for each key a task whose traces are not eligible; None or "" excludes
+                none.
             sources: agents whose traces are eligible; empty for all.
             min_similarity: cosine, -1..1, under which nothing is found.
         """
@@ -291,8 +363,17 @@ class TraceBuffer:
         for first in range(0, len(vectors), QUERIES):
             here = slice(first, first + QUERIES)
             masks = {task: _without(table, rows, base, task) for task in dict.fromkeys(tasks[here])}
-            found += search_rows(rows, index, vectors[here], base, [masks[task] for task in tasks[here]], k)
-        close = [[(int(rows.ids[row]), float(s)) for row, s in zip(*one, strict=True) if s >= min_similarity] for one in found]
+            found += search_rows(
+                rows, index, vectors[here], base, [masks[task] for task in tasks[here]], k
+            )
+        close = [
+            [
+                (int(rows.ids[row]), float(s))
+                for row, s in zip(*one, strict=True)
+                if s >= min_similarity
+            ]
+            for one in found
+        ]
         traces = self._file.traces(sorted({trace_id for one in close for trace_id, _ in one}))
         return [[(traces[trace_id], similarity) for trace_id, similarity in one] for one in close]
 
@@ -304,15 +385,19 @@ class TraceBuffer:
         exclude_tasks: Sequence[str | None] | None = None,
         sources: Sequence[str] = (),
     ) -> list[Trace | None]:
-        """Returns a random eligible trace for each seed, always the same for the same buffer; None where none is eligible.
+        """Returns a random eligible trace for each seed, always the same for the same buffer; None
+        where none is eligible.
 
-        Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of `search`.
+        Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of
+        `search`.
         """
         table = self._table
         rows = table.rows
         base = _eligible(table, rows, allow_terminal, sources)
         tasks = _tasks(exclude_tasks, len(seeds))
-        eligible = {task: rows.ids[_without(table, rows, base, task)] for task in dict.fromkeys(tasks)}
+        eligible = {
+            task: rows.ids[_without(table, rows, base, task)] for task in dict.fromkeys(tasks)
+        }
         picks: list[int | None] = []
         for seed, task in zip(seeds, tasks, strict=True):
             ids = eligible[task]
@@ -321,10 +406,12 @@ class TraceBuffer:
         return [None if pick is None else traces[pick] for pick in picks]
 
     def rest(self, trace: Trace) -> tuple[Trace, ...]:
-        """Returns the trace and what followed it in its trajectory, in order, up to the first step that is not in the buffer."""
+        """Returns the trace and what followed it in its trajectory, in order, up to the first step
+        that is not in the buffer."""
         rows = self._file.query(
-            f"SELECT m.position, {_PREFIXED} FROM members m JOIN traces t ON t.id = m.trace WHERE m.source = ? AND m.task_id = ? "
-            "AND m.trajectory = ? AND m.position > ? AND t.evicted_at IS NULL ORDER BY m.position, t.id",
+            f"SELECT m.position, {_PREFIXED} FROM members m JOIN traces t ON t.id = m.trace WHERE"
+            " m.source = ? AND m.task_id = ? AND m.trajectory = ? AND m.position > ? AND"
+            " t.evicted_at IS NULL ORDER BY m.position, t.id",
             (trace.source, trace.task_id, trace.trajectory, trace.position),
         )
         steps = [trace]
@@ -335,17 +422,20 @@ class TraceBuffer:
         return tuple(steps)
 
     def trajectories(self) -> Iterator[tuple[Trace, ...]]:
-        """Gives each trajectory's steps in order, by source, task and name; a step that several share comes in each."""
+        """Gives each trajectory's steps in order, by source, task and name; a step that several
+        share comes in each."""
         rows = self._file.query(
-            f"SELECT m.source, m.task_id, m.trajectory, {_PREFIXED} FROM members m JOIN traces t ON t.id = m.trace "
-            "WHERE t.evicted_at IS NULL ORDER BY m.source, m.task_id, m.trajectory, m.position, t.id"
+            f"SELECT m.source, m.task_id, m.trajectory, {_PREFIXED} FROM members m JOIN traces t ON"
+            " t.id = m.trace WHERE t.evicted_at IS NULL ORDER BY m.source, m.task_id,"
+            " m.trajectory, m.position, t.id"
         )
         for _, group in groupby(rows, key=lambda row: row[:3]):
             yield tuple(self._file.to_trace(row[3:]) for row in group)
 
     @property
     def num_keys_cut(self) -> int:
-        """Keys given to `add` and `search` so far that were longer than the encoder reads, and lost their beginning."""
+        """Keys given to `add` and `search` so far that were longer than the encoder reads, and lost
+        their beginning."""
         return int(getattr(self._encoder, "num_cut", 0))
 
     def __len__(self) -> int:
@@ -356,7 +446,9 @@ class TraceBuffer:
         last = -1
         while True:
             rows = self._file.query(
-                f"SELECT id, {COLUMNS} FROM traces WHERE id > ? AND evicted_at IS NULL ORDER BY id LIMIT 1000", (last,)
+                f"SELECT id, {COLUMNS} FROM traces WHERE id > ? AND evicted_at IS NULL ORDER BY id"
+                " LIMIT 1000",
+                (last,),
             )
             yield from (self._file.to_trace(row[1:]) for row in rows)
             if not rows:
@@ -367,7 +459,8 @@ class TraceBuffer:
         """Returns what is in the buffer."""
         live = "FROM traces WHERE evicted_at IS NULL"
         terminal, tasks, oldest, newest = self._file.query(
-            f"SELECT total(terminal), count(DISTINCT task_id), min(policy_version), max(policy_version) {live}"
+            "SELECT total(terminal), count(DISTINCT task_id), min(policy_version),"
+            f" max(policy_version) {live}"
         )[0]
         trajectories = self._file.query(
             "SELECT source, count(*), sum(num) FROM ("
@@ -376,15 +469,20 @@ class TraceBuffer:
         )
         counts = {source: (int(num), int(steps)) for source, num, steps in trajectories}
         num_trajectories = sum(num for num, _ in counts.values())
-        sources = self._file.query(f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source")
+        sources = self._file.query(
+            f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source"
+        )
         files = [self.path, self.path.with_name(f"{self.path.name}-wal"), self._keeper.path]
         return BufferStats(
             num_traces=len(self),
             num_trajectories=num_trajectories,
             num_terminal=int(terminal),
             num_tasks=int(tasks),
-            steps_per_trajectory=sum(steps for _, steps in counts.values()) / max(1, num_trajectories),
-            sources={source: SourceStats(num, counts[source][0], mean) for source, num, mean in sources},
+            steps_per_trajectory=sum(steps for _, steps in counts.values())
+            / max(1, num_trajectories),
+            sources={
+                source: SourceStats(num, counts[source][0], mean) for source, num, mean in sources
+            },
             policy_versions=None if newest is None else (oldest, newest),
             num_evicted=len(self._table.rows) - len(self),
             encoder=self.encoder_name,
@@ -396,14 +494,17 @@ class TraceBuffer:
     def fingerprint(self) -> str:
         """Returns a checksum of encoder and contents; in whatever order they were added."""
         digest = hashlib.blake2b(f"{self.encoder_name} {self.dim}".encode(), digest_size=16)
-        for (content_hash,) in self._file.query("SELECT hash FROM traces WHERE evicted_at IS NULL ORDER BY hash"):
+        for (content_hash,) in self._file.query(
+            "SELECT hash FROM traces WHERE evicted_at IS NULL ORDER BY hash"
+        ):
             digest.update(content_hash.encode())
         return digest.hexdigest()
 
     # ------------------------------------------------------------------ files and threads
 
     def copy_to(self, path: str | Path) -> None:
-        """Writes a copy, whole or not at all, over what is at `path`; the index comes along where it is built."""
+        """Writes a copy, whole or not at all, over what is at `path`; the index comes along where
+        it is built."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
@@ -413,7 +514,8 @@ class TraceBuffer:
         self._keeper.copy_to(target.with_name(f"{target.name}.index"))
 
     def settle(self) -> None:
-        """Waits until the index holds what it should, so that a search is fast and always finds the same.
+        """Waits until the index holds what it should, so that a search is fast and always finds the
+        same.
 
         Raises:
             DataError: the index could not be built or saved; searches stay exact.
@@ -421,20 +523,27 @@ class TraceBuffer:
         self._keeper.settle()
 
     def close(self) -> None:
-        """Ends the background thread (an index half built is built at the next opening) and closes the file."""
+        """Ends the background thread (an index half built is built at the next opening) and closes
+        the file."""
         self._keeper.stop()
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     # ------------------------------------------------------------------ embedding
 
     def load_encoder(self) -> Encoder:
-        """Returns the encoder, loaded by now. Raises DataError where it is not that of the file, and as `build_encoder` does."""
+        """Returns the encoder, loaded by now. Raises DataError where it is not that of the file,
+        and as `build_encoder` does."""
         with self._encoding:
             if self._encoder is None:
                 self._encoder = build_encoder(self.encoder_name)
@@ -448,17 +557,23 @@ class TraceBuffer:
             return _encode(encoder, self.dim, texts)
 
     def _check_encoder(self, encoder: Encoder) -> None:
-        cosine = float(_encode(encoder, self.dim, [_PROBE])[0] @ self._probe) if encoder.dim == self.dim else 0.0
+        cosine = (
+            float(_encode(encoder, self.dim, [_PROBE])[0] @ self._probe)
+            if encoder.dim == self.dim
+            else 0.0
+        )
         if cosine < _SAME:
             raise DataError(
-                f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other vectors than when the buffer was built "
-                f"({encoder.dim} dimensions, cosine {cosine:.3f} for the same text); use the model of that time, or build it again"
+                f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other vectors than"
+                f" when the buffer was built ({encoder.dim} dimensions, cosine {cosine:.3f} for the"
+                " same text); use the model of that time, or build it again"
             )
         self._is_checked = True
 
 
 def remove_if_empty(path: str | Path) -> None:
-    """Removes a buffer without a trace, and what lies beside it; a file that is something else stays."""
+    """Removes a buffer without a trace, and what lies beside it; a file that is something else
+    stays."""
     place = Path(path).expanduser()
     if not place.exists():
         return
@@ -472,11 +587,17 @@ def remove_if_empty(path: str | Path) -> None:
 
 def _encode(encoder: Encoder, dim: int, texts: Sequence[str]) -> npt.NDArray[np.float32]:
     """Returns [texts, dim]. Raises DataError for vectors that are not what an encoder promises."""
-    vectors = np.ascontiguousarray(encoder.encode(texts), np.float32) if texts else np.zeros((0, dim), np.float32)
-    if vectors.shape != (len(texts), dim) or not np.allclose(np.linalg.norm(vectors, axis=1), 1.0, atol=1e-3):
+    vectors = (
+        np.ascontiguousarray(encoder.encode(texts), np.float32)
+        if texts
+        else np.zeros((0, dim), np.float32)
+    )
+    if vectors.shape != (len(texts), dim) or not np.allclose(
+        np.linalg.norm(vectors, axis=1), 1.0, atol=1e-3
+    ):
         raise DataError(
-            f"the encoder '{encoder.name}' gave an array of shape {vectors.shape} for {len(texts)} texts; expected "
-            f"{(len(texts), dim)}, every vector finite and of length 1"
+            f"the encoder '{encoder.name}' gave an array of shape {vectors.shape} for {len(texts)}"
+            f" texts; expected {(len(texts), dim)}, every vector finite and of length 1"
         )
     return vectors
 
@@ -494,6 +615,7 @@ def _tasks(exclude_tasks: Sequence[str | None] | None, num: int) -> Sequence[str
     tasks = exclude_tasks if exclude_tasks is not None else [None] * num
     if len(tasks) != num:
         raise SettingError(
-            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one a key, None where none is excluded"
+            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one a key, None where"
+            " none is excluded"
         )
     return tasks

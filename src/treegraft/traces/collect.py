@@ -1,4 +1,5 @@
-"""Filling the Step-Trace Buffer: an agent answers each task N times, and the K best trajectories are kept as traces.
+"""Filling the Step-Trace Buffer: an agent answers each task N times, and the K best trajectories
+are kept as traces.
 
 Source: RAPO (arXiv 2603.03078, sec. 4.1 and app. C.3): N = 16, K = 5, best by outcome reward.
 """
@@ -14,7 +15,18 @@ from dataclasses import dataclass, field
 from treegraft.core.errors import DataError, EngineError
 from treegraft.core.interfaces import Format, Span, TreeScorer
 from treegraft.core.keyed import keyed_int
-from treegraft.core.types import ROOT_ID, Leaf, Origin, StartCause, Status, Step, StepContent, Task, Trace, Tree
+from treegraft.core.types import (
+    ROOT_ID,
+    Leaf,
+    Origin,
+    StartCause,
+    Status,
+    Step,
+    StepContent,
+    Task,
+    Trace,
+    Tree,
+)
 from treegraft.traces.agents import Agent, Attempt
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
@@ -25,7 +37,8 @@ OUTAGES = 32
 
 @dataclass(slots=True)
 class BuildReport:
-    """What a build has done so far; counts of this build alone, not of what lay in the buffer before."""
+    """What a build has done so far; counts of this build alone, not of what lay in the buffer
+    before."""
 
     num_tasks: int = 0
     """Tasks that were answered."""
@@ -49,7 +62,8 @@ class BuildReport:
     num_tokens: int = 0
     """Of the kept steps, each as a graft with its markup, equal ones of a task once."""
     num_too_long: int = 0
-    """Of the same steps, those that as a graft exceed the length limit, so that they are never grafted."""
+    """Of the same steps, those that as a graft exceed the length limit, so that they are never
+    grafted."""
     reward_sum: float = 0.0
     num_scored: int = 0
 
@@ -83,7 +97,8 @@ class _Builder:
         self._outages = 0
 
     async def attempts(self, task: Task) -> tuple[list[Attempt], Tree | None]:
-        """Returns all attempts at the task, and those that ended in an answer as a scored tree of separate paths.
+        """Returns all attempts at the task, and those that ended in an answer as a scored tree of
+        separate paths.
 
         None instead of a tree where there are none.
         """
@@ -95,13 +110,17 @@ class _Builder:
         try:
             self._format.prompt_ids(task)
         except DataError:
-            return [Attempt(error="the task's prompt is too long, or holds a special token")] * self._num_samples, None
+            return [
+                Attempt(error="the task's prompt is too long, or holds a special token")
+            ] * self._num_samples, None
         made = list(await asyncio.gather(*(attempt(sample) for sample in range(self._num_samples))))
         answered = [one for one in made if one.error is None]
         if not answered:
             return made, None
         rewards = [one.environment_reward for one in answered]
-        return made, await self._scorer(attempts_tree(self._format, task, [one.contents for one in answered], rewards))
+        return made, await self._scorer(
+            attempts_tree(self._format, task, [one.contents for one in answered], rewards)
+        )
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
@@ -112,15 +131,21 @@ class _Builder:
             self._outages = self._outages + 1 if attempt.is_outage else 0
             if self._outages >= OUTAGES:
                 raise EngineError(
-                    f"agent '{self._agent.source}' was not reached {self._outages} times in a row; the last: {attempt.error}. "
-                    "What was built before is kept; mend the cause and run the same command again to go on."
+                    f"agent '{self._agent.source}' was not reached {self._outages} times in a row;"
+                    f" the last: {attempt.error}. What was built before is kept; mend the cause and"
+                    " run the same command again to go on."
                 )
 
-    def best(self, task: Task, attempts: Sequence[Attempt], tree: Tree | None) -> list[tuple[int, Attempt, float]]:
-        """Returns (sample, attempt, reward) of the trajectories to keep, the best first, ties in an order of the seed."""
+    def best(
+        self, task: Task, attempts: Sequence[Attempt], tree: Tree | None
+    ) -> list[tuple[int, Attempt, float]]:
+        """Returns (sample, attempt, reward) of the trajectories to keep, the best first, ties in an
+        order of the seed."""
         report = self._report
         good: list[tuple[int, Attempt, float]] = []
-        answered = [(sample, attempt) for sample, attempt in enumerate(attempts) if attempt.error is None]
+        answered = [
+            (sample, attempt) for sample, attempt in enumerate(attempts) if attempt.error is None
+        ]
         for (sample, attempt), leaf in zip(answered, tree.leaves if tree else (), strict=True):
             if leaf.reward is None:
                 report.failures[f"no reward: {leaf.error or 'the scorer gave none'}"] += 1
@@ -140,20 +165,28 @@ class _Builder:
     def traces(self, task: Task, kept: Sequence[tuple[int, Attempt, float]]) -> list[Trace]:
         """Returns the steps of the kept trajectories, and counts their tokens.
 
-        Not for another thread: a tokenizer keeps the options of its last call, so two threads would get each other's.
+        Not for another thread: a tokenizer keeps the options of its last call, so two threads would
+        get each other's.
         """
         traces = [
             trace
             for sample, attempt, reward in kept
             for trace in split_steps(
-                task.id, task.question, attempt.contents, reward=reward, source=self._agent.source, trajectory=str(sample)
+                task.id,
+                task.question,
+                attempt.contents,
+                reward=reward,
+                source=self._agent.source,
+                trajectory=str(sample),
             )
             if isinstance(trace.value, str) or says_something(trace.value)
         ]
         for trace in {trace.content_hash: trace for trace in traces}.values():
             length = len(self._format.render_graft([trace.value]))
             self._report.num_tokens += length
-            self._report.num_too_long += self._max_graft_tokens is not None and length > self._max_graft_tokens
+            self._report.num_too_long += (
+                self._max_graft_tokens is not None and length > self._max_graft_tokens
+            )
         return traces
 
     def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
@@ -182,13 +215,14 @@ async def build_traces(
     report: BuildReport | None = None,
     on_progress: Callable[[int, int, BuildReport], None] | None = None,
 ) -> BuildReport:
-    """Fills the buffer and returns what was done. Each task is added as a whole, in the order of the tasks, so a build that is
-    stopped at any moment has lost the tasks under way only.
+    """Fills the buffer and returns what was done. Each task is added as a whole, in the order of
+    the tasks, so a build that is stopped at any moment has lost the tasks under way only.
 
     Args:
         scorer: gives the rewards, as in training; each attempt is a path of one tree.
         num_samples: attempts at each task (the paper's N).
-        num_best: trajectories kept of each task (its K), the best by reward; ties are broken by the seed.
+        num_best: trajectories kept of each task (its K), the best by reward; ties are broken by the
+            seed.
         min_reward: only trajectories with a reward above it are kept.
         max_graft_tokens: steps longer than this as a graft are counted; None counts none.
         max_concurrent: attempts under way at once.
@@ -197,7 +231,8 @@ async def build_traces(
         on_progress: called with (tasks done, tasks in all, report) after each task.
 
     Raises:
-        EngineError: OUTAGES attempts in a row could not reach the agent. What was done before is in the buffer.
+        EngineError: OUTAGES attempts in a row could not reach the agent. What was done before is in
+            the buffer.
     """
     report = BuildReport() if report is None else report
     builder = _Builder(
@@ -216,12 +251,15 @@ async def build_traces(
     report.num_skipped += len(tasks) - len(todo)
     window = 1 + 2 * -(-max_concurrent // num_samples)
     under_way: deque[tuple[Task, asyncio.Task[tuple[list[Attempt], Tree | None]]]] = deque()
-    # One thread of its own: keys are embedded there, and leaving waits for the transaction under way.
+    # One thread of its own: keys are embedded there, and leaving waits for the transaction under
+    # way.
     with ThreadPoolExecutor(1, thread_name_prefix="buffer") as thread:
         try:
             for position in range(len(todo) + window):
                 if position < len(todo):
-                    under_way.append((todo[position], asyncio.create_task(builder.attempts(todo[position]))))
+                    under_way.append(
+                        (todo[position], asyncio.create_task(builder.attempts(todo[position])))
+                    )
                 if position < window - 1 or not under_way:
                     continue
                 task, work = under_way.popleft()
@@ -231,7 +269,9 @@ async def build_traces(
                     work.cancel()
                 builder.count_failures(attempts)
                 traces = builder.traces(task, builder.best(task, attempts, tree))
-                await asyncio.get_running_loop().run_in_executor(thread, builder.store, buffer, traces)
+                await asyncio.get_running_loop().run_in_executor(
+                    thread, builder.store, buffer, traces
+                )
                 report.num_tasks += 1
                 if on_progress is not None:
                     on_progress(report.num_tasks, len(todo), report)
@@ -243,11 +283,16 @@ async def build_traces(
 
 
 def attempts_tree(
-    format: Format, task: Task, attempts: Sequence[Sequence[StepContent]], rewards: Sequence[float | None] | None = None
+    format: Format,
+    task: Task,
+    attempts: Sequence[Sequence[StepContent]],
+    rewards: Sequence[float | None] | None = None,
 ) -> Tree:
-    """Returns trajectories as the separate paths of one tree, completed and not yet scored, in their order.
+    """Returns trajectories as the separate paths of one tree, completed and not yet scored, in
+    their order.
 
-    A step's tokens are what the policy would have written, or, where this format cannot say the step, its graft.
+    A step's tokens are what the policy would have written, or, where this format cannot say the
+    step, its graft.
 
     Args:
         rewards: what each one's environment gave; None without environments.
@@ -255,7 +300,15 @@ def attempts_tree(
     Raises:
         DataError: a prompt that cannot be made.
     """
-    steps = [_step(ROOT_ID, None, 0, [(format.prompt_ids(task), Origin.PROMPT)], StepContent(thought=task.question))]
+    steps = [
+        _step(
+            ROOT_ID,
+            None,
+            0,
+            [(format.prompt_ids(task), Origin.PROMPT)],
+            StepContent(thought=task.question),
+        )
+    ]
     leaves = []
     for start, contents in enumerate(attempts):
         parent = ROOT_ID
@@ -268,11 +321,20 @@ def attempts_tree(
             steps.append(_step(step_id, parent, depth, spans, content))
             parent = step_id
         given = rewards[start] if rewards is not None else None
-        leaves.append(Leaf(step_id=parent, status=Status.COMPLETED, answer=contents[-1].answer, environment_reward=given))
+        leaves.append(
+            Leaf(
+                step_id=parent,
+                status=Status.COMPLETED,
+                answer=contents[-1].answer,
+                environment_reward=given,
+            )
+        )
     return Tree(task=task, group_id=f"buffer/{task.id}", steps=tuple(steps), leaves=tuple(leaves))
 
 
-def _step(step_id: str, parent: str | None, depth: int, spans: list[Span], content: StepContent) -> Step:
+def _step(
+    step_id: str, parent: str | None, depth: int, spans: list[Span], content: StepContent
+) -> Step:
     tokens = tuple(token for ids, _ in spans for token in ids)
     origins = tuple(origin for ids, origin in spans for _ in ids)
     return Step(

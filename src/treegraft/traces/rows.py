@@ -1,4 +1,5 @@
-"""What a search looks at, in memory: one row per stored trace, in the order they were added, evicted ones included."""
+"""What a search looks at, in memory: one row per stored trace, in the order they were added,
+evicted ones included."""
 
 from __future__ import annotations
 
@@ -64,18 +65,28 @@ class RowTable:
                 getattr(grown, name)[:start] = getattr(self.rows, name)
             self._room = grown
         room, here = self._room, slice(start, end)
-        room.ids[here], room.vectors[here], room.terminal[here] = added.ids, added.vectors, added.terminal
+        room.ids[here], room.vectors[here], room.terminal[here] = (
+            added.ids,
+            added.vectors,
+            added.terminal,
+        )
         room.tasks[here] = [_number(self._numbers[0], task) for task in added.tasks]
         room.sources[here] = [_number(self._numbers[1], source) for source in added.sources]
         room.hashes[here] = [content_hash.encode() for content_hash in added.hashes]
         live = np.concatenate([self.rows.live, np.asarray(added.live, bool)])
-        self.rows = Rows(**{name: getattr(room, name)[:end] for name in Rows.__slots__ if name != "live"}, live=live)
+        self.rows = Rows(
+            **{name: getattr(room, name)[:end] for name in Rows.__slots__ if name != "live"},
+            live=live,
+        )
 
     def evict(self, ids: Iterable[int]) -> None:
         """Marks rows as evicted."""
         live = self.rows.live.copy()
         live[np.isin(self.rows.ids, list(ids))] = False
-        self.rows = Rows(**{name: getattr(self.rows, name) for name in Rows.__slots__ if name != "live"}, live=live)
+        self.rows = Rows(
+            **{name: getattr(self.rows, name) for name in Rows.__slots__ if name != "live"},
+            live=live,
+        )
 
     def of_task(self, rows: Rows, task: str) -> Mask:
         """Returns [rows] which are of this task."""

@@ -1,4 +1,5 @@
-"""The Step-Trace Buffer's file: SQLite, one transaction per chunk, so that a kill at any moment loses at most the chunk in flight.
+"""The Step-Trace Buffer's file: SQLite, one transaction per chunk, so that a kill at any moment
+loses at most the chunk in flight.
 
 meta      format, encoder, dimensions, and one vector by which another model of the same name is found out
 traces    one row per content; those that were evicted stay, marked, so that a resumed run can undo it
@@ -57,18 +58,29 @@ class TraceFile:
     """One open buffer file. Every method may be called from any thread."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        """Raises DataError: no file and `create` is off, not a file of ours, of a newer format, damaged, or not to be opened."""
+        """Raises DataError: no file and `create` is off, not a file of ours, of a newer format,
+        damaged, or not to be opened."""
         self.path = path
         if not create and not path.exists():
-            raise DataError(f"buffer '{path}': there is no such file; build one with: treegraft buffer build RECIPE")
+            raise DataError(
+                f"buffer '{path}': there is no such file; build one with: treegraft buffer build"
+                " RECIPE"
+            )
         if path.is_dir():
-            raise DataError(f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer")
+            raise DataError(
+                f"buffer '{path}' is a folder; expected the file of a Step-Trace Buffer"
+            )
         self._lock = threading.RLock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            self._connection = sqlite3.connect(
+                path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
         except (OSError, sqlite3.Error) as error:
-            raise DataError(f"buffer '{path}' cannot be opened ({error}); expected a folder that can be written to") from error
+            raise DataError(
+                f"buffer '{path}' cannot be opened ({error}); expected a folder that can be"
+                " written to"
+            ) from error
         try:
             with self._reading_errors():
                 self._prepare(create)
@@ -81,9 +93,15 @@ class TraceFile:
         is_new = not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
         if is_new and not create:
-            raise DataError(f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build RECIPE")
+            raise DataError(
+                f"buffer '{self.path}' is an empty file; build one with: treegraft buffer build"
+                " RECIPE"
+            )
         if not is_new and application_id != APPLICATION_ID:
-            raise DataError(f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name another path")
+            raise DataError(
+                f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name"
+                " another path"
+            )
         self._write_ahead()
         # A commit reaches the disk before it counts, so that not even a power cut loses it.
         self._connection.execute("PRAGMA synchronous = FULL")
@@ -92,12 +110,13 @@ class TraceFile:
         found = self.meta().get("format")
         if found != FORMAT:
             raise DataError(
-                f"buffer '{self.path}' has format {found}, this version of treegraft reads {FORMAT}; build it again, "
-                "or use the version that wrote it"
+                f"buffer '{self.path}' has format {found}, this version of treegraft reads"
+                f" {FORMAT}; build it again, or use the version that wrote it"
             )
 
     def _write_ahead(self) -> None:
-        """Turns to a write-ahead log. SQLite itself does not wait there for others who do the same at this moment."""
+        """Turns to a write-ahead log. SQLite itself does not wait there for others who do the same
+        at this moment."""
         deadline = time.monotonic() + BUSY_TIMEOUT_S
         while True:
             try:
@@ -125,17 +144,25 @@ class TraceFile:
         except sqlite3.ProgrammingError as error:
             raise DataError(f"buffer '{self.path}' is closed") from error
         except sqlite3.OperationalError as error:
-            raise DataError(f"buffer '{self.path}': {error}; is the disk full, or does another process hold the file?") from error
+            raise DataError(
+                f"buffer '{self.path}': {error}; is the disk full, or does another process hold the"
+                " file?"
+            ) from error
         except sqlite3.DatabaseError as error:
             if _is_no_database(self.path):
-                raise DataError(f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name another path") from error
+                raise DataError(
+                    f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
+                    " another path"
+                ) from error
             raise DataError(
-                f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a copy, or build it again"
+                f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a"
+                " copy, or build it again"
             ) from error
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Gives the connection inside a transaction that is committed at the end, or undone by an exception."""
+        """Gives the connection inside a transaction that is committed at the end, or undone by an
+        exception."""
         with self._lock, self._reading_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -155,7 +182,8 @@ class TraceFile:
         return dict(self.query("SELECT name, value FROM meta"))
 
     def add_meta(self, values: Mapping[str, Any]) -> None:
-        """Writes entries of the table of that name, all of them or, where one is there already, none."""
+        """Writes entries of the table of that name, all of them or, where one is there already,
+        none."""
         with self.transaction() as connection:
             if not self.meta().keys() & values.keys():
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
@@ -163,7 +191,12 @@ class TraceFile:
     def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
         """Returns the rows of those content hashes that are there and not evicted."""
         marks = ",".join("?" * len(hashes))
-        return dict(self.query(f"SELECT hash, id FROM traces WHERE evicted_at IS NULL AND hash IN ({marks})", hashes))
+        return dict(
+            self.query(
+                f"SELECT hash, id FROM traces WHERE evicted_at IS NULL AND hash IN ({marks})",
+                hashes,
+            )
+        )
 
     def traces(self, ids: Sequence[int]) -> dict[int, Trace]:
         """Returns the traces of these rows."""
@@ -183,18 +216,25 @@ class TraceFile:
             text = json.loads(key)
         except (ValueError, TypeError, KeyError) as error:
             raise self.damage(f"a stored trace does not parse: {error}") from error
-        return Trace(text, content, reward, source, task_id, position, bool(terminal), trajectory, version)
+        return Trace(
+            text, content, reward, source, task_id, position, bool(terminal), trajectory, version
+        )
 
     def vectors(self, after: int, last: int, num: int, dim: int) -> npt.NDArray[np.float32]:
-        """Returns [traces, dim] of the rows after one, up to another, in their order. Raises DataError unless there are `num`."""
+        """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
+        DataError unless there are `num`."""
         vectors, filled = np.empty((num, dim), np.float32), 0
         with self._lock, self._reading_errors():
-            cursor = self._connection.execute("SELECT vector FROM vectors WHERE id > ? AND id <= ? ORDER BY id", (after, last))
+            cursor = self._connection.execute(
+                "SELECT vector FROM vectors WHERE id > ? AND id <= ? ORDER BY id", (after, last)
+            )
             while blobs := cursor.fetchmany(4096):
                 joined = b"".join(blob for (blob,) in blobs)
                 if filled + len(blobs) > num or len(joined) != len(blobs) * dim * 4:
                     raise self.damage(f"vectors that do not fit {num} traces of {dim} numbers")
-                vectors[filled : filled + len(blobs)] = np.frombuffer(joined, "<f4").reshape(-1, dim)
+                vectors[filled : filled + len(blobs)] = np.frombuffer(joined, "<f4").reshape(
+                    -1, dim
+                )
                 filled += len(blobs)
         if filled != num:
             raise self.damage(f"{num} traces and {filled} vectors")
@@ -202,7 +242,9 @@ class TraceFile:
 
     def damage(self, what: str) -> DataError:
         """Returns the error that says so."""
-        return DataError(f"buffer '{self.path}' is damaged ({what}); restore a copy, or build it again")
+        return DataError(
+            f"buffer '{self.path}' is damaged ({what}); restore a copy, or build it again"
+        )
 
     def back_up(self, path: Path) -> None:
         """Copies the file, also while others read and write it."""
@@ -216,7 +258,8 @@ class TraceFile:
     def close(self) -> None:
         """Folds the write-ahead log into the file and closes it. A second call does nothing."""
         with self._lock:
-            # Closed before, or damaged: then the log stays beside the file and is read at the next opening.
+            # Closed before, or damaged: then the log stays beside the file and is read at the next
+            # opening.
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
@@ -229,7 +272,8 @@ def _is_no_database(path: Path) -> bool:
 
 
 def to_json(value: object) -> str:
-    """Returns readable JSON; escaped only where text holds lone surrogates, which exist in no encoding."""
+    """Returns readable JSON; escaped only where text holds lone surrogates, which exist in no
+    encoding."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return json.dumps(value, separators=(",", ":")) if re.search("[\ud800-\udfff]", text) else text
 
@@ -238,13 +282,21 @@ def trace_row(trace: Trace) -> tuple[Any, ...]:
     """Returns the values of `COLUMNS`."""
     value = trace.value if isinstance(trace.value, str) else asdict(trace.value)
     return (
-        *(to_json(trace.key), to_json(value), float(trace.reward), trace.source, trace.task_id, trace.position),
+        *(
+            to_json(trace.key),
+            to_json(value),
+            float(trace.reward),
+            trace.source,
+            trace.task_id,
+            trace.position,
+        ),
         *(int(trace.terminal), trace.trajectory, trace.policy_version),
     )
 
 
 def content_from_json(value: Any) -> str | StepContent:
-    """Returns the value of a trace from the JSON that is stored for it. Raises KeyError, TypeError: it is something else."""
+    """Returns the value of a trace from the JSON that is stored for it. Raises KeyError, TypeError:
+    it is something else."""
     if isinstance(value, str):
         return value
     return StepContent(

@@ -1,7 +1,8 @@
-"""The Step-Trace Buffer of a run: found or built before the first update, grown by the agent's own best trajectories.
+"""The Step-Trace Buffer of a run: found or built before the first update, grown by the agent's own
+best trajectories.
 
-A run that only reads opens the buffer where it lies. One that builds or grows it works on a copy in its run folder, which a resumed
-run rolls back to its checkpoint.
+A run that only reads opens the buffer where it lies. One that builds or grows it works on a copy in
+its run folder, which a resumed run rolls back to its checkpoint.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ OWN_FILE = Path("buffer") / "traces.sqlite"
 def needs_buffer(config: Config) -> bool:
     """Returns whether the recipe's rollouts retrieve."""
     explorers = config.explore.explorers
-    return "graft" in explorers or (bool(config.buffer.path) and any(":" in name for name in explorers))
+    return "graft" in explorers or (
+        bool(config.buffer.path) and any(":" in name for name in explorers)
+    )
 
 
 def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> Encoder:
@@ -42,7 +45,8 @@ def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> Encoder:
         run_dir: where the run keeps its copy, if it has one; the original is then no longer needed.
 
     Raises:
-        DataError: no such file, an empty buffer, another encoder, no expert, nothing from the sources named.
+        DataError: no such file, an empty buffer, another encoder, no expert, nothing from the
+            sources named.
         SettingError, ModelError: no such encoder, or one that cannot be loaded.
     """
     if (run_dir / OWN_FILE).exists():
@@ -52,15 +56,15 @@ def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> Encoder:
         tasks = source.train_tasks()
         if not any(source.expert(task, 0) for task in tasks[:1]):
             raise DataError(
-                'buffer.path is "expert", but these tasks have no scripted expert; make a buffer with `treegraft buffer build` or '
-                "`treegraft buffer import` and name its file"
+                'buffer.path is "expert", but these tasks have no scripted expert; make a buffer'
+                " with `treegraft buffer build` or `treegraft buffer import` and name its file"
             )
         return encoder
     path = _expanded(config.buffer.path)
     if not path.is_file():
         raise DataError(
-            f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer. Make one with: treegraft buffer build RECIPE "
-            f"--out {path}"
+            f"buffer.path: there is no file '{path}'; expected a Step-Trace Buffer. Make one with:"
+            f" treegraft buffer build RECIPE --out {path}"
         )
     return _check_file(path, config)
 
@@ -72,7 +76,13 @@ def _check_file(path: Path, config: Config) -> Encoder:
 
 
 async def open_buffer(
-    config: Config, source: TaskSource, scorer: TreeScorer, format: Format, run_dir: Path, update: int, encoder: Encoder
+    config: Config,
+    source: TaskSource,
+    scorer: TreeScorer,
+    format: Format,
+    run_dir: Path,
+    update: int,
+    encoder: Encoder,
 ) -> TraceBuffer:
     """Returns the run's buffer as it was after `update`, built first where there is none yet.
 
@@ -97,22 +107,33 @@ async def open_buffer(
 
 
 def _note(buffer: TraceBuffer, run_dir: Path, *, is_own: bool) -> None:
-    """Writes buffer.json when the run begins; later a buffer that others can change has to be the one that it names."""
+    """Writes buffer.json when the run begins; later a buffer that others can change has to be the
+    one that it names."""
     place = run_dir / "buffer.json"
     fingerprint = buffer.fingerprint()
     if not place.exists():
-        note = {"path": os.path.relpath(buffer.path, run_dir), "fingerprint": fingerprint, "num_traces": len(buffer)}
+        note = {
+            "path": os.path.relpath(buffer.path, run_dir),
+            "fingerprint": fingerprint,
+            "num_traces": len(buffer),
+        }
         write_atomically(place, json.dumps(note, indent=2) + "\n")
     elif not is_own and json.loads(place.read_text())["fingerprint"] != fingerprint:
         buffer.close()
         raise CheckpointError(
-            f"buffer.path: the buffer '{buffer.path}' has changed since the run began (fingerprint {fingerprint}, expected "
-            f"{json.loads(place.read_text())['fingerprint']}); put the old file back, or start a new run."
+            f"buffer.path: the buffer '{buffer.path}' has changed since the run began (fingerprint"
+            f" {fingerprint}, expected {json.loads(place.read_text())['fingerprint']}); put the old"
+            " file back, or start a new run."
         )
 
 
 async def _own_copy(
-    config: Config, source: TaskSource, scorer: TreeScorer, format: Format, own: Path, encoder: Encoder
+    config: Config,
+    source: TaskSource,
+    scorer: TreeScorer,
+    format: Format,
+    own: Path,
+    encoder: Encoder,
 ) -> TraceBuffer:
     """A buffer in the run folder, complete under its name or not there at all."""
     partial = own.with_name(f".{own.name}.partial")
@@ -122,7 +143,16 @@ async def _own_copy(
     if config.buffer.path == EXPERT:
         agent = ScriptedAgent(source, seed=config.run.seed)
         with TraceBuffer(partial, encoder) as buffer:
-            await build_traces(source.train_tasks(), agent, scorer, format, buffer, num_samples=1, num_best=1, seed=config.run.seed)
+            await build_traces(
+                source.train_tasks(),
+                agent,
+                scorer,
+                format,
+                buffer,
+                num_samples=1,
+                num_best=1,
+                seed=config.run.seed,
+            )
         partial.replace(own)
     else:
         with TraceBuffer(_expanded(config.buffer.path), encoder) as buffer:
@@ -130,14 +160,21 @@ async def _own_copy(
     return TraceBuffer(own, encoder)
 
 
-def own_traces(trees: Sequence[Tree], *, num_best: int, min_reward: float, update: int) -> list[Trace]:
-    """Returns the traces of each tree's best completed trajectories, those steps that the policy itself sampled.
+def own_traces(
+    trees: Sequence[Tree], *, num_best: int, min_reward: float, update: int
+) -> list[Trace]:
+    """Returns the traces of each tree's best completed trajectories, those steps that the policy
+    itself sampled.
 
     Ties go to the one that stands first in the tree.
     """
     traces: list[Trace] = []
     for tree in trees:
-        paths = [path for path in tree.trajectories() if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward]
+        paths = [
+            path
+            for path in tree.trajectories()
+            if path.status is Status.COMPLETED and (path.reward or 0.0) >= min_reward
+        ]
         for path in sorted(paths, key=lambda path: -(path.reward or 0.0))[:num_best]:
             traces += _traces_of(path, update)
     return traces
@@ -162,7 +199,12 @@ def grow_buffer(buffer: TraceBuffer, config: Config, trees: Sequence[Tree], upda
     settings = config.buffer.grow
     if not settings.num_best:
         return
-    buffer.add(own_traces(trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update), update=update)
+    buffer.add(
+        own_traces(
+            trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
+        ),
+        update=update,
+    )
     buffer.evict(settings.capacity, source=OWN, update=update)
     buffer.settle()
 
@@ -181,13 +223,18 @@ def _refuse_empty(buffer: TraceBuffer, config: Config) -> None:
     counts = buffer.stats().sources
     if not counts:
         raise DataError(
-            f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill it with `treegraft buffer build` or "
-            "`treegraft buffer import`."
+            f"buffer.path: the buffer '{buffer.path}' is empty; nothing could be grafted. Fill it"
+            " with `treegraft buffer build` or `treegraft buffer import`."
         )
-    missing = [name for name in sources if name not in counts and not (name == OWN and config.buffer.grow.num_best)]
+    missing = [
+        name
+        for name in sources
+        if name not in counts and not (name == OWN and config.buffer.grow.num_best)
+    ]
     if missing:
         raise DataError(
-            f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of; it has {sorted(counts)}."
+            f"buffer.sources names {missing}, which the buffer '{buffer.path}' has nothing of; it"
+            f" has {sorted(counts)}."
         )
 
 

@@ -15,7 +15,13 @@ from treegraft.view.runs import open_runs
 from treegraft.view.text import pick_file, show
 
 
-def view_text(paths: list[Path], update: int | None, evaluation: int | None, group: int | None, leaf: int | None) -> None:
+def view_text(
+    paths: list[Path],
+    update: int | None,
+    evaluation: int | None,
+    group: int | None,
+    leaf: int | None,
+) -> None:
     """Prints the list of an update's groups, a tree, or a trajectory.
 
     Raises:
@@ -23,7 +29,9 @@ def view_text(paths: list[Path], update: int | None, evaluation: int | None, gro
         DataError: there is no such update, group or leaf.
     """
     if len(paths) != 1:
-        raise SettingError(f"--text shows one run; got {len(paths)}. Compare runs with: treegraft compare")
+        raise SettingError(
+            f"--text shows one run; got {len(paths)}. Compare runs with: treegraft compare"
+        )
     if update is not None and evaluation is not None:
         raise SettingError("--update and --eval both say which trees; give one of them")
     if leaf is not None and group is None:
@@ -33,11 +41,20 @@ def view_text(paths: list[Path], update: int | None, evaluation: int | None, gro
     console = Console()
     console.print(show(run, file, group, leaf))
     if group is None:
-        which = f"--update {int(file.split('-')[1])}" if file.startswith("update") else f"--eval {int(file.split('-')[1])}"
-        console.print(Text(f"one tree: treegraft view {paths[0]} --text {which} --group 0", style="dim"), soft_wrap=True)
+        which = (
+            f"--update {int(file.split('-')[1])}"
+            if file.startswith("update")
+            else f"--eval {int(file.split('-')[1])}"
+        )
+        console.print(
+            Text(f"one tree: treegraft view {paths[0]} --text {which} --group 0", style="dim"),
+            soft_wrap=True,
+        )
 
 
-def view_pages(paths: list[Path], host: str, port: int, *, opens_browser: bool, buffer: Path | None) -> None:
+def view_pages(
+    paths: list[Path], host: str, port: int, *, opens_browser: bool, buffer: Path | None
+) -> None:
     """Serves the pages until Ctrl-C, and prints where.
 
     Raises:
@@ -50,13 +67,17 @@ def view_pages(paths: list[Path], host: str, port: int, *, opens_browser: bool, 
         from treegraft.view.server import address_of, build_app, is_loopback, listen, serve
     except ImportError as error:
         raise SettingError(
-            f"the viewer needs the package '{error.name}', which is not installed; run: pip install 'treegraft[web]'. "
-            "Without it: treegraft view RUN --text"
+            f"the viewer needs the package '{error.name}', which is not installed; run: pip install"
+            " 'treegraft[web]'. Without it: treegraft view RUN --text"
         ) from error
     if buffer is not None and not buffer.expanduser().is_file():
-        raise SettingError(f"--buffer {buffer}: there is no such file; expected a Step-Trace Buffer")
+        raise SettingError(
+            f"--buffer {buffer}: there is no such file; expected a Step-Trace Buffer"
+        )
     runs = open_runs(paths)
-    app = build_app(runs, host=host, buffer=None if buffer is None else buffer.expanduser().resolve())
+    app = build_app(
+        runs, host=host, buffer=None if buffer is None else buffer.expanduser().resolve()
+    )
     made = listen(host, port)
     address = address_of(made, host)
 
@@ -64,7 +85,8 @@ def view_pages(paths: list[Path], host: str, port: int, *, opens_browser: bool, 
         print(f"viewer at {address}  (Ctrl-C ends it)", flush=True)
         if not is_loopback(host):
             print(
-                f"warning: it listens on {host}; whoever reaches this machine there can read these runs",
+                f"warning: it listens on {host}; whoever reaches this machine there can read these"
+                " runs",
                 file=sys.stderr,
                 flush=True,
             )

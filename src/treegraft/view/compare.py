@@ -13,7 +13,8 @@ COSTS = ("rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s")
 
 
 def compare_runs(folders: Sequence[Path]) -> tuple[str, list[tuple[str, list[float | None]]]]:
-    """Returns the accuracy's key, and rows (update or cost, one value for each run; None where it has none).
+    """Returns the accuracy's key, and rows (update or cost, one value for each run; None where it
+    has none).
 
     The first rows are the evaluations, by update; the last ones the costs of all updates together.
 
@@ -22,7 +23,10 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[tuple[str, list[flo
         DataError: one of them has no metrics yet.
     """
     runs = [read_metrics(RunFolder.open(folder).path) for folder in folders]
-    key = next((key for key in ACCURACIES if any(key in line for run in runs for line in run)), ACCURACIES[0])
+    key = next(
+        (key for key in ACCURACIES if any(key in line for run in runs for line in run)),
+        ACCURACIES[0],
+    )
     updates = sorted({int(line["update"]) for run in runs for line in run if key in line})
     rows = [(f"update {update}", [_at(run, update, key) for run in runs]) for update in updates]
     for cost in COSTS:

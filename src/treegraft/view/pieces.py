@@ -14,7 +14,8 @@ _LONGEST = 8
 
 
 class Pieces:
-    """The texts of tokens of one run. A copied folder without checkpoints has none; then ids are all there is to show."""
+    """The texts of tokens of one run. A copied folder without checkpoints has none; then ids are
+    all there is to show."""
 
     def __init__(self, run_dir: Path) -> None:
         self._checkpoints = run_dir / "checkpoints"
@@ -23,7 +24,8 @@ class Pieces:
         self._known: dict[int, str] = {}
 
     def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer never changes within a run; a live one has its first checkpoint after a while."""
+        """The tokenizer never changes within a run; a live one has its first checkpoint after a
+        while."""
         if self._loaded is None:
             inside = self._checkpoints.resolve()
             for path in sorted(self._checkpoints.glob("*/tokenizer.json")):
@@ -59,7 +61,8 @@ class Pieces:
             return texts
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens together, with special ones; ids where there is no tokenizer."""
+        """Returns the text of tokens together, with special ones; ids where there is no
+        tokenizer."""
         with self._lock:
             tokenizer = self._tokenizer()
             if tokenizer is None:
@@ -73,13 +76,20 @@ class Pieces:
             # Without a decoder pieces are joined by spaces.
             return f"{text} "
         # A decoder of whole texts strips the space that begins a word.
-        return f" {text}" if raw is not None and raw.startswith("\u2581") and not text.startswith(" ") else text
+        return (
+            f" {text}"
+            if raw is not None and raw.startswith("\u2581") and not text.startswith(" ")
+            else text
+        )
 
     @staticmethod
     def _join(tokenizer: Tokenizer, token_ids: Sequence[int], texts: list[str], place: int) -> int:
-        """Puts a character of several tokens where it begins; returns how many tokens were dealt with."""
+        """Puts a character of several tokens where it begins; returns how many tokens were dealt
+        with."""
         for count in range(2, min(_LONGEST, len(texts) - place) + 1):
-            joined = str(tokenizer.decode(list(token_ids[place : place + count]), skip_special_tokens=False))
+            joined = str(
+                tokenizer.decode(list(token_ids[place : place + count]), skip_special_tokens=False)
+            )
             if _UNKNOWN not in joined:
                 texts[place : place + count] = [joined] + [""] * (count - 1)
                 return count

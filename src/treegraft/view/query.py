@@ -1,4 +1,5 @@
-"""Lists and searches: which trees match, newest first, a part at a time so that no answer takes long."""
+"""Lists and searches: which trees match, newest first, a part at a time so that no answer takes
+long."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ BUDGET_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which trees are wanted; a leaf must meet all conditions on leaves at once. None and "" ask for nothing."""
+    """Which trees are wanted; a leaf must meet all conditions on leaves at once. None and "" ask
+    for nothing."""
 
     text: str = ""
     """Occurs, in whatever case, in a question, thought, call, result, answer or error."""
@@ -50,7 +52,10 @@ class Filter:
         )
         return (
             (not self.status or leaf["status"] == self.status)
-            and all(limit is None or (value is not None and holds(limit, value)) for limit, value, holds in (*limits, *lengths))
+            and all(
+                limit is None or (value is not None and holds(limit, value))
+                for limit, value, holds in (*limits, *lengths)
+            )
             and all(flag is None or bool(count) is flag for flag, count in wanted)
         )
 
@@ -65,8 +70,8 @@ class Filter:
 def _needle(text: str) -> Callable[[bytes], bool]:
     """Returns a test on the raw line that never misses what `_says` would find."""
     wanted = text.lower()
-    # Lines hold characters as they are, or escaped where one line has a lone surrogate; letters beyond ASCII change their case in
-    # ways that bytes do not follow. Those lines are parsed.
+    # Lines hold characters as they are, or escaped where one line has a lone surrogate; letters
+    # beyond ASCII change their case in ways that bytes do not follow. Those lines are parsed.
     if not wanted.isascii():
         return lambda line: True
     escaped = json.dumps(wanted)[1:-1].encode()
@@ -84,7 +89,9 @@ def _says(tree: dict[str, Any], text: str) -> str | None:
     return None
 
 
-def _candidates(run: Run, wanted: Filter, file: TreeFile, first: int) -> Iterator[tuple[int, dict[str, Any] | None]]:
+def _candidates(
+    run: Run, wanted: Filter, file: TreeFile, first: int
+) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Gives each tree of a file with its summary, None for one that does not match."""
     if not wanted.text:
         for group in run.groups(file.name)[first:]:
@@ -94,11 +101,17 @@ def _candidates(run: Run, wanted: Filter, file: TreeFile, first: int) -> Iterato
     for number, line in run.raw_lines(file.name, first):
         tree = json.loads(line) if may_match(line) else None
         snippet = None if tree is None else _says(tree, wanted.text)
-        found = None if tree is None or snippet is None else summarise(tree) | {"file": file.name, "n": number, "snippet": snippet}
+        found = (
+            None
+            if tree is None or snippet is None
+            else summarise(tree) | {"file": file.name, "n": number, "snippet": snippet}
+        )
         yield number, found
 
 
-def find(run: Run, wanted: Filter, *, file: str = "", cursor: str = "", kinds: str = "update") -> dict[str, Any]:
+def find(
+    run: Run, wanted: Filter, *, file: str = "", cursor: str = "", kinds: str = "update"
+) -> dict[str, Any]:
     """Returns the trees that match, and where to go on.
 
     Args:
@@ -112,7 +125,13 @@ def find(run: Run, wanted: Filter, *, file: str = "", cursor: str = "", kinds: s
         num_seen, num_files: how far it came.
     """
     files = [
-        one for one in run.files() if (one.name == file if file else kinds in ("all", "update" if one.kind == "update" else "eval"))
+        one
+        for one in run.files()
+        if (
+            one.name == file
+            if file
+            else kinds in ("all", "update" if one.kind == "update" else "eval")
+        )
     ]
     files = files if file else files[::-1]
     name, _, number = cursor.partition(":")
@@ -127,18 +146,27 @@ def find(run: Run, wanted: Filter, *, file: str = "", cursor: str = "", kinds: s
                 groups.append(group | {"matches": matches})
             is_over = not file and (len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S)
             if is_over:
-                return {"groups": groups, "cursor": f"{files[index].name}:{n + 1}", "num_seen": index, "num_files": len(files)}
+                return {
+                    "groups": groups,
+                    "cursor": f"{files[index].name}:{n + 1}",
+                    "num_seen": index,
+                    "num_files": len(files),
+                }
         first = 0
     return {"groups": groups, "cursor": None, "num_seen": len(files), "num_files": len(files)}
 
 
 def task_history(run: Run, task_id: str) -> list[dict[str, Any]]:
     """Returns the summaries of all trees of a task, in order of updates."""
-    return [summarise(run.tree(file.name, n)) | {"file": file.name, "n": n} for file, n in run.with_task(task_id)]
+    return [
+        summarise(run.tree(file.name, n)) | {"file": file.name, "n": n}
+        for file, n in run.with_task(task_id)
+    ]
 
 
 def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any]:
-    """Returns where a trace of the buffer was grafted: file, tree, steps and the leaves below, newest first; a part at a time."""
+    """Returns where a trace of the buffer was grafted: file, tree, steps and the leaves below,
+    newest first; a part at a time."""
     needle = json.dumps(content_hash).encode()
     files = run.files()[::-1]
     names = [one.name for one in files]
@@ -153,12 +181,18 @@ def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any
     return {"grafts": found, "cursor": None}
 
 
-def _places(tree: dict[str, Any], content_hash: str, file: str, number: int) -> Iterator[dict[str, Any]]:
+def _places(
+    tree: dict[str, Any], content_hash: str, file: str, number: int
+) -> Iterator[dict[str, Any]]:
     for step in tree["steps"]:
         cause = step["cause"]
         if cause is None or cause["kind"] != "graft" or cause.get("content_hash") != content_hash:
             continue
-        below = [(n, leaf) for n, leaf in enumerate(tree["leaves"]) if f"{leaf['step_id']}.".startswith(f"{step['id']}.")]
+        below = [
+            (n, leaf)
+            for n, leaf in enumerate(tree["leaves"])
+            if f"{leaf['step_id']}.".startswith(f"{step['id']}.")
+        ]
         yield {
             "file": file,
             "n": number,

@@ -1,8 +1,9 @@
-"""Run folders as the viewer reads them: metrics as they grow, and an index of where in its files each tree begins.
+"""Run folders as the viewer reads them: metrics as they grow, and an index of where in its files
+each tree begins.
 
-Nothing is parsed before it is asked for. Opening a run lists its files; a page of one update reads that update's file; a search
-through all updates looks at the bytes of a line before it parses it. What is kept in memory is the place of each line and the
-summaries of the last few files.
+Nothing is parsed before it is asked for. Opening a run lists its files; a page of one update reads
+that update's file; a search through all updates looks at the bytes of a line before it parses it.
+What is kept in memory is the place of each line and the summaries of the last few files.
 """
 
 from __future__ import annotations
@@ -75,9 +76,14 @@ class Run:
     def config(self) -> dict[str, Any]:
         """Returns the resolved settings. Raises DataError: config.json is damaged."""
         try:
-            found: dict[str, Any] = json.loads((self.path / "config.json").read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(
+                (self.path / "config.json").read_text(encoding="utf-8")
+            )
         except (OSError, ValueError) as error:
-            raise DataError(f"'{self.path}/config.json' cannot be read ({error}); expected the settings of a run") from error
+            raise DataError(
+                f"'{self.path}/config.json' cannot be read ({error}); expected the settings of"
+                " a run"
+            ) from error
         return found
 
     # ------------------------------------------------------------------ metrics
@@ -85,7 +91,8 @@ class Run:
     def metrics(self) -> tuple[int, list[dict[str, Any]]]:
         """Returns the era and all whole lines of metrics.jsonl so far.
 
-        The era grows when the file was cut or replaced (a resume), so that what was read before no longer holds.
+        The era grows when the file was cut or replaced (a resume), so that what was read before no
+        longer holds.
         """
         path = self.folder.metrics_path
         with self._lock:
@@ -99,7 +106,9 @@ class Run:
                 # A line that is being written is left for the next time.
                 whole = data[: data.rfind(b"\n") + 1]
                 self._read_to += len(whole)
-                self._metrics += [line for raw in whole.splitlines() if (line := _metrics_line(raw)) is not None]
+                self._metrics += [
+                    line for raw in whole.splitlines() if (line := _metrics_line(raw)) is not None
+                ]
             return self._era, list(self._metrics)
 
     def state(self) -> dict[str, Any]:
@@ -108,7 +117,9 @@ class Run:
         stat = metrics.stat() if metrics.exists() else None
         files = self.files()
         era, lines = self.metrics()
-        newest = max([file.mtime_ns for file in files] + ([stat.st_mtime_ns] if stat else []), default=0)
+        newest = max(
+            [file.mtime_ns for file in files] + ([stat.st_mtime_ns] if stat else []), default=0
+        )
         total = self.config().get("run", {}).get("num_updates", 0)
         done = int(lines[-1].get("update") or 0) if lines else 0
         is_live = done < total and time.time() - newest / 1e9 < _LIVE_S
@@ -147,7 +158,9 @@ class Run:
     def _path(self, name: str) -> Path:
         path = self.path / "trees" / f"{name}.jsonl"
         if FILE_NAME.fullmatch(name) is None or not path.is_file() or not self._is_inside(path):
-            raise DataError(f"run '{self.name}' has no trees '{name}'; expected a name such as update-000001")
+            raise DataError(
+                f"run '{self.name}' has no trees '{name}'; expected a name such as update-000001"
+            )
         return path
 
     def _index(self, name: str) -> _Lines:
@@ -178,7 +191,10 @@ class Run:
         """The index of a file, and where one of its lines begins and ends."""
         lines = self._index(name)
         if not 0 <= number < len(lines.tasks):
-            raise DataError(f"'{name}' of run '{self.name}' holds {len(lines.tasks)} trees; there is no number {number}")
+            raise DataError(
+                f"'{name}' of run '{self.name}' holds {len(lines.tasks)} trees; there is no number"
+                f" {number}"
+            )
         return lines, lines.starts[number], lines.starts[number + 1]
 
     def line(self, name: str, number: int) -> bytes:
@@ -206,7 +222,8 @@ class Run:
         return self._load(name, number)[0]
 
     def path_of(self, name: str, number: int, leaf: int) -> dict[str, Any]:
-        """Returns one tree with the steps of one leaf's path alone; the first time the whole line is parsed, then that path only.
+        """Returns one tree with the steps of one leaf's path alone; the first time the whole line
+        is parsed, then that path only.
 
         Raises:
             DataError: there is no such tree or leaf, or it is damaged.
@@ -218,13 +235,19 @@ class Run:
             _, index, begin = self._load(name, number)
         leaves = index.head["leaves"]
         if not 0 <= leaf < len(leaves):
-            raise DataError(f"'{name}', tree {number} has {len(leaves)} leaves; there is no leaf {leaf}")
+            raise DataError(
+                f"'{name}', tree {number} has {len(leaves)} leaves; there is no leaf {leaf}"
+            )
         try:
             return read_steps(
-                index, ids_above(leaves[leaf]["step_id"]), lambda first, last: self._read(name, begin + first, begin + last)
+                index,
+                ids_above(leaves[leaf]["step_id"]),
+                lambda first, last: self._read(name, begin + first, begin + last),
             )
         except ValueError as error:
-            raise DataError(f"'{name}' of run '{self.name}' has just been written anew; load the page again") from error
+            raise DataError(
+                f"'{name}' of run '{self.name}' has just been written anew; load the page again"
+            ) from error
 
     def groups(self, name: str) -> list[dict[str, Any]]:
         """Returns a summary of each tree of a file, in order."""
@@ -235,7 +258,10 @@ class Run:
                 self._summaries.move_to_end(key)
                 return self._summaries[key]
         with self._path(name).open("rb") as file:
-            made = [summarise(_parsed(line, name, number)[0]) | {"file": name, "n": number} for number, line in enumerate(file)]
+            made = [
+                summarise(_parsed(line, name, number)[0]) | {"file": name, "n": number}
+                for number, line in enumerate(file)
+            ]
         with self._lock:
             self._summaries[key] = made
             while len(self._summaries) > _KEPT_FILES:
@@ -251,22 +277,32 @@ class Run:
 
     def with_task(self, task_id: str) -> list[tuple[TreeFile, int]]:
         """Returns every tree of a task: its file and number, in order of updates."""
-        return [(file, n) for file in self.files() for n, task in enumerate(self._index(file.name).tasks) if task == task_id]
+        return [
+            (file, n)
+            for file in self.files()
+            for n, task in enumerate(self._index(file.name).tasks)
+            if task == task_id
+        ]
 
 
 def _metrics_line(raw: bytes) -> dict[str, Any] | None:
-    """Returns a line with numbers that are none (a loss that blew up) as text; None for a damaged one."""
+    """Returns a line with numbers that are none (a loss that blew up) as text; None for a damaged
+    one."""
     try:
         line = json.loads(raw)
     except ValueError:
         return None
     if not isinstance(line, dict):
         return None
-    return {key: str(value) if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()}
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in line.items()
+    }
 
 
 def _task_of(line: bytes) -> str:
-    """A group is named "update/task"; it stands at the head of its line, so that nothing need be parsed."""
+    """A group is named "update/task"; it stands at the head of its line, so that nothing need be
+    parsed."""
     match = _HEAD.match(line)
     if match is None:
         return ""

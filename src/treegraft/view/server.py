@@ -1,9 +1,11 @@
-"""The viewer's server: JSON about run folders, and the pages that show it. GET only, nothing is ever written.
+"""The viewer's server: JSON about run folders, and the pages that show it. GET only, nothing is
+ever written.
 
     Browser  --GET /api/...-->  this server  --reads-->  the run folders that were named
 
-Foreign names in the Host header are refused, so that a page on the internet cannot read runs through a name that it points here
-(DNS rebinding). Files are served by name from a list, never by path, and what models wrote goes out as JSON alone.
+Foreign names in the Host header are refused, so that a page on the internet cannot read runs
+through a name that it points here (DNS rebinding). Files are served by name from a list, never by
+path, and what models wrote goes out as JSON alone.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from treegraft.view.shelf import Shelf
 from treegraft.view.warnings import explanations, shown, standing
 
 CONTENT_SECURITY_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
+    " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
+    " require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No inline script, no foreign address, and no text that ever becomes markup: the browser refuses it even if a page tried."""
+"""No inline script, no foreign address, and no text that ever becomes markup: the browser refuses
+it even if a page tried."""
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
@@ -56,7 +60,8 @@ _TYPES = {
 
 
 class Guard:
-    """Lets through GET requests to names of this machine, and puts the safety headers on every answer."""
+    """Lets through GET requests to names of this machine, and puts the safety headers on every
+    answer."""
 
     def __init__(self, app: ASGIApp, host: str) -> None:
         self._app, self._host = app, host
@@ -75,17 +80,24 @@ class Guard:
 
         hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not is_own_name(hosts[0], self._host):
-            refusal = Response("refused: this viewer answers to names of its own machine only", 421, media_type="text/plain")
+            refusal = Response(
+                "refused: this viewer answers to names of its own machine only",
+                421,
+                media_type="text/plain",
+            )
             await refusal(scope, receive, send_guarded)
         elif scope["method"] not in ("GET", "HEAD"):
-            await Response("refused: this viewer only reads", 405, media_type="text/plain")(scope, receive, send_guarded)
+            await Response("refused: this viewer only reads", 405, media_type="text/plain")(
+                scope, receive, send_guarded
+            )
         else:
             await self._app(scope, receive, send_guarded)
 
 
 def is_own_name(header: str, host: str) -> bool:
-    """Returns whether a Host header names this server: "localhost", the `host` it was started for, or an address in figures
-    that it can have been reached by (loopback; any where it was opened beyond loopback). A name that others control is none."""
+    """Returns whether a Host header names this server: "localhost", the `host` it was started for,
+    or an address in figures that it can have been reached by (loopback; any where it was opened
+    beyond loopback). A name that others control is none."""
     name = header.strip().lower()
     if name.startswith("["):
         name, _, rest = name[1:].partition("]")
@@ -188,17 +200,24 @@ class Api:
     def _run(self, request: Request) -> Run:
         name = request.path_params["run"]
         if name not in self._runs:
-            raise DataError(f"there is no run '{name:.80}'; expected one of {', '.join(self._runs)}")
+            raise DataError(
+                f"there is no run '{name:.80}'; expected one of {', '.join(self._runs)}"
+            )
         return self._runs[name]
 
     def runs(self, request: Request) -> Any:
         """The runs that were named, with what changes while they write."""
-        return [{"name": name, "path": str(run.path), **run.state()} for name, run in self._runs.items()]
+        return [
+            {"name": name, "path": str(run.path), **run.state()} for name, run in self._runs.items()
+        ]
 
     def run(self, request: Request) -> Any:
         """One run: its settings, its files of trees, and what can be shown of it."""
         run = self._run(request)
-        files = [{"name": f.name, "kind": f.kind, "update": f.update, "size": f.size} for f in run.files()]
+        files = [
+            {"name": f.name, "kind": f.kind, "update": f.update, "size": f.size}
+            for f in run.files()
+        ]
         return {
             "name": run.name,
             "config": run.config(),
@@ -221,7 +240,10 @@ class Api:
         return {
             "era": era,
             "first": first,
-            "lines": [line | {"warnings": some} for line, some in zip(lines[first:], warnings[first:], strict=True)],
+            "lines": [
+                line | {"warnings": some}
+                for line, some in zip(lines[first:], warnings[first:], strict=True)
+            ],
             "rules": explanations(found),
             "num_eval": num_eval or run.config().get("tasks", {}).get("num_eval"),
         }
@@ -247,25 +269,45 @@ class Api:
             is_mixed=_flag(request, "mixed"),
         )
         kinds = asked.get("kinds", "update")
-        return find(self._run(request), wanted, file=asked.get("file", ""), cursor=asked.get("cursor", ""), kinds=kinds)
+        return find(
+            self._run(request),
+            wanted,
+            file=asked.get("file", ""),
+            cursor=asked.get("cursor", ""),
+            kinds=kinds,
+        )
 
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""
-        run, name, number = self._run(request), request.path_params["file"], request.path_params["n"]
+        run, name, number = (
+            self._run(request),
+            request.path_params["file"],
+            request.path_params["n"],
+        )
         raw = run.tree(name, number)
         pieces = self._pieces[run.name]
-        drawn = draw(raw) | {"file": name, "n": number, "num_trees": run.num_trees(name), "has_texts": pieces.is_there}
+        drawn = draw(raw) | {
+            "file": name,
+            "n": number,
+            "num_trees": run.num_trees(name),
+            "has_texts": pieces.is_there,
+        }
         for step, recorded in zip(drawn["steps"], raw["steps"], strict=True):
             # What the format could not read is shown to the letter.
-            says_nothing = not any(recorded["content"][part] for part in ("thought", "calls", "observations", "answer"))
+            says_nothing = not any(
+                recorded["content"][part] for part in ("thought", "calls", "observations", "answer")
+            )
             if recorded["violation"] is not None or says_nothing:
                 step["wrote"] = pieces.decode(recorded["token_ids"])
         self._mark_same_question(run.name, drawn)
         return drawn
 
     def _mark_same_question(self, run: str, drawn: dict[str, Any]) -> None:
-        """Says of each graft whether its trace was written on this very question; without its buffer the task's name tells."""
-        causes = {step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]}
+        """Says of each graft whether its trace was written on this very question; without its
+        buffer the task's name tells."""
+        causes = {
+            step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]
+        }
         hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
         try:
             known = self._shelves[run].asked(drawn["task"]["question"], hashes)
@@ -273,11 +315,17 @@ class Api:
             known = {}
         for step_id, cause in causes.items():
             has_its_name = cause["task_id"] == drawn["task"]["id"]
-            drawn["peers"][step_id]["is_same_question"] = known.get(cause.get("content_hash"), has_its_name)
+            drawn["peers"][step_id]["is_same_question"] = known.get(
+                cause.get("content_hash"), has_its_name
+            )
 
     def tokens(self, request: Request) -> Any:
         """The tokens of one path, with every column that was recorded."""
-        run, name, number = self._run(request), request.path_params["file"], request.path_params["n"]
+        run, name, number = (
+            self._run(request),
+            request.path_params["file"],
+            request.path_params["n"],
+        )
         leaf = _whole(request, "leaf") or 0
         steps = path_tokens(run.path_of(name, number, leaf), leaf)
         for step in steps:
@@ -289,17 +337,24 @@ class Api:
         return task_history(self._run(request), request.query_params.get("id", ""))
 
     def buffer(self, request: Request) -> Any:
-        """What is in the buffer, and a page of traces: those that say something, or those nearest to a history."""
+        """What is in the buffer, and a page of traces: those that say something, or those nearest
+        to a history."""
         shelf, asked = self._shelves[self._run(request).name], request.query_params
         stats = shelf.stats()
         if not stats["is_there"]:
             return {"stats": stats, "total": 0, "offset": 0, "rows": []}
         text, source = asked.get("q", "")[:4000], asked.get("source", "")
         if asked.get("near") == "1" and text.strip():
-            return {"stats": stats} | shelf.nearest(text, source=source, allow_terminal=_flag(request, "terminal") is not False)
+            return {"stats": stats} | shelf.nearest(
+                text, source=source, allow_terminal=_flag(request, "terminal") is not False
+            )
         offset = max(0, _whole(request, "offset") or 0)
         return {"stats": stats} | shelf.browse(
-            text=text, source=source, task=asked.get("task", ""), order=asked.get("order", "stored"), offset=offset
+            text=text,
+            source=source,
+            task=asked.get("task", ""),
+            order=asked.get("order", "stored"),
+            offset=offset,
         )
 
     def trace(self, request: Request) -> Any:
@@ -308,7 +363,11 @@ class Api:
 
     def grafts(self, request: Request) -> Any:
         """Where a trace was grafted."""
-        return grafts_of(self._run(request), request.path_params["hash"], cursor=request.query_params.get("cursor", ""))
+        return grafts_of(
+            self._run(request),
+            request.path_params["hash"],
+            cursor=request.query_params.get("cursor", ""),
+        )
 
 
 def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
@@ -323,13 +382,16 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
     return answer
 
 
-def build_app(runs: Mapping[str, Run], *, host: str = "127.0.0.1", buffer: Path | None = None) -> ASGIApp:
+def build_app(
+    runs: Mapping[str, Run], *, host: str = "127.0.0.1", buffer: Path | None = None
+) -> ASGIApp:
     """Returns the viewer as an ASGI application.
 
     Args:
         runs: by name, from `open_runs`.
         host: where it listens, for the check of the Host header.
-        buffer: a Step-Trace Buffer outside the run folders to show with them; None for the runs' own.
+        buffer: a Step-Trace Buffer outside the run folders to show with them; None for the runs'
+            own.
     """
     api = Api(runs, buffer)
     paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
@@ -351,7 +413,8 @@ def build_app(runs: Mapping[str, Run], *, host: str = "127.0.0.1", buffer: Path 
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens. Raises SettingError: the address is taken or none of this machine's."""
+    """Returns a socket that listens. Raises SettingError: the address is taken or none of this
+    machine's."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, socket.SOCK_STREAM)
@@ -363,7 +426,10 @@ def listen(host: str, port: int) -> socket.socket:
             raise
         return made
     except OSError as error:
-        raise SettingError(f"cannot listen on {host} port {port} ({error}); expected a free one. --port 0 takes any") from error
+        raise SettingError(
+            f"cannot listen on {host} port {port} ({error}); expected a free one. --port 0"
+            " takes any"
+        ) from error
 
 
 def address_of(made: socket.socket, host: str) -> str:
@@ -382,7 +448,9 @@ def serve(app: ASGIApp, made: socket.socket, on_ready: Callable[[], None]) -> No
             await super().startup(sockets)
             on_ready()
 
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off")
+    config = uvicorn.Config(
+        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
+    )
     try:
         Server(config).run(sockets=[made])
     except KeyboardInterrupt:

@@ -1,6 +1,8 @@
-"""Recorded trees in the shapes that the pages show: a line of a list, a drawing, the tokens of a path.
+"""Recorded trees in the shapes that the pages show: a line of a list, a drawing, the tokens of a
+path.
 
-All work on the parsed lines of trees/*.jsonl, not on `types.Tree`: a list of 32 trees must not cost a check of every token.
+All work on the parsed lines of trees/*.jsonl, not on `types.Tree`: a list of 32 trees must not cost
+a check of every token.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ def _leaf_summary(leaf: dict[str, Any], path: Sequence[dict[str, Any]]) -> dict[
         "answer": leaf["answer"],
         "num_tokens": sum(len(step["token_ids"]) for step in path),
         "num_steps": len(path) - 1,
-        "num_calls": sum(len(step["content"]["observations"]) for step in path if _kind(step) != "graft"),
+        "num_calls": sum(
+            len(step["content"]["observations"]) for step in path if _kind(step) != "graft"
+        ),
         "num_errors": sum(_num_errors(step) for step in path if _kind(step) != "graft"),
         "num_grafts": kinds.count("graft"),
         "num_branches": kinds.count("branch"),
@@ -57,7 +61,8 @@ def _leaf_summary(leaf: dict[str, Any], path: Sequence[dict[str, Any]]) -> dict[
 
 
 def best_leaf(leaves: Sequence[dict[str, Any]]) -> int | None:
-    """Returns the leaf with the highest reward, of equals the correct one, then that with fewest tokens, then the first."""
+    """Returns the leaf with the highest reward, of equals the correct one, then that with fewest
+    tokens, then the first."""
     scored = [n for n, leaf in enumerate(leaves) if leaf["reward"] is not None]
     if not scored:
         return None
@@ -70,7 +75,9 @@ def best_leaf(leaves: Sequence[dict[str, Any]]) -> int | None:
 
 def summarise(tree: dict[str, Any]) -> dict[str, Any]:
     """Returns a tree as a line of a list, with a short line per leaf."""
-    leaves = [_leaf_summary(leaf, path) for leaf, path in zip(tree["leaves"], _paths(tree), strict=True)]
+    leaves = [
+        _leaf_summary(leaf, path) for leaf, path in zip(tree["leaves"], _paths(tree), strict=True)
+    ]
     rewards = [leaf["reward"] for leaf in leaves if leaf["reward"] is not None]
     statuses: dict[str, int] = {}
     for leaf in leaves:
@@ -110,9 +117,14 @@ def _mean(values: Sequence[float] | None) -> float | None:
 
 
 def _advantage_below(leaves: Sequence[dict[str, Any]], step_id: str) -> float | None:
-    """What a shared step gets in all: the weighted mean of the advantages of the leaves below it."""
+    """What a shared step gets in all: the weighted mean of the advantages of the leaves below
+    it."""
     prefix = f"{step_id}."
-    below = [leaf for leaf in leaves if f"{leaf['step_id']}.".startswith(prefix) and leaf["advantage"] is not None]
+    below = [
+        leaf
+        for leaf in leaves
+        if f"{leaf['step_id']}.".startswith(prefix) and leaf["advantage"] is not None
+    ]
     weight = sum(leaf["weight"] for leaf in below)
     return sum(leaf["weight"] * leaf["advantage"] for leaf in below) / weight if weight else None
 
@@ -152,7 +164,8 @@ def _drawn_step(step: dict[str, Any], leaves: Sequence[dict[str, Any]]) -> dict[
 
 
 def _graft_effects(path: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float, float]]:
-    """For each graft of a path the mean entropies of the policy's last step before it and first after it (RAPO's H- and H+)."""
+    """For each graft of a path the mean entropies of the policy's last step before it and first
+    after it (RAPO's H- and H+)."""
     for place, step in enumerate(path):
         if _kind(step) != "graft":
             continue
@@ -165,18 +178,32 @@ def _graft_effects(path: Sequence[dict[str, Any]]) -> Iterator[tuple[str, float,
 def _said(step: dict[str, Any]) -> tuple[object, ...]:
     """What a step did, for comparisons: its calls and its answer."""
     content = step["content"]
-    return tuple((call["name"], call["body"].strip()) for call in content["calls"]), content["answer"]
+    return tuple((call["name"], call["body"].strip()) for call in content["calls"]), content[
+        "answer"
+    ]
 
 
 def _history(path: Sequence[dict[str, Any]]) -> list[object]:
     """What was done and seen on a path after its prompt."""
-    return [(_said(step), tuple(seen["text"] for seen in step["content"]["observations"])) for step in path[1:]]
+    return [
+        (_said(step), tuple(seen["text"] for seen in step["content"]["observations"]))
+        for step in path[1:]
+    ]
 
 
-def _drift(ungrafted: Sequence[Sequence[dict[str, Any]]], before: int, after: int) -> dict[str, Any]:
-    """How the policy's mean entropy went between two depths on the paths without a graft, each later step counted once."""
-    pairs = {path[after]["id"]: (path[before], path[after]) for path in ungrafted if len(path) > after}
-    seen = [(a["entropies"], b["entropies"]) for a, b in pairs.values() if a["entropies"] and b["entropies"]]
+def _drift(
+    ungrafted: Sequence[Sequence[dict[str, Any]]], before: int, after: int
+) -> dict[str, Any]:
+    """How the policy's mean entropy went between two depths on the paths without a graft, each
+    later step counted once."""
+    pairs = {
+        path[after]["id"]: (path[before], path[after]) for path in ungrafted if len(path) > after
+    }
+    seen = [
+        (a["entropies"], b["entropies"])
+        for a, b in pairs.values()
+        if a["entropies"] and b["entropies"]
+    ]
     return {
         "num": len(seen),
         "before": fmean(fmean(a) for a, _ in seen) if seen else None,
@@ -185,14 +212,16 @@ def _drift(ungrafted: Sequence[Sequence[dict[str, Any]]], before: int, after: in
 
 
 def graft_peers(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns for each graft what stands beside it in its group: a graft alone does not show what it changed.
+    """Returns for each graft what stands beside it in its group: a graft alone does not show what
+    it changed.
 
     By the graft's id:
-        num: steps that the policy wrote at its depth after the same calls and results.
-        num_same: those of them that did what the graft did.
-        rewards: of the leaves below those, without a graft on their path.
-        drift: mean entropies (nats) at the depths of the policy's steps before and after the graft, on paths without a graft
-            that come so far, and how many steps that are; None where no step of the policy follows the graft.
+        num: steps that the policy wrote at its depth after the same calls and results. num_same:
+        those of them that did what the graft did. rewards: of the leaves below those, without a
+        graft on their path. drift: mean entropies (nats) at the depths of the policy's steps before
+        and after the graft, on paths without a graft
+            that come so far, and how many steps that are; None where no step of the policy follows
+            the graft.
     """
     paths = _paths(tree)
     histories = [_history(path) for path in paths]
@@ -203,7 +232,8 @@ def graft_peers(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
         for place, step in enumerate(path):
             if _kind(step) != "graft" or step["id"] in found:
                 continue
-            # A history has no prompt: what was done before step `place` are its first place - 1 entries.
+            # A history has no prompt: what was done before step `place` are its first place - 1
+            # entries.
             above = history[: place - 1]
             around = {
                 other[place]["id"]: other[place]
@@ -214,12 +244,20 @@ def graft_peers(tree: dict[str, Any]) -> dict[str, dict[str, Any]]:
             rewards = [
                 leaf["reward"]
                 for leaf, other, is_without in zip(tree["leaves"], paths, is_ungrafted, strict=True)
-                if is_without and len(other) > place and other[place]["id"] in same and leaf["reward"] is not None
+                if is_without
+                and len(other) > place
+                and other[place]["id"] in same
+                and leaf["reward"] is not None
             ]
             before = next((n for n in range(place - 1, -1, -1) if path[n]["entropies"]), None)
             after = next((n for n in range(place + 1, len(path)) if path[n]["entropies"]), None)
             drift = None if before is None or after is None else _drift(ungrafted, before, after)
-            found[step["id"]] = {"num": len(around), "num_same": len(same), "rewards": rewards, "drift": drift}
+            found[step["id"]] = {
+                "num": len(around),
+                "num_same": len(same),
+                "rewards": rewards,
+                "drift": drift,
+            }
     return found
 
 
@@ -227,18 +265,25 @@ def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Mean reward of the leaves with and without something."""
     found: dict[str, Any] = {}
     for key, has in (("with", True), ("without", False)):
-        rewards = [leaf["reward"] for leaf in leaves if bool(leaf[name]) is has and leaf["reward"] is not None]
+        rewards = [
+            leaf["reward"]
+            for leaf in leaves
+            if bool(leaf[name]) is has and leaf["reward"] is not None
+        ]
         found[key] = {"num": len(rewards), "reward": fmean(rewards) if rewards else None}
     return found
 
 
 def draw(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a tree as it is drawn: steps without their tokens, leaves with what they earned, and what stands out."""
+    """Returns a tree as it is drawn: steps without their tokens, leaves with what they earned, and
+    what stands out."""
     paths = _paths(tree)
     short = [_leaf_summary(leaf, path) for leaf, path in zip(tree["leaves"], paths, strict=True)]
     leaves = [leaf | extra for leaf, extra in zip(tree["leaves"], short, strict=True)]
     for leaf, path in zip(leaves, paths, strict=True):
-        leaf["effects"] = {step_id: [before, after] for step_id, before, after in _graft_effects(path)}
+        leaf["effects"] = {
+            step_id: [before, after] for step_id, before, after in _graft_effects(path)
+        }
     return {
         "group_id": tree["group_id"],
         "task": tree["task"],
@@ -253,7 +298,8 @@ def draw(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def path_tokens(tree: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """Returns the steps of a leaf's path with their tokens' columns; scores are of sampled tokens only, None where not recorded."""
+    """Returns the steps of a leaf's path with their tokens' columns; scores are of sampled tokens
+    only, None where not recorded."""
     leaf = tree["leaves"][number]
     steps = {step["id"]: step for step in tree["steps"]}
     found = []
@@ -264,7 +310,9 @@ def path_tokens(tree: dict[str, Any], number: int) -> list[dict[str, Any]]:
                 "id": step["id"],
                 "token_ids": step["token_ids"],
                 "origins": step["origins"],
-                "loss_mask": step["loss_mask"] if leaf["has_loss"] else [[0, len(step["token_ids"])]],
+                "loss_mask": step["loss_mask"]
+                if leaf["has_loss"]
+                else [[0, len(step["token_ids"])]],
                 "advantage": advantage,
             }
             | {name: step[name] for name in SCORES}
@@ -273,7 +321,8 @@ def path_tokens(tree: dict[str, Any], number: int) -> list[dict[str, Any]]:
 
 
 def texts(tree: dict[str, Any]) -> Iterator[str]:
-    """Returns what a person could search for: question, thoughts, calls, results, answers, violations, errors."""
+    """Returns what a person could search for: question, thoughts, calls, results, answers,
+    violations, errors."""
     yield tree["task"]["question"]
     yield tree["task"]["id"]
     for step in tree["steps"]:

@@ -1,4 +1,5 @@
-"""The Step-Trace Buffer of a run, read only: its file is never changed, not even opened for writing."""
+"""The Step-Trace Buffer of a run, read only: its file is never changed, not even opened for
+writing."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Shelf:
     """The buffer that a run used, as far as it lies in its folder or was named."""
 
     def __init__(self, run_dir: Path, named: Path | None = None) -> None:
-        """Args: named: a buffer outside the run folder that the user wants to see; None for the run's own alone."""
+        """Args: named: a buffer outside the run folder that the user wants to see; None for the
+        run's own alone."""
         self._run_dir, self._named = run_dir, named
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None
@@ -63,7 +65,8 @@ class Shelf:
         path = self.path()
         if path is None:
             raise DataError(f"this run has no Step-Trace Buffer in its folder{self._elsewhere()}")
-        # A write-ahead log means that a run is at work; without one the file is whole, and may lie on a read-only disk.
+        # A write-ahead log means that a run is at work; without one the file is whole, and may lie
+        # on a read-only disk.
         has_log = path.with_name(f"{path.name}-wal").exists()
         address = f"file:{quote(str(path))}?mode=ro{'' if has_log else '&immutable=1'}"
         try:
@@ -78,10 +81,15 @@ class Shelf:
 
     def _elsewhere(self) -> str:
         named = self.note().get("path")
-        return f"; it used '{named}', which lies outside. To see it: treegraft view RUN --buffer FILE" if named else ""
+        return (
+            f"; it used '{named}', which lies outside. To see it: treegraft view RUN --buffer FILE"
+            if named
+            else ""
+        )
 
     def stats(self) -> dict[str, Any]:
-        """Returns what there is: counts, sources with their mean rewards, the encoder. `is_there` False: why not."""
+        """Returns what there is: counts, sources with their mean rewards, the encoder. `is_there`
+        False: why not."""
         if self.path() is None:
             return {
                 "is_there": False,
@@ -90,14 +98,19 @@ class Shelf:
             }
         with self._open() as connection:
             total, terminal, tasks = connection.execute(
-                "SELECT count(*), coalesce(sum(terminal), 0), count(DISTINCT task_id) FROM traces WHERE evicted_at IS NULL"
+                "SELECT count(*), coalesce(sum(terminal), 0), count(DISTINCT task_id) FROM traces"
+                " WHERE evicted_at IS NULL"
             ).fetchone()
-            (evicted,) = connection.execute("SELECT count(*) FROM traces WHERE evicted_at IS NOT NULL").fetchone()
+            (evicted,) = connection.execute(
+                "SELECT count(*) FROM traces WHERE evicted_at IS NOT NULL"
+            ).fetchone()
             sources = connection.execute(
-                "SELECT source, count(*) AS num, avg(reward) AS reward FROM traces WHERE evicted_at IS NULL "
-                "GROUP BY source ORDER BY source"
+                "SELECT source, count(*) AS num, avg(reward) AS reward FROM traces WHERE evicted_at"
+                " IS NULL GROUP BY source ORDER BY source"
             ).fetchall()
-            (encoder,) = connection.execute("SELECT value FROM meta WHERE name = 'encoder'").fetchone() or ("",)
+            (encoder,) = connection.execute(
+                "SELECT value FROM meta WHERE name = 'encoder'"
+            ).fetchone() or ("",)
         return {
             "is_there": True,
             "num_traces": total,
@@ -109,12 +122,26 @@ class Shelf:
             "note": self.note(),
         }
 
-    def browse(self, *, text: str = "", source: str = "", task: str = "", order: str = "stored", offset: int = 0) -> dict[str, Any]:
-        """Returns traces whose key or value contains a text, of a source and a task where given, a page from `offset` on."""
+    def browse(
+        self,
+        *,
+        text: str = "",
+        source: str = "",
+        task: str = "",
+        order: str = "stored",
+        offset: int = 0,
+    ) -> dict[str, Any]:
+        """Returns traces whose key or value contains a text, of a source and a task where given, a
+        page from `offset` on."""
         where, values = ["evicted_at IS NULL"], list[Any]()
         if text:
             # Stored as JSON, so that a quote or a line break inside is escaped.
-            pattern = json.dumps(text, ensure_ascii=False)[1:-1].replace("!", "!!").replace("%", "!%").replace("_", "!_")
+            pattern = (
+                json.dumps(text, ensure_ascii=False)[1:-1]
+                .replace("!", "!!")
+                .replace("%", "!%")
+                .replace("_", "!_")
+            )
             where.append("(key LIKE ? ESCAPE '!' OR value LIKE ? ESCAPE '!')")
             values += [f"%{pattern}%"] * 2
         for name, value in (("source", source), ("task_id", task)):
@@ -123,15 +150,21 @@ class Shelf:
                 values.append(value)
         condition = " AND ".join(where)
         with self._open() as connection:
-            (total,) = connection.execute(f"SELECT count(*) FROM traces WHERE {condition}", values).fetchone()
+            (total,) = connection.execute(
+                f"SELECT count(*) FROM traces WHERE {condition}", values
+            ).fetchone()
             rows = connection.execute(
-                f"SELECT hash, {COLUMNS} FROM traces WHERE {condition} ORDER BY {_ORDERS.get(order, 'id')} LIMIT ? OFFSET ?",
+                f"SELECT hash, {COLUMNS} FROM traces WHERE {condition} ORDER BY"
+                f" {_ORDERS.get(order, 'id')} LIMIT ? OFFSET ?",
                 [*values, PAGE, offset],
             ).fetchall()
         return {"total": total, "offset": offset, "rows": [_shown(row) for row in rows]}
 
-    def nearest(self, key: str, *, source: str = "", allow_terminal: bool = True, k: int = 20) -> dict[str, Any]:
-        """Returns the traces whose keys are most like a history, with their cosines, best first: what a retrieval would see.
+    def nearest(
+        self, key: str, *, source: str = "", allow_terminal: bool = True, k: int = 20
+    ) -> dict[str, Any]:
+        """Returns the traces whose keys are most like a history, with their cosines, best first:
+        what a retrieval would see.
 
         Raises:
             DataError: there is no buffer.
@@ -144,52 +177,94 @@ class Shelf:
                     self._encoder = build_encoder(str(name))
                 wanted = self._encoder.encode([key])[0]
             condition = (
-                "t.evicted_at IS NULL" + (" AND t.source = ?" if source else "") + ("" if allow_terminal else " AND NOT t.terminal")
+                "t.evicted_at IS NULL"
+                + (" AND t.source = ?" if source else "")
+                + ("" if allow_terminal else " AND NOT t.terminal")
             )
             cursor = connection.execute(
-                f"SELECT v.id, v.vector FROM vectors v JOIN traces t ON t.id = v.id WHERE {condition}", [source] if source else []
+                "SELECT v.id, v.vector FROM vectors v JOIN traces t ON t.id = v.id WHERE"
+                f" {condition}",
+                [source] if source else [],
             )
             best: list[tuple[float, int]] = []
-            # Piece by piece: all vectors of a large buffer at once would not fit what a viewer may take.
+            # Piece by piece: all vectors of a large buffer at once would not fit what a viewer may
+            # take.
             while rows := cursor.fetchmany(_PIECE):
-                cosines = np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1) @ wanted
-                best = nlargest(k, [*best, *((float(s), -int(row[0])) for s, row in zip(cosines, rows, strict=True))])
+                cosines = (
+                    np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1)
+                    @ wanted
+                )
+                best = nlargest(
+                    k,
+                    [
+                        *best,
+                        *((float(s), -int(row[0])) for s, row in zip(cosines, rows, strict=True)),
+                    ],
+                )
             found = []
             for similarity, negative in best:
-                row = connection.execute(f"SELECT hash, {COLUMNS} FROM traces WHERE id = ?", [-negative]).fetchone()
+                row = connection.execute(
+                    f"SELECT hash, {COLUMNS} FROM traces WHERE id = ?", [-negative]
+                ).fetchone()
                 found.append(_shown(row) | {"similarity": similarity})
         return {"total": len(found), "offset": 0, "rows": found}
 
     def asked(self, question: str, hashes: Iterable[str]) -> dict[str, bool]:
-        """Returns for each of these traces that the buffer holds whether it answers this question; empty without a buffer."""
+        """Returns for each of these traces that the buffer holds whether it answers this question;
+        empty without a buffer."""
         if self.path() is None:
             return {}
         # A key is lines with single spaces, the first of them the question.
         first_line = " ".join(question.split())
         with self._open() as connection:
-            rows = [connection.execute("SELECT hash, key FROM traces WHERE hash = ?", [one]).fetchone() for one in set(hashes)]
-        return {row["hash"]: f"{json.loads(row['key'])}\n".startswith(f"{first_line}\n") for row in rows if row is not None}
+            rows = [
+                connection.execute("SELECT hash, key FROM traces WHERE hash = ?", [one]).fetchone()
+                for one in set(hashes)
+            ]
+        return {
+            row["hash"]: f"{json.loads(row['key'])}\n".startswith(f"{first_line}\n")
+            for row in rows
+            if row is not None
+        }
 
     def trace(self, content_hash: str) -> dict[str, Any]:
-        """Returns a trace with the whole trajectory that it is a step of. Raises DataError: there is none."""
+        """Returns a trace with the whole trajectory that it is a step of. Raises DataError: there
+        is none."""
         with self._open() as connection:
             row = connection.execute(
-                f"SELECT hash, id, evicted_at, {COLUMNS} FROM traces WHERE hash = ? ORDER BY evicted_at IS NOT NULL", [content_hash]
+                f"SELECT hash, id, evicted_at, {COLUMNS} FROM traces WHERE hash = ? ORDER BY"
+                " evicted_at IS NOT NULL",
+                [content_hash],
             ).fetchone()
             if row is None:
                 raise DataError(f"the buffer holds no trace '{content_hash}'")
             prefixed = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
             steps = connection.execute(
-                f"SELECT t.hash, m.position AS place, {prefixed} FROM members m JOIN traces t ON t.id = m.trace "
-                "WHERE m.source = ? AND m.task_id = ? AND m.trajectory = ? ORDER BY m.position, t.id",
+                f"SELECT t.hash, m.position AS place, {prefixed} FROM members m JOIN traces t ON"
+                " t.id = m.trace WHERE m.source = ? AND m.task_id = ? AND m.trajectory = ? ORDER"
+                " BY m.position, t.id",
                 [row["source"], row["task_id"], row["trajectory"]],
             ).fetchall()
-        return _shown(row) | {"is_evicted": row["evicted_at"] is not None, "steps": [_shown(step) for step in steps]}
+        return _shown(row) | {
+            "is_evicted": row["evicted_at"] is not None,
+            "steps": [_shown(step) for step in steps],
+        }
 
 
 def _shown(row: sqlite3.Row) -> dict[str, Any]:
     value = content_from_json(json.loads(row["value"]))
-    found = {name: row[name] for name in ("hash", "reward", "source", "task_id", "position", "trajectory", "policy_version")}
+    found = {
+        name: row[name]
+        for name in (
+            "hash",
+            "reward",
+            "source",
+            "task_id",
+            "position",
+            "trajectory",
+            "policy_version",
+        )
+    }
     return found | {
         "terminal": bool(row["terminal"]),
         "key": json.loads(row["key"]),

@@ -1,7 +1,8 @@
-"""Where in its line each step of a tree stands, so that one path of a large tree is read without parsing the others.
+"""Where in its line each step of a tree stands, so that one path of a large tree is read without
+parsing the others.
 
-A tree of 64 leaves with 10,000 tokens each is a line of some 30 MB; a path is a sixty-fourth of it. What is kept of a tree is the
-place of each step and the leaves, never tokens.
+A tree of 64 leaves with 10,000 tokens each is a line of some 30 MB; a path is a sixty-fourth of it.
+What is kept of a tree is the place of each step and the leaves, never tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def parse_indexed(line: bytes) -> tuple[dict[str, Any], StepIndex]:
         raise ValueError(f"something follows the object at character {at + 1}")
     ids = [str(step.get("id")) if isinstance(step, dict) else "" for step in tree.get("steps", ())]
     head = {key: value for key, value in tree.items() if key != "steps"}
-    return tree, StepIndex(head, dict(zip(ids, _in_bytes(text, places, is_ascii=len(text) == len(line)), strict=True)))
+    return tree, StepIndex(
+        head, dict(zip(ids, _in_bytes(text, places, is_ascii=len(text) == len(line)), strict=True))
+    )
 
 
 def read_steps(index: StepIndex, ids: Sequence[str], read: Any) -> dict[str, Any]:
@@ -81,7 +84,9 @@ def _array(text: str, at: int) -> tuple[list[Any], list[tuple[int, int]], int]:
     return values, places, at + 1
 
 
-def _in_bytes(text: str, places: Sequence[tuple[int, int]], *, is_ascii: bool) -> Iterator[tuple[int, int]]:
+def _in_bytes(
+    text: str, places: Sequence[tuple[int, int]], *, is_ascii: bool
+) -> Iterator[tuple[int, int]]:
     """Places in characters, which come in order, as places in bytes."""
     if is_ascii:
         yield from places

@@ -16,11 +16,18 @@ from treegraft.view.pieces import Pieces
 from treegraft.view.runs import Run
 from treegraft.view.shapes import best_leaf
 
-_STYLES = {"policy": "cyan", "retrieved": "magenta", "forced": "yellow", "prompt": "dim", "tool": "blue"}
+_STYLES = {
+    "policy": "cyan",
+    "retrieved": "magenta",
+    "forced": "yellow",
+    "prompt": "dim",
+    "tool": "blue",
+}
 
 
 def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
-    """Returns the name of a file of trees: of an update, of an evaluation after one, or the newest update's.
+    """Returns the name of a file of trees: of an update, of an evaluation after one, or the newest
+    update's.
 
     Raises:
         DataError: there is none.
@@ -34,16 +41,23 @@ def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
         and (evaluation is None or file.update == evaluation)
     ]
     if not wanted:
-        there = sorted({file.update for file in files if (file.kind == "update") is (evaluation is None)})
+        there = sorted(
+            {file.update for file in files if (file.kind == "update") is (evaluation is None)}
+        )
         span = f"{there[0]} to {there[-1]}" if there else "none"
-        asked = "" if update is None and evaluation is None else f" {update if evaluation is None else evaluation}"
+        asked = (
+            ""
+            if update is None and evaluation is None
+            else f" {update if evaluation is None else evaluation}"
+        )
         kind = "update" if evaluation is None else "evaluation"
         raise DataError(f"run '{run.name}' recorded no trees of {kind}{asked}; there are: {span}")
     return wanted[-1] if update is None and evaluation is None else wanted[0]
 
 
 def show(run: Run, file: str, group: int | None, leaf: int | None) -> RenderableType:
-    """Returns the list of groups of a file; with `group` (from 0) its tree and best transcript, with `leaf` that transcript.
+    """Returns the list of groups of a file; with `group` (from 0) its tree and best transcript,
+    with `leaf` that transcript.
 
     Raises:
         DataError: there is no such group or leaf.
@@ -53,14 +67,20 @@ def show(run: Run, file: str, group: int | None, leaf: int | None) -> Renderable
     tree = tree_from_json(run.line(file, group).decode())
     if leaf is not None and not 0 <= leaf < len(tree.leaves):
         raise DataError(
-            f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1}; there is no leaf {leaf}"
+            f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1};"
+            f" there is no leaf {leaf}"
         )
     pieces = Pieces(run.path)
     chosen = leaf if leaf is not None else best_leaf(run.groups(file)[group]["leaves"])
     parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
     if chosen is not None:
-        title = f"leaf {chosen} (0 to {len(tree.leaves) - 1})" + ("" if leaf is not None else ", the best by reward")
-        parts += [Text(title, style="bold"), transcript(tree.trajectories()[chosen], _decoder(pieces))]
+        title = f"leaf {chosen} (0 to {len(tree.leaves) - 1})" + (
+            "" if leaf is not None else ", the best by reward"
+        )
+        parts += [
+            Text(title, style="bold"),
+            transcript(tree.trajectories()[chosen], _decoder(pieces)),
+        ]
     return Group(*parts)
 
 
@@ -77,14 +97,45 @@ class _Decoder:
 
 
 def _list(run: Run, file: str) -> Table:
-    table = Table(title=Text(f"{run.name}, {file}"), title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim")
-    for name in ("group", "reward", "min", "max", "correct", "leaves", "branches", "grafts", "errors", "longest"):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))  # in 80 columns the question gives way
+    table = Table(
+        title=Text(f"{run.name}, {file}"),
+        title_justify="left",
+        box=None,
+        padding=(0, 1, 0, 0),
+        header_style="dim",
+    )
+    for name in (
+        "group",
+        "reward",
+        "min",
+        "max",
+        "correct",
+        "leaves",
+        "branches",
+        "grafts",
+        "errors",
+        "longest",
+    ):
+        table.add_column(
+            name, justify="right", no_wrap=True, min_width=len(name)
+        )  # in 80 columns the question gives way
     table.add_column("question", overflow="ellipsis", no_wrap=True)
     for row in run.groups(file):
         rewards = [_number(row[name]) for name in ("reward_mean", "reward_min", "reward_max")]
-        counts = [str(row[name]) for name in ("num_correct", "num_leaves", "num_branches", "num_grafts", "num_errors", "longest")]
-        table.add_row(str(row["n"]), *rewards, *counts, Text(plain(" ".join(row["question"].split()), 200)))
+        counts = [
+            str(row[name])
+            for name in (
+                "num_correct",
+                "num_leaves",
+                "num_branches",
+                "num_grafts",
+                "num_errors",
+                "longest",
+            )
+        ]
+        table.add_row(
+            str(row["n"]), *rewards, *counts, Text(plain(" ".join(row["question"].split()), 200))
+        )
     return table
 
 
@@ -107,21 +158,39 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
     author = step.origin.name.lower()
     text = Text(f"{step.id} ", style="dim")
     text.append(author, style=_STYLES[author])
-    text.append(f" {len(step.token_ids)} tokens  {plain(' '.join(' '.join(said).split()) or step.content.thought, 60)}")
+    text.append(
+        f" {len(step.token_ids)} tokens "
+        f" {plain(' '.join(' '.join(said).split()) or step.content.thought, 60)}"
+    )
     if isinstance(step.cause, BranchCause):
-        text.append(f"  branch: entropy change {step.cause.entropy_change:+.4g}, p {step.cause.probability:.3f}", style="yellow")
-    if (decision := step.decision) is not None and decision.num_opened < max(1, decision.num_wanted):
+        text.append(
+            f"  branch: entropy change {step.cause.entropy_change:+.4g}, p"
+            f" {step.cause.probability:.3f}",
+            style="yellow",
+        )
+    if (decision := step.decision) is not None and decision.num_opened < max(
+        1, decision.num_wanted
+    ):
         why = "the budget was spent" if decision.num_wanted else "the rule said no"
         seen = decision.seen
         bar = "" if seen.bar is None else f", to exceed {seen.bar:.3f}"
-        text.append(f"  no branch, {why}: entropy change {seen.entropy_change:+.4g}, p {seen.probability:.3f}{bar}", style="dim")
+        text.append(
+            f"  no branch, {why}: entropy change {seen.entropy_change:+.4g}, p"
+            f" {seen.probability:.3f}{bar}",
+            style="dim",
+        )
     if isinstance(step.cause, GraftCause):
-        text.append(f"  graft from {plain(step.cause.source, 40)}, similarity {step.cause.similarity:.3f}", style="magenta")
+        text.append(
+            f"  graft from {plain(step.cause.source, 40)}, similarity {step.cause.similarity:.3f}",
+            style="magenta",
+        )
     if leaf is not None:
         number, end = leaf
         style = "green" if end.is_correct else "red" if end.is_correct is False else "yellow"
         advantage = "" if end.advantage is None else f", advantage {end.advantage:+.2f}"
-        text.append(f"  [leaf {number}: {end.status}, reward {_number(end.reward)}{advantage}]", style=style)
+        text.append(
+            f"  [leaf {number}: {end.status}, reward {_number(end.reward)}{advantage}]", style=style
+        )
     return text
 
 

@@ -1,5 +1,5 @@
-"""The warnings of a run as the pages show them: those that its lines of metrics hold, or, for a run recorded before there were
-any, those that the rules find in its metrics now."""
+"""The warnings of a run as the pages show them: those that its lines of metrics hold, or, for a run
+recorded before there were any, those that the rules find in its metrics now."""
 
 from __future__ import annotations
 
@@ -21,12 +21,21 @@ def standing(lines: Sequence[Line], config: Mapping[str, Any]) -> list[list[Heal
 
 
 def shown(found: Sequence[Sequence[HealthWarning]]) -> list[list[dict[str, Any]]]:
-    """Returns the same as JSON: each with its name, text and number, and whether it begins with this line."""
+    """Returns the same as JSON: each with its name, text and number, and whether it begins with
+    this line."""
     before: set[str] = set()
     lines = []
     for warnings in found:
         lines.append(
-            [{"name": one.name, "rule": one.rule.name, "text": one.text, "is_new": one.name not in before} for one in warnings]
+            [
+                {
+                    "name": one.name,
+                    "rule": one.rule.name,
+                    "text": one.text,
+                    "is_new": one.name not in before,
+                }
+                for one in warnings
+            ]
         )
         before = {one.name for one in warnings}
     return lines
@@ -36,5 +45,6 @@ def explanations(found: Sequence[Sequence[HealthWarning]]) -> dict[str, dict[str
     """Returns what the rules that occur mean: name -> meaning, causes and advice."""
     rules = {one.rule.name: one.rule for warnings in found for one in warnings}
     return {
-        name: {"meaning": rule.meaning, "causes": list(rule.causes), "advice": rule.advice} for name, rule in sorted(rules.items())
+        name: {"meaning": rule.meaning, "causes": list(rule.causes), "advice": rule.advice}
+        for name, rule in sorted(rules.items())
     }

@@ -1,10 +1,12 @@
-"""Keys and values in blocks of 64 positions, and the prefix tree that says which path each block belongs to.
+"""Keys and values in blocks of 64 positions, and the prefix tree that says which path each block
+belongs to.
 
-    root ─ [p p p p] ─ [p p s s] ─ [s t s]         a path: full blocks, and a tail that is still growing
-                     └ [p p s x] ─ [y y]           a branch inside a block: the block's beginning is copied, never computed again
+    root ─ [p p p p] ─ [p p s s] ─ [s t s]   a path: full blocks, and a tail that grows
+                     └ [p p s x] ─ [y y]     a branch inside a block: its beginning is copied
 
-A block begins at a multiple of 64 tokens of its path, so what it holds is a function of the path alone. A full block is read by
-every path below it; a tail belongs to the one row that lengthens it. What no row uses is kept until room is needed, oldest first.
+A block begins at a multiple of 64 tokens of its path, so what it holds is a function of the path
+alone. A full block is read by every path below it; a tail belongs to the one row that lengthens it.
+What no row uses is kept until room is needed, oldest first.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ FIRST_BLOCKS = 64
 
 
 class BlockPool:
-    """Keys [blocks, kv heads, width, 64] and values [blocks, kv heads, 64, padded width] of every layer."""
+    """Keys [blocks, kv heads, width, 64] and values [blocks, kv heads, 64, padded width] of every
+    layer."""
 
     def __init__(self, model: Any, max_bytes: float) -> None:
         """`max_bytes` limits what is kept; a path that is under way alone may take more."""
@@ -126,7 +129,8 @@ class PathCache:
         self._num_unused = 0
         """Nodes without users."""
         self.num_evictions = 0
-        """Blocks dropped while somebody might still have asked for them; they cost a prefill if somebody does."""
+        """Blocks dropped while somebody might still have asked for them; they cost a prefill if
+        somebody does."""
 
     def matched(self, path_ids: Sequence[int]) -> int:
         """Returns how many leading tokens of the path are stored, at most all but the last."""
@@ -134,14 +138,19 @@ class PathCache:
         return len(chain) * BLOCK + (common if tail is not None else 0)
 
     def open(self, path_ids: list[int], max_tokens: int) -> Row | None:
-        """Returns a row for the path, which may grow to `max_tokens`, with what is stored of it in place; None: no room yet."""
+        """Returns a row for the path, which may grow to `max_tokens`, with what is stored of it in
+        place; None: no room yet."""
         chain, tail, common = self._match(path_ids)
         if not self._free_slots or not self._has_room(chain, -(-max_tokens // BLOCK)):
             return None
         for node in chain:
             self._use(node)
-        row = Row(self._free_slots.pop(), path_ids, len(chain) * BLOCK, chain, -(-max_tokens // BLOCK))
-        self.table[row.slot, : len(chain)] = torch.tensor([node.block for node in chain], dtype=torch.int32)
+        row = Row(
+            self._free_slots.pop(), path_ids, len(chain) * BLOCK, chain, -(-max_tokens // BLOCK)
+        )
+        self.table[row.slot, : len(chain)] = torch.tensor(
+            [node.block for node in chain], dtype=torch.int32
+        )
         self.rows.append(row)
         if tail is not None and common:
             self._continue(row, tail, common)
@@ -159,7 +168,9 @@ class PathCache:
         row.fed += count
         for index in range(start // BLOCK, -(-row.fed // BLOCK)):
             first = max(start, index * BLOCK)
-            row.nodes[index].token_ids.extend(row.token_ids[first : min(row.fed, (index + 1) * BLOCK)])
+            row.nodes[index].token_ids.extend(
+                row.token_ids[first : min(row.fed, (index + 1) * BLOCK)]
+            )
 
     def close(self, row: Row) -> None:
         """Ends a row; its keys and values stay until they are needed elsewhere."""
@@ -176,10 +187,18 @@ class PathCache:
                     self._drop(node)
 
     def forget(self, path_ids: Sequence[int]) -> None:
-        """Drops what is stored below a path once nothing is under way there; its full blocks stay until room is needed."""
+        """Drops what is stored below a path once nothing is under way there; its full blocks stay
+        until room is needed."""
         node, rest = self.root, tuple(path_ids)
         while True:
-            following = next((c for c in node.children if len(rest) >= BLOCK and tuple(c.token_ids) == rest[:BLOCK]), None)
+            following = next(
+                (
+                    c
+                    for c in node.children
+                    if len(rest) >= BLOCK and tuple(c.token_ids) == rest[:BLOCK]
+                ),
+                None,
+            )
             if following is None:
                 break
             node, rest = following, rest[BLOCK:]
@@ -199,16 +218,25 @@ class PathCache:
     # ------------------------------------------------------------------ inside
 
     def _match(self, path_ids: Sequence[int]) -> tuple[list[Node], Node | None, int]:
-        """The full blocks that hold the path's beginning, the node that goes on with it best, and how many tokens that has."""
+        """The full blocks that hold the path's beginning, the node that goes on with it best, and
+        how many tokens that has."""
         chain: list[Node] = []
-        node, limit = self.root, len(path_ids) - 1  # the last token is always fed: its output is what the next is sampled from
+        node, limit = (
+            self.root,
+            len(path_ids) - 1,
+        )  # the last token is always fed: its output is what the next is sampled from
         while True:
             at = len(chain) * BLOCK
             wanted = list(path_ids[at : min(at + BLOCK, limit)])
             best, common = None, 0
             for child in node.children:
                 length = common_length(child.token_ids, wanted)
-                if length > common or (length and length == common and best is not None and _is_taken(best) > _is_taken(child)):
+                if length > common or (
+                    length
+                    and length == common
+                    and best is not None
+                    and _is_taken(best) > _is_taken(child)
+                ):
                     best, common = child, length
             if common < BLOCK or best is None:
                 return chain, best, common
@@ -216,7 +244,8 @@ class PathCache:
             node = best
 
     def _has_room(self, chain: list[Node], num_nodes: int) -> bool:
-        """Whether this row and all under way can come to their full lengths within the limit; one that is alone always may."""
+        """Whether this row and all under way can come to their full lengths within the limit; one
+        that is alone always may."""
         if not self.rows:
             return True
         promised = sum(row.max_nodes - len(row.nodes) for row in self.rows)
@@ -225,7 +254,8 @@ class PathCache:
         return in_use + promised + newly_used + num_nodes - len(chain) <= self.pool.max_blocks
 
     def _continue(self, row: Row, tail: Node, common: int) -> None:
-        """Takes over a tail that ends where the path goes on; copies the beginning of a block that is another path's."""
+        """Takes over a tail that ends where the path goes on; copies the beginning of a block that
+        is another path's."""
         parent = row.nodes[-1] if row.nodes else self.root
         if tail in self._idle and common == len(tail.token_ids):
             self._use(tail)
@@ -236,7 +266,9 @@ class PathCache:
         was_idle = self._idle.pop(tail, 0) is None
         own = Node(self._take_block(), parent, tail.token_ids[:common])
         tail.num_users -= 1
-        if was_idle or not _is_taken(tail):  # the block that was taken may have been its last child's
+        if was_idle or not _is_taken(
+            tail
+        ):  # the block that was taken may have been its last child's
             self._idle[tail] = None
         self.pool.copy(tail.block, own.block, common)
         self._append(row, own)
@@ -263,7 +295,9 @@ class PathCache:
         node.is_forgotten = False
 
     def _take_block(self) -> int:
-        if not self._free_blocks and (self.pool.num_blocks < self.pool.max_blocks or not self._idle):
+        if not self._free_blocks and (
+            self.pool.num_blocks < self.pool.max_blocks or not self._idle
+        ):
             before = self.pool.num_blocks
             self.pool.grow(before + 1)
             self._free_blocks.extend(range(before, self.pool.num_blocks))
@@ -273,7 +307,8 @@ class PathCache:
         return self._free_blocks.pop()
 
     def _drop(self, node: Node) -> None:
-        """Gives back an idle node's block; its parent may be idle then, and goes next, or at once where it is forgotten."""
+        """Gives back an idle node's block; its parent may be idle then, and goes next, or at once
+        where it is forgotten."""
         while True:
             assert node.parent is not None
             del self._idle[node]

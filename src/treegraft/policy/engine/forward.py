@@ -1,7 +1,9 @@
-"""Forward passes of the native engine: our own for decoders of Llama's shape, transformers' with our attention for the others.
+"""Forward passes of the native engine: our own for decoders of Llama's shape, transformers' with
+our attention for the others.
 
-Ours runs each layer as four matrix products, with query, key and value in one and gate and up in another, and our kernels
-between them. It is taken where the model's modules have that shape and its hidden states prove to be those of a plain forward pass.
+Ours runs each layer as four matrix products, with query, key and value in one and gate and up in
+another, and our kernels between them. It is taken where the model's modules have that shape and its
+hidden states prove to be those of a plain forward pass.
 """
 
 from __future__ import annotations
@@ -15,9 +17,21 @@ from torch import nn
 from torch.nn import functional
 
 from treegraft.policy.engine.blocks import BlockPool, PathCache, Row
-from treegraft.policy.engine.packed import LaidOutLinears, Product, SeparateLinears, product_kind, take_over
+from treegraft.policy.engine.packed import (
+    LaidOutLinears,
+    Product,
+    SeparateLinears,
+    product_kind,
+    take_over,
+)
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
-from treegraft.policy.hook import AttentionOptions, AttentionPlan, install_attention, plain_attention, tree_attention
+from treegraft.policy.hook import (
+    AttentionOptions,
+    AttentionPlan,
+    install_attention,
+    plain_attention,
+    tree_attention,
+)
 from treegraft.policy.kernels.engine import Kernels, kernels_for
 from treegraft.policy.load import decoder, head_problem, head_width
 
@@ -27,7 +41,8 @@ LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 HEAD_NORMS = ("q_norm", "k_norm")
 PROBE_LENGTH, PROBE_CUTS = 75, (64, 10, 1)
-"""The path that a forward pass is tried on: two blocks, taken in as a block, a chunk and a single token."""
+"""The path that a forward pass is tried on: two blocks, taken in as a block, a chunk and a single
+token."""
 LIMITS = {torch.float32: 1e-4}
 """Largest distance from a plain forward pass, over its length; in other types 0.05."""
 
@@ -40,11 +55,15 @@ class Forward(Protocol):
 
     @property
     def is_rowwise(self) -> bool:
-        """Whether a row's bits, those of its logits too, do not depend on how many rows are beside it."""
+        """Whether a row's bits, those of its logits too, do not depend on how many rows are beside
+        it."""
         ...
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
-        """Returns [tokens, hidden size], the decoder's last norm included, for ids and positions [tokens]."""
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
+    ) -> torch.Tensor:
+        """Returns [tokens, hidden size], the decoder's last norm included, for ids and positions
+        [tokens]."""
         ...
 
     def refresh(self) -> None:
@@ -63,8 +82,12 @@ class HookedForward:
         self._decoder = decoder(model)
         self._products = take_over(model.modules(), product_kind(model, kernels)) if pack else []
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        output = self._decoder(input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan)
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
+    ) -> torch.Tensor:
+        output = self._decoder(
+            input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan
+        )
         hidden: torch.Tensor = output.last_hidden_state[0]
         return hidden
 
@@ -79,13 +102,18 @@ class _Layer:
     def __init__(self, layer: Any, product: Callable[..., Product]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.in_norm, self.out_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.head_norms = [getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)]
+        self.head_norms = [
+            getattr(attention, name) for name in HEAD_NORMS if hasattr(attention, name)
+        ]
         self.options = AttentionOptions(attention.scaling, _window(attention), None, None)
         self.project = product(attention.q_proj, attention.k_proj, attention.v_proj)
         self.join = product(attention.o_proj)
         self.widen = product(mlp.gate_proj, mlp.up_proj)
         self.narrow = product(mlp.down_proj)
-        self.widths = tuple(x.in_features for x in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj))
+        self.widths = tuple(
+            x.in_features
+            for x in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+        )
 
     def refresh(self) -> None:
         for product in (self.project, self.join, self.widen, self.narrow):
@@ -101,18 +129,31 @@ class FusedForward:
         attention = inner.layers[0].self_attn
         self.kernels: Kernels | None = kernels
         self._kernels = kernels
-        self._embed, self._rotary, self._last_norm = inner.embed_tokens, inner.rotary_emb, inner.norm
+        self._embed, self._rotary, self._last_norm = (
+            inner.embed_tokens,
+            inner.rotary_emb,
+            inner.norm,
+        )
         self._width = attention.head_dim
-        self._sizes = tuple(linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj))
+        self._sizes = tuple(
+            linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
         kind: Callable[..., Product] = product_kind(model, kernels) if pack else SeparateLinears
         self._layers = [_Layer(layer, kind) for layer in inner.layers]
         self._output = model.get_output_embeddings()
         self._head = take_over([self._output], kind)
-        self.is_rowwise = bool(self._head) and all(isinstance(product, LaidOutLinears) for product in self._head)
+        self.is_rowwise = bool(self._head) and all(
+            isinstance(product, LaidOutLinears) for product in self._head
+        )
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
+    ) -> torch.Tensor:
         state = functional.embedding(ids, self._embed.weight)
-        cosines, sines = (part[0].contiguous() for part in self._rotary(state.new_zeros(1, dtype=torch.float32), positions[None]))
+        cosines, sines = (
+            part[0].contiguous()
+            for part in self._rotary(state.new_zeros(1, dtype=torch.float32), positions[None])
+        )
         rows = self._norm(state, None, self._layers[0].in_norm)
         for index, layer in enumerate(self._layers):
             query, key, value = layer.project(rows).split(self._sizes, dim=-1)
@@ -120,20 +161,32 @@ class FusedForward:
             for part, norm in zip((query, key), layer.head_norms, strict=False):
                 self._kernels.norm_heads(part, norm.weight, norm.variance_epsilon)
             seen = plan.attend_rotated(
-                index, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), layer.options, (cosines, sines)
+                index,
+                query.transpose(0, 1),
+                key.transpose(0, 1),
+                value.transpose(0, 1),
+                layer.options,
+                (cosines, sines),
             )
             rows = self._norm(state, layer.join(seen.flatten(1)), layer.out_norm)
             gate, up = layer.widen(rows).chunk(2, dim=-1)
-            following = self._layers[index + 1].in_norm if index + 1 < len(self._layers) else self._last_norm
+            following = (
+                self._layers[index + 1].in_norm
+                if index + 1 < len(self._layers)
+                else self._last_norm
+            )
             rows = self._norm(state, layer.narrow(self._kernels.gate(gate, up)), following)
         return rows
 
     def products(self) -> list[tuple[Product, int]]:
-        """Returns every product of a pass but the head's, with the width of its input; for measuring."""
+        """Returns every product of a pass but the head's, with the width of its input; for
+        measuring."""
         return [
             (product, width)
             for layer in self._layers
-            for product, width in zip((layer.project, layer.join, layer.widen, layer.narrow), layer.widths, strict=True)
+            for product, width in zip(
+                (layer.project, layer.join, layer.widen, layer.narrow), layer.widths, strict=True
+            )
         ]
 
     def _norm(self, state: torch.Tensor, added: torch.Tensor | None, norm: Any) -> torch.Tensor:
@@ -153,16 +206,24 @@ class FusedForward:
 def shape_problem(model: Any) -> str | None:
     """Returns what keeps a decoder from having Llama's shape, or None where it has."""
     inner = decoder(model)
-    if "llama_4_scaling_beta" in (getattr(model.config.get_text_config(), "rope_parameters", None) or {}):
+    if "llama_4_scaling_beta" in (
+        getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    ):
         return "its queries are scaled by their position"
-    if {"embed_tokens", "layers", "norm", "rotary_emb"} - {name for name, _ in inner.named_children()}:
+    if {"embed_tokens", "layers", "norm", "rotary_emb"} - {
+        name for name, _ in inner.named_children()
+    }:
         return "its decoder has other parts"
-    return next((problem for layer in inner.layers if (problem := _layer_problem(layer)) is not None), None)
+    return next(
+        (problem for layer in inner.layers if (problem := _layer_problem(layer)) is not None), None
+    )
 
 
 def _window(attention: Any) -> int | None:
     """The layer's own, or where it names none that of the whole model (Mistral)."""
-    window: int | None = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    window: int | None = getattr(
+        attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+    )
     return window
 
 
@@ -190,7 +251,9 @@ def _layer_problem(layer: Any) -> str | None:
     return None
 
 
-def build_forward(model: Any, *, pack: bool, compile_kernels: bool) -> tuple[Forward | None, str | None]:
+def build_forward(
+    model: Any, *, pack: bool, compile_kernels: bool
+) -> tuple[Forward | None, str | None]:
     """Returns the fastest forward pass that proves right, with the reason why there is none.
 
     The model is changed (attention, packed products) only where one is returned.
@@ -208,9 +271,14 @@ def build_forward(model: Any, *, pack: bool, compile_kernels: bool) -> tuple[For
         _log.info("engine: layers run in transformers' own way: %s", problem)
     problem = _hooked_problem(model, kernels, plain)
     if problem is not None and kernels is not None:
-        _log.warning("engine: running on torch's operators alone, which is slower: with our kernels %s", problem)
+        _log.warning(
+            "engine: running on torch's operators alone, which is slower: with our kernels %s",
+            problem,
+        )
         kernels, problem = None, _hooked_problem(model, None, plain)
-    return (None, problem) if problem is not None else (HookedForward(model, kernels, pack=pack), None)
+    return (
+        (None, problem) if problem is not None else (HookedForward(model, kernels, pack=pack), None)
+    )
 
 
 def _hooked_problem(model: Any, kernels: Kernels | None, plain: torch.Tensor) -> str | None:
@@ -219,34 +287,45 @@ def _hooked_problem(model: Any, kernels: Kernels | None, plain: torch.Tensor) ->
 
 
 def model_kernels(model: Any) -> Kernels | None:
-    """Returns the kernels for the width of the model's heads and its type; None where there are none."""
+    """Returns the kernels for the width of the model's heads and its type; None where there are
+    none."""
     width = head_width(model.config.get_text_config())
     return kernels_for(width, model.dtype, model.device.type) if width else None
 
 
 def _probe_ids(model: Any) -> torch.Tensor:
-    ids: torch.Tensor = (torch.arange(PROBE_LENGTH, device=model.device) * 7 + 3) % model.config.get_text_config().vocab_size
+    ids: torch.Tensor = (
+        torch.arange(PROBE_LENGTH, device=model.device) * 7 + 3
+    ) % model.config.get_text_config().vocab_size
     return ids
 
 
 @torch.inference_mode()
 def _plain_states(model: Any) -> torch.Tensor:
-    states: torch.Tensor = decoder(model)(input_ids=_probe_ids(model)[None], use_cache=False).last_hidden_state[0]
+    states: torch.Tensor = decoder(model)(
+        input_ids=_probe_ids(model)[None], use_cache=False
+    ).last_hidden_state[0]
     return states
 
 
 @torch.inference_mode()
 def _distance_problem(model: Any, forward: Forward, plain: torch.Tensor) -> str | None:
-    """Why a forward pass is not to be used on this model: a path in three parts is run against one plain pass."""
+    """Why a forward pass is not to be used on this model: a path in three parts is run against one
+    plain pass."""
     ids = _probe_ids(model)
     try:
         states = torch.cat(list(_states_in_parts(model, forward, ids)))
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        return f"its layers do not take our attention ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        return (
+            "its layers do not take our attention"
+            f" ({(str(error).splitlines() or [type(error).__name__])[0]})"
+        )
     gap = distance(states, plain)
     if gap <= limit_of(model.dtype):
         return None
-    return f"its hidden states differ from those of a plain forward pass by {gap:.3g} of their length"
+    return (
+        f"its hidden states differ from those of a plain forward pass by {gap:.3g} of their length"
+    )
 
 
 def distance(states: torch.Tensor, plain: torch.Tensor) -> float:

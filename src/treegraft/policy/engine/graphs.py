@@ -1,8 +1,9 @@
-"""Decoding steps on a GPU as CUDA graphs, by batch bucket. Not run on a GPU: each recording proves itself before it is used.
+"""Decoding steps on a GPU as CUDA graphs, by batch bucket. Not run on a GPU: each recording proves
+itself before it is used.
 
-A step in which every row takes in one token is the same operators each time, and launching them one by one takes longer than
-they do. It is recorded once for so many rows over so many blocks, with all that changes in tensors that stay where they are, and
-played back.
+A step in which every row takes in one token is the same operators each time, and launching them one
+by one takes longer than they do. It is recorded once for so many rows over so many blocks, with all
+that changes in tensors that stay where they are, and played back.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ROWS = (1, 2, 4, 8, *BUCKETS)
 FIRST_BLOCKS = 4
 """Blocks of the longest path that steps are recorded for; then twice as many, and so on."""
 MAX_BLOCKS = 4096
-"""Rows times blocks from which steps are not recorded: there the operators take longer than their launching, and much memory."""
+"""Rows times blocks from which steps are not recorded: there the operators take longer than their
+launching, and much memory."""
 
 Run = Callable[[], torch.Tensor]
 Recorder = Callable[[Run], Run]
@@ -35,7 +37,8 @@ Recorder = Callable[[Run], Run]
 
 
 class DecodingPlan:
-    """The attention of one token of each of R rows over paths of at most B blocks, in tensors that stay where they are."""
+    """The attention of one token of each of R rows over paths of at most B blocks, in tensors that
+    stay where they are."""
 
     def __init__(self, pool: BlockPool, rows: int, blocks: int, device: torch.device) -> None:
         self._pool = pool
@@ -44,7 +47,8 @@ class DecodingPlan:
         self._gathered: Gathered | None = None
 
     def fill(self, ids: torch.Tensor, positions: torch.Tensor, used: torch.Tensor) -> None:
-        """Takes over a step of `len(used)` rows; the rows that are left do what the first one does, to the same places."""
+        """Takes over a step of `len(used)` rows; the rows that are left do what the first one does,
+        to the same places."""
         count, blocks = used.shape
         self.ids[:count], self.ids[count:] = ids[:count], ids[0]
         self.positions[:count], self.positions[count:] = positions[:count], positions[0]
@@ -56,7 +60,12 @@ class DecodingPlan:
         self._gathered = Gathered.of(self.positions, self.used)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Returns [rows, heads, width]; stores the keys and values of the tokens."""
         assert self._gathered is not None
@@ -75,8 +84,8 @@ class _Recording:
 class RecordedForward:
     """Plays decoding steps back and hands all others to `forward`.
 
-    A recording is played back for the first time beside the step itself, on other tokens than it was made with. Where that fails or
-    differs none is used any more, with a notice.
+    A recording is played back for the first time beside the step itself, on other tokens than it
+    was made with. Where that fails or differs none is used any more, with a notice.
     """
 
     kernels = None
@@ -89,7 +98,9 @@ class RecordedForward:
         self._num_blocks = 0
         self._is_off = False
 
-    def __call__(self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan) -> torch.Tensor:
+    def __call__(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
+    ) -> torch.Tensor:
         used = None if self._is_off else plan.blocks_of_decoding()
         if used is None:
             return self._forward(ids, positions, plan)
@@ -107,7 +118,9 @@ class RecordedForward:
         try:
             if recording is None:
                 played = None
-                self._recordings[rows, blocks] = self._recorded(ids, positions, plan.pool, used, rows, blocks)
+                self._recordings[rows, blocks] = self._recorded(
+                    ids, positions, plan.pool, used, rows, blocks
+                )
             else:
                 recording.plan.fill(ids, positions, used)
                 played = recording.play()[: len(used)].clone()
@@ -125,7 +138,13 @@ class RecordedForward:
         self._forward.refresh()
 
     def _recorded(
-        self, ids: torch.Tensor, positions: torch.Tensor, pool: BlockPool, used: torch.Tensor, rows: int, blocks: int
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        pool: BlockPool,
+        used: torch.Tensor,
+        rows: int,
+        blocks: int,
     ) -> _Recording:
         own = DecodingPlan(pool, rows, blocks, ids.device)
         own.fill(ids, positions, used)
@@ -148,7 +167,8 @@ class RecordedForward:
 
 
 def recorder_maker(device: torch.device) -> Callable[[], Recorder] | None:
-    """Returns what makes recorders for `device`, each with memory of its own; None where nothing is recorded."""
+    """Returns what makes recorders for `device`, each with memory of its own; None where nothing is
+    recorded."""
     return functools.partial(_cuda_recorder, device) if device.type == "cuda" else None
 
 
@@ -167,7 +187,9 @@ def _cuda_recorder(device: torch.device) -> Recorder:
                     run()
                 before.wait_stream(stream)
                 # Another thread may use the GPU meanwhile, to embed texts.
-                with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                with torch.cuda.graph(
+                    graph, pool=memory, stream=stream, capture_error_mode="thread_local"
+                ):
                     states = run()
             finally:
                 torch.cuda.set_stream(before)  # a recording that failed leaves its own

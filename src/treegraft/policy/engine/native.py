@@ -1,8 +1,10 @@
-"""The in-process engine: any transformers decoder, continuous batching, every beginning that paths share stored and computed once.
+"""The in-process engine: any transformers decoder, continuous batching, every beginning that paths
+share stored and computed once.
 
-One thread owns the model and the keys. Each turn of its loop takes in what was asked, gives every request a row (with all blocks
-that are stored of its path), runs one forward pass over all rows that have tokens to feed, and samples for those that are
-complete. A request joins and leaves at any token. Decoding never runs on the event loop.
+One thread owns the model and the keys. Each turn of its loop takes in what was asked, gives every
+request a row (with all blocks that are stored of its path), runs one forward pass over all rows
+that have tokens to feed, and samples for those that are complete. A request joins and leaves at any
+token. Decoding never runs on the event loop.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ class Request:
 
 @dataclass(eq=False)
 class Order:
-    """Something for the engine thread to do when nothing is running (a publish) or at once (forget)."""
+    """Something for the engine thread to do when nothing is running (a publish) or at once
+    (forget)."""
 
     act: Callable[[], None]
     done: Callable[[BaseException | None], None]
@@ -79,10 +82,13 @@ class NativeEngine:
         self._limit = max_context(model)
         self._version = 0
         self._fingerprint = weights_fingerprint(model.state_dict())
-        forward, problem = build_forward(model, pack=settings.pack_weights, compile_kernels=settings.compile_kernels)
+        forward, problem = build_forward(
+            model, pack=settings.pack_weights, compile_kernels=settings.compile_kernels
+        )
         if forward is None:
             raise ModelError(
-                f"engine: the native engine cannot run this model: {problem}; choose another model or another engine.kind"
+                f"engine: the native engine cannot run this model: {problem}; choose another model"
+                " or another engine.kind"
             )
         make_recorder = recorder_maker(model.device)
         if make_recorder is not None and isinstance(forward, HookedForward):
@@ -159,8 +165,9 @@ class NativeEngine:
             return await asyncio.wait_for(future, self.settings.deadline_s)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"engine: no completion for {noise_key} within engine.deadline_s = {self.settings.deadline_s} s; "
-                "the machine is too slow for this many rows, or rollout.max_completion_tokens is too high"
+                f"engine: no completion for {noise_key} within engine.deadline_s ="
+                f" {self.settings.deadline_s} s; the machine is too slow for this many rows, or"
+                " rollout.max_completion_tokens is too high"
             ) from error
         finally:
             request.is_cancelled = True
@@ -168,13 +175,17 @@ class NativeEngine:
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Drops what is cached below a prompt once nothing is under way there."""
         path_ids = tuple(prefix_ids[:-1])
-        self._submit(Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False))
+        self._submit(
+            Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False)
+        )
 
     async def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copies `weights` (a state dict of the plain model) once running requests are done, and drops all cached paths.
+        """Copies `weights` (a state dict of the plain model) once running requests are done, and
+        drops all cached paths.
 
         Raises:
-            EngineError: names are missing or unknown (the engine keeps its weights), or it has died.
+            EngineError: names are missing or unknown (the engine keeps its weights), or it has
+                died.
             DeadlineExceeded: running requests took longer than engine.deadline_s.
         """
         loop = asyncio.get_running_loop()
@@ -194,8 +205,8 @@ class NativeEngine:
             await asyncio.wait_for(future, self.settings.deadline_s)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"engine: version {version} was not published within engine.deadline_s = {self.settings.deadline_s} s; "
-                "requests were still running"
+                f"engine: version {version} was not published within engine.deadline_s ="
+                f" {self.settings.deadline_s} s; requests were still running"
             ) from error
 
     async def close(self) -> None:
@@ -213,7 +224,8 @@ class NativeEngine:
         return metrics
 
     def _submit(self, item: Request | Order) -> None:
-        """Hands something to the thread; where that has ended in the meantime, its sender is told at once."""
+        """Hands something to the thread; where that has ended in the meantime, its sender is told
+        at once."""
         self._inbox.put(item)
         if self._is_over.is_set():
             self._dismiss()
@@ -224,13 +236,17 @@ class NativeEngine:
         if not self._thread.is_alive():
             raise EngineError("engine: it has been closed")
         if not prefix_ids:
-            raise EngineError("engine: the prefix is empty; at least one token is needed to continue from")
+            raise EngineError(
+                "engine: the prefix is empty; at least one token is needed to continue from"
+            )
         if sampling.max_new_tokens < 1:
-            raise EngineError(f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed")
+            raise EngineError(
+                f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
+            )
         if self._limit is not None and len(prefix_ids) + 1 > self._limit:
             raise EngineError(
-                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most {self._limit}; "
-                "shorten the prompt or lower rollout.max_completion_tokens"
+                f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
+                f" {self._limit}; shorten the prompt or lower rollout.max_completion_tokens"
             )
 
     # ------------------------------------------------------------------ the thread
@@ -240,7 +256,9 @@ class NativeEngine:
             with torch.inference_mode():
                 while self._turn():
                     pass
-        except BaseException as error:  # everything that waits on this thread has to hear of its death
+        except (
+            BaseException
+        ) as error:  # everything that waits on this thread has to hear of its death
             self._death = error
         self._is_over.set()
         self._dismiss()
@@ -248,7 +266,9 @@ class NativeEngine:
     def _dismiss(self) -> None:
         """Tells everything that waits on this thread that it waits in vain."""
         reason = EngineError(
-            f"engine: its thread has died: {self._death!r}" if self._death else "engine: closed while the request was under way"
+            f"engine: its thread has died: {self._death!r}"
+            if self._death
+            else "engine: closed while the request was under way"
         )
         for request in (*self._running, *self._waiting):
             request.finish(reason)
@@ -302,7 +322,8 @@ class NativeEngine:
     def _admit(self) -> None:
         """Gives rows to waiting requests in order of arrival, while there is room.
 
-        One that begins like a path which is just being taken in waits for it, and shares its blocks.
+        One that begins like a path which is just being taken in waits for it, and shares its
+        blocks.
         """
         left: list[Request] = []
         for number, request in enumerate(self._waiting):
@@ -310,7 +331,9 @@ class NativeEngine:
                 left.append(request)
                 continue
             longest = len(request.prefix_ids) + request.sampling.max_new_tokens
-            request.row = self._cache.open(request.prefix_ids.copy(), min(longest, self._limit or longest))
+            request.row = self._cache.open(
+                request.prefix_ids.copy(), min(longest, self._limit or longest)
+            )
             if request.row is None:
                 left.extend(self._waiting[number:])
                 break
@@ -339,17 +362,27 @@ class NativeEngine:
             if segment.row.fed == len(segment.row.token_ids):
                 complete.append((request, segment.offset + segment.count - 1))
         if complete:
-            self._sample([request for request, _ in complete], hidden[torch.tensor([end for _, end in complete])])
+            self._sample(
+                [request for request, _ in complete],
+                hidden[torch.tensor([end for _, end in complete])],
+            )
 
     def _plan(self) -> tuple[list[Segment], list[Request]]:
-        """Decoding rows first, those that share blocks side by side; then prompts and results, in chunks."""
+        """Decoding rows first, those that share blocks side by side; then prompts and results, in
+        chunks."""
         segments: list[Segment] = []
         requests: list[Request] = []
         room, offset = self._buckets[-1], 0
-        # A fixed number, so that chunks do not depend on company, which leaves room for all rows that decode.
+        # A fixed number, so that chunks do not depend on company, which leaves room for all rows
+        # that decode.
         limit = min(self.settings.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
         ready = [(request, request.row) for request in self._running if request.row is not None]
-        ready.sort(key=lambda pair: (len(pair[1].token_ids) - pair[1].fed, [node.block for node in pair[1].nodes]))
+        ready.sort(
+            key=lambda pair: (
+                len(pair[1].token_ids) - pair[1].fed,
+                [node.block for node in pair[1].nodes],
+            )
+        )
         for request, row in ready:
             count = min(len(row.token_ids) - row.fed, limit)
             if offset + count > room:
@@ -361,7 +394,8 @@ class NativeEngine:
         return segments, requests
 
     def _run(self, segments: list[Segment]) -> torch.Tensor:
-        """Returns the hidden states of the segments' tokens, one after another, and of what they are padded with."""
+        """Returns the hidden states of the segments' tokens, one after another, and of what they
+        are padded with."""
         ids: list[int] = []
         positions: list[int] = []
         for segment in segments:
@@ -370,7 +404,9 @@ class NativeEngine:
             positions.extend(range(row.fed, row.fed + segment.count))
         rows = next(bucket for bucket in self._buckets if bucket >= len(ids))
         padding = [0] * (rows - len(ids))
-        plan = RaggedPlan(rows, self._cache.pool, self._cache.table, segments, self._forward.kernels)
+        plan = RaggedPlan(
+            rows, self._cache.pool, self._cache.table, segments, self._forward.kernels
+        )
         batch = torch.tensor([ids + padding, positions + padding], device=self.model.device)
         self.num_forwards += 1
         self.num_rows_fed += len(ids)
@@ -378,15 +414,26 @@ class NativeEngine:
 
     def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        logits = self._head(functional.pad(hidden, (0, 0, 0, rows - len(requests))))[: max(len(requests), MIN_ROWS)]
+        logits = self._head(functional.pad(hidden, (0, 0, 0, rows - len(requests))))[
+            : max(len(requests), MIN_ROWS)
+        ]
         blank = logits.shape[0] - len(requests)
         temperatures = [request.sampling.temperature for request in requests] + [0.0] * blank
         seeds = [
-            keyed_seed(request.noise_key, len(request.sampled)) if request.sampling.temperature > 0 else None
+            (
+                keyed_seed(request.noise_key, len(request.sampled))
+                if request.sampling.temperature > 0
+                else None
+            )
             for request in requests
         ] + [None] * blank
-        columns = [column.tolist() for column in sample_tokens(logits, temperatures, seeds, self._forward.kernels)]
-        for request, token, logprob, entropy in zip(requests, *(column[: len(requests)] for column in columns), strict=True):
+        columns = [
+            column.tolist()
+            for column in sample_tokens(logits, temperatures, seeds, self._forward.kernels)
+        ]
+        for request, token, logprob, entropy in zip(
+            requests, *(column[: len(requests)] for column in columns), strict=True
+        ):
             self._append(request, token, logprob, entropy)
 
     def _append(self, request: Request, token: int, logprob: float, entropy: float) -> None:
@@ -423,7 +470,10 @@ class NativeEngine:
         if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
             request.in_grace = True
         limit = len(request.sampled) >= sampling.max_new_tokens
-        if limit or (self._limit is not None and len(request.prefix_ids) + len(request.sampled) >= self._limit):
+        if limit or (
+            self._limit is not None
+            and len(request.prefix_ids) + len(request.sampled) >= self._limit
+        ):
             return StopReason.LENGTH
         return None
 
@@ -437,7 +487,9 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     own = model.state_dict()
     if own.keys() != weights.keys():
         odd = sorted(own.keys() ^ weights.keys())[:4]
-        raise EngineError(f"engine: published weights do not fit its model; names in only one of them: {odd}")
+        raise EngineError(
+            f"engine: published weights do not fit its model; names in only one of them: {odd}"
+        )
     for name, tensor in own.items():
         tensor.copy_(weights[name])
 

@@ -1,6 +1,8 @@
-"""Linear layers on a CPU with a second copy of their weights, laid out for our products or for the matrix library's.
+"""Linear layers on a CPU with a second copy of their weights, laid out for our products or for the
+matrix library's.
 
-In bfloat16 a plain product lays its weights out anew at every call, which at 16 rows takes longer than the product itself.
+In bfloat16 a plain product lays its weights out anew at every call, which at 16 rows takes longer
+than the product itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _log = logging.getLogger(__name__)
 ROWS = 64
 """Rows that the layout is made for; products of 16 to 512 rows gain from it too."""
 _TOLERANCE = 0.05
-"""Largest difference of a product from a plain one, over the largest value: bfloat16 has 8 bits, and sums run in another order."""
+"""Largest difference of a product from a plain one, over the largest value: bfloat16 has 8 bits,
+and sums run in another order."""
 
 
 class Product(Protocol):
@@ -58,12 +61,17 @@ class LaidOutLinears:
 
     def refresh(self) -> None:
         with torch.inference_mode():
-            self._weight, self._bias = self._kernels.lay_out(_weights(self._linears)), _biases(self._linears)
+            self._weight, self._bias = (
+                self._kernels.lay_out(_weights(self._linears)),
+                _biases(self._linears),
+            )
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()
-        return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(*rows.shape[:-1], self._outputs)
+        return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(
+            *rows.shape[:-1], self._outputs
+        )
 
 
 class PackedLinears:
@@ -79,7 +87,9 @@ class PackedLinears:
             self._bias = _biases(self._linears)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
+        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            rows, self._weight, self._bias, "none", [], ""
+        )
         return result
 
 
@@ -89,7 +99,11 @@ def _weights(linears: Sequence[nn.Linear]) -> torch.Tensor:
 
 
 def _biases(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
-    return torch.cat([_bias(linear) for linear in linears]) if any(linear.bias is not None for linear in linears) else None
+    return (
+        torch.cat([_bias(linear) for linear in linears])
+        if any(linear.bias is not None for linear in linears)
+        else None
+    )
 
 
 def _bias(linear: nn.Linear) -> torch.Tensor:
@@ -98,25 +112,35 @@ def _bias(linear: nn.Linear) -> torch.Tensor:
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
-    """Returns what lays a linear layer's weights out in the way that is fastest here; `SeparateLinears` where nothing gains."""
+    """Returns what lays a linear layer's weights out in the way that is fastest here;
+    `SeparateLinears` where nothing gains."""
     widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
-    if kernels is not None and kernels.product_step and not any(width % kernels.product_step for width in widths):
+    if (
+        kernels is not None
+        and kernels.product_step
+        and not any(width % kernels.product_step for width in widths)
+    ):
         return functools.partial(LaidOutLinears, kernels)
     return PackedLinears if packs(model) else SeparateLinears
 
 
 def packs(model: Any) -> bool:
-    """Returns whether the matrix library gains from another layout of the model's weights, and this torch can make it."""
+    """Returns whether the matrix library gains from another layout of the model's weights, and this
+    torch can make it."""
     if model.dtype != torch.bfloat16 or model.device.type != "cpu":
         return False
     problem = _problem()
     if problem:
-        _log.warning("engine: weights are not laid out for the matrix kernels, so products are slower: %s", problem)
+        _log.warning(
+            "engine: weights are not laid out for the matrix kernels, so products are slower: %s",
+            problem,
+        )
     return not problem
 
 
 def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> list[Product]:
-    """Returns what has taken over the products of these linear layers, one for each; others are left as they are."""
+    """Returns what has taken over the products of these linear layers, one for each; others are
+    left as they are."""
     taken: list[Product] = []
     for linear in linears:
         if type(linear) is nn.Linear and kind is not SeparateLinears:
@@ -128,7 +152,8 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
 
 @functools.cache
 def _problem() -> str | None:
-    """Why the private operators that this rests on cannot be used, found by a small product; None where they can."""
+    """Why the private operators that this rests on cannot be used, found by a small product; None
+    where they can."""
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         return _tried(generator)
@@ -140,8 +165,14 @@ def _tried(generator: torch.Generator) -> str | None:
     plain = functional.linear(rows, weight, bias).float()
     try:
         laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        ours = torch.ops.mkldnn._linear_pointwise(rows[None], laid_out, bias, "none", [], "")[0].float()
+        ours = torch.ops.mkldnn._linear_pointwise(rows[None], laid_out, bias, "none", [], "")[
+            0
+        ].float()
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
         return str(error).splitlines()[0]
     gap = float((ours - plain).abs().max() / plain.abs().max())
-    return None if gap <= _TOLERANCE else f"a product differs from a plain one by {gap:.3g} of its largest value"
+    return (
+        None
+        if gap <= _TOLERANCE
+        else f"a product differs from a plain one by {gap:.3g} of its largest value"
+    )

@@ -1,7 +1,8 @@
 """Attention of one forward pass over ragged rows: some decode one token, some take in many.
 
-A token's numbers depend on its own path only: on which blocks of 64 positions it is spread, never on who shares them or what
-else is in the batch. On a CPU our kernels run it block by block; elsewhere torch's operators run it over gathered blocks.
+A token's numbers depend on its own path only: on which blocks of 64 positions it is spread, never
+on who shares them or what else is in the batch. On a CPU our kernels run it block by block;
+elsewhere torch's operators run it over gathered blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ BUCKETS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 @dataclass(eq=False)
 class Segment:
-    """Tokens of one row that this pass takes in: `count` tokens from `fed` on, at rows `offset`.. of the batch."""
+    """Tokens of one row that this pass takes in: `count` tokens from `fed` on, at rows `offset`..
+    of the batch."""
 
     row: Row
     count: int
@@ -36,7 +38,12 @@ class RaggedPlan:
     """The plan of one forward pass over `num_tokens` batch rows (padding included)."""
 
     def __init__(
-        self, num_tokens: int, pool: BlockPool, table: torch.Tensor, segments: list[Segment], kernels: Kernels | None
+        self,
+        num_tokens: int,
+        pool: BlockPool,
+        table: torch.Tensor,
+        segments: list[Segment],
+        kernels: Kernels | None,
     ) -> None:
         self.pool = pool
         self.kernels = kernels
@@ -52,7 +59,12 @@ class RaggedPlan:
         self._gathered: list[tuple[torch.Tensor, Gathered]] | None = None
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Returns [num_tokens, heads, width]; stores the keys and values of the tokens taken in."""
         return self.attend_rotated(layer, query, key, value, options, None)
@@ -66,14 +78,17 @@ class RaggedPlan:
         options: AttentionOptions,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> torch.Tensor:
-        """Returns the same; with cosines and sines [num_tokens, width] the query (in place) and key are rotated first.
+        """Returns the same; with cosines and sines [num_tokens, width] the query (in place) and key
+        are rotated first.
 
         A rotation needs kernels.
         """
         if self.kernels is None:
             assert rotation is None
             return self._attend_gathered(layer, query, key, value, options)
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        query, key, value = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
+        )
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         if self._batch is None:
             self._batch = self._describe(query.shape[0], keys.shape[1])
@@ -90,7 +105,9 @@ class RaggedPlan:
             sinks=options.sinks,
         )
 
-    def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor) -> None:
+    def _check(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
+    ) -> None:
         """Kernels are told one shape for all layers.
 
         Raises:
@@ -101,7 +118,10 @@ class RaggedPlan:
         wanted = ((self._batch.heads, width), (kv_heads, width), (kv_heads, width))
         shapes = tuple((x.shape[0], x.shape[2]) for x in (query, key, value))
         if shapes != wanted or {query.dtype, key.dtype, value.dtype} != {keys.dtype}:
-            raise ValueError(f"a layer has (heads, width) {shapes} of {query.dtype}, others {wanted} of {keys.dtype}")
+            raise ValueError(
+                f"a layer has (heads, width) {shapes} of {query.dtype}, others {wanted} of"
+                f" {keys.dtype}"
+            )
 
     def _describe(self, heads: int, kv_heads: int) -> Pass:
         assert self.kernels is not None
@@ -117,7 +137,12 @@ class RaggedPlan:
         )
 
     def _attend_gathered(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """The same with torch's operators, over copies of the paths' blocks laid side by side."""
         heads, count, width = query.shape
@@ -131,7 +156,8 @@ class RaggedPlan:
         return output
 
     def blocks_of_decoding(self) -> torch.Tensor | None:
-        """Returns [rows, blocks] the blocks of each row's path where every row takes in a single token, else None."""
+        """Returns [rows, blocks] the blocks of each row's path where every row takes in a single
+        token, else None."""
         if any(segment.count > 1 for segment in self._segments):
             return None
         slots = torch.tensor([segment.row.slot for segment in self._segments])
@@ -143,7 +169,8 @@ class RaggedPlan:
         return [self._gather(group, device) for group in groups if group]
 
     def _gather(self, group: list[Segment], device: torch.device) -> tuple[torch.Tensor, Gathered]:
-        """Rows of the batch, for segments of equal length; with more than one of them, of a single token."""
+        """Rows of the batch, for segments of equal length; with more than one of them, of a single
+        token."""
         tokens = torch.cat([torch.arange(s.offset, s.offset + s.count) for s in group])
         positions = self._positions[tokens].long()
         slots = torch.tensor([s.row.slot for s in group])
@@ -166,22 +193,36 @@ class Gathered:
 
     @classmethod
     def of(cls, positions: torch.Tensor, used: torch.Tensor) -> Gathered:
-        """Returns the plan for tokens at `positions` [R * n] of paths with the blocks `used` [R, B]."""
+        """Returns the plan for tokens at `positions` [R * n] of paths with the blocks `used` [R,
+        B]."""
         blocks = used.gather(1, (positions // BLOCK).view(used.shape[0], -1)).flatten()
         return cls(positions, blocks, positions % BLOCK, used)
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def store(
+        self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         """Puts key and value [kv heads, R * n, width] into their blocks."""
         keys[self.blocks, :, :, self.places] = key.transpose(0, 1)
         values[self.blocks, :, self.places, : value.shape[-1]] = value.transpose(0, 1)
 
-    def attend(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
-        """Returns [R * n, heads, width] for query [heads, R * n, width]; the query heads of a kv head are stacked."""
+    def attend(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        options: AttentionOptions,
+    ) -> torch.Tensor:
+        """Returns [R * n, heads, width] for query [heads, R * n, width]; the query heads of a kv
+        head are stacked."""
         heads, count, width = query.shape
         num_paths, kv_heads = self.used.shape[0], keys.shape[1]
         length, group = count // num_paths, heads // kv_heads
         own_keys = keys[self.used].permute(0, 2, 1, 4, 3).reshape(num_paths, kv_heads, -1, width)
-        own_values = values[self.used].permute(0, 2, 1, 3, 4).reshape(num_paths, kv_heads, -1, values.shape[-1])[..., :width]
+        own_values = (
+            values[self.used]
+            .permute(0, 2, 1, 3, 4)
+            .reshape(num_paths, kv_heads, -1, values.shape[-1])[..., :width]
+        )
         stacked = query.reshape(kv_heads, group, num_paths, length, width).permute(2, 0, 1, 3, 4)
         rows = self.positions.view(num_paths, 1, 1, length, 1)
         columns = torch.arange(own_keys.shape[2], device=query.device)
@@ -189,7 +230,9 @@ class Gathered:
         if options.window is not None:
             visible &= rows - columns < options.window
         visible = visible.expand(-1, -1, group, -1, -1).reshape(num_paths, 1, group * length, -1)
-        part = partial_attention(stacked.reshape(num_paths, kv_heads, -1, width), own_keys, own_values, visible, options)
+        part = partial_attention(
+            stacked.reshape(num_paths, kv_heads, -1, width), own_keys, own_values, visible, options
+        )
         sinks = None
         if options.sinks is not None:
             sinks = options.sinks.float().view(kv_heads, group, 1).repeat_interleave(length, dim=1)
@@ -199,16 +242,22 @@ class Gathered:
 
 @torch.inference_mode()
 def usable_rows(model: Any) -> tuple[int, ...]:
-    """Returns the numbers of rows that a forward pass may have, ascending: in float32 those at which products round as at 16.
+    """Returns the numbers of rows that a forward pass may have, ascending: in float32 those at
+    which products round as at 16.
 
-    Where threads cut an activation into parts that are no multiple of a vector register, the odd elements take another path.
+    Where threads cut an activation into parts that are no multiple of a vector register, the odd
+    elements take another path.
 
     Raises:
         ModelError: there are none.
     """
     if model.dtype != torch.float32 or model.device.type != "cpu":
         return (*range(8, 256, 8), *range(256, BUCKETS[-1] + 1, 64))
-    shapes = {module.weight.shape: module for module in model.modules() if isinstance(module, torch.nn.Linear)}
+    shapes = {
+        module.weight.shape: module
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear)
+    }
     usable = set(BUCKETS)
     generator = torch.Generator().manual_seed(0)
     for (_, width), linear in shapes.items():
@@ -217,13 +266,24 @@ def usable_rows(model: Any) -> tuple[int, ...]:
         for bucket in BUCKETS:
             # Every row must come out alike, wherever it stands.
             upright, upside_down = linear(rows[:bucket]), linear(rows[:bucket].flip(0)).flip(0)
-            if not (torch.equal(upright, reference[:bucket]) and torch.equal(upside_down, reference[:bucket])):
+            if not (
+                torch.equal(upright, reference[:bucket])
+                and torch.equal(upside_down, reference[:bucket])
+            ):
                 usable.discard(bucket)
     if not usable:
-        raise ModelError("engine: no number of rows gives repeatable matrix products on this machine")
+        raise ModelError(
+            "engine: no number of rows gives repeatable matrix products on this machine"
+        )
     head = model.get_output_embeddings()
-    widths = {module.out_features for module in model.modules() if isinstance(module, torch.nn.Linear) and module is not head}
-    even = {bucket for bucket in usable if all(_activations_are_even(bucket, width) for width in widths)}
+    widths = {
+        module.out_features
+        for module in model.modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    even = {
+        bucket for bucket in usable if all(_activations_are_even(bucket, width) for width in widths)
+    }
     return tuple(sorted(even or usable))
 
 

@@ -1,4 +1,5 @@
-"""From logits to a token, its log-probability and the exact entropy, with noise that is a function of a key."""
+"""From logits to a token, its log-probability and the exact entropy, with noise that is a function
+of a key."""
 
 from __future__ import annotations
 
@@ -22,22 +23,26 @@ def keyed_seed(noise_key: NoiseKey, position: int) -> int:
 
 
 ROWS = 16
-"""Rows that are drawn for together without kernels, so that what is computed between fits in a processor's cache."""
+"""Rows that are drawn for together without kernels, so that what is computed between fits in a
+processor's cache."""
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def sample_tokens(
-    logits: torch.Tensor, temperatures: Sequence[float], seeds: Sequence[int | None], kernels: Kernels | None = None
+    logits: torch.Tensor,
+    temperatures: Sequence[float],
+    seeds: Sequence[int | None],
+    kernels: Kernels | None = None,
 ) -> Columns:
     """Returns one token per row with its log-probability and the entropy of its distribution.
 
     token = argmax_v ( log p_v + g_v ),  g_v = -log(-log u_v),  p = softmax(logits / T)
     H = -Σ_v p_v log p_v
 
-    The Gumbel-max trick draws from p exactly, and unlike an inverse cumulative sum it does not flip a token when a logit moves
-    by a rounding error. A large vocabulary is drawn from in two such steps, p(block) and then p(token | block), which is p as
-    well and needs noise for the blocks and for one of them alone. Noise is drawn on the CPU, so that a key means the same on every
-    device.
+    The Gumbel-max trick draws from p exactly, and unlike an inverse cumulative sum it does not flip
+    a token when a logit moves by a rounding error. A large vocabulary is drawn from in two such
+    steps, p(block) and then p(token | block), which is p as well and needs noise for the blocks and
+    for one of them alone. Noise is drawn on the CPU, so that a key means the same on every device.
 
     Args:
         logits: [rows, vocabulary].
@@ -48,12 +53,19 @@ def sample_tokens(
     Returns:
         [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
     """
-    scale = torch.tensor([t if t > 0 else 1.0 for t in temperatures], dtype=torch.float32, device=logits.device)
+    scale = torch.tensor(
+        [t if t > 0 else 1.0 for t in temperatures], dtype=torch.float32, device=logits.device
+    )
     if logits.shape[-1] <= DRAWN:
         return _sample_at_once(logits / scale[:, None], seeds)
     step = ROWS if logits.device.type == "cpu" and kernels is None else len(seeds)
     parts = [
-        _sample_by_blocks(logits[first : first + step], scale[first : first + step], seeds[first : first + step], kernels)
+        _sample_by_blocks(
+            logits[first : first + step],
+            scale[first : first + step],
+            seeds[first : first + step],
+            kernels,
+        )
         for first in range(0, len(seeds), step)
     ]
     tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -67,16 +79,23 @@ def _sample_at_once(scaled: torch.Tensor, seeds: Sequence[int | None]) -> Column
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0], entropies
 
 
-def _sample_by_blocks(logits: torch.Tensor, scale: torch.Tensor, seeds: Sequence[int | None], kernels: Kernels | None) -> Columns:
-    """H = log Z - Σ_v e_v s_v / Z with s = logits / T - max, e = exp(s), Z = Σ_v e_v, so that no log-probability is written out."""
+def _sample_by_blocks(
+    logits: torch.Tensor, scale: torch.Tensor, seeds: Sequence[int | None], kernels: Kernels | None
+) -> Columns:
+    """H = log Z - Σ_v e_v s_v / Z with s = logits / T - max, e = exp(s), Z = Σ_v e_v, so that no
+    log-probability is written out."""
     size = logits.shape[-1]
-    peaks, blocks, moments = _block_sums(logits, scale) if kernels is None else kernels.blocks(logits, scale)
+    peaks, blocks, moments = (
+        _block_sums(logits, scale) if kernels is None else kernels.blocks(logits, scale)
+    )
     totals = blocks.sum(dim=-1)
     log_totals = totals.log()
     noise = _gumbels(seeds, blocks.shape[1] + DRAWN).to(logits.device)
     chosen = (blocks.log() + noise[:, : blocks.shape[1]]).argmax(dim=-1)
     places = chosen[:, None] * DRAWN + torch.arange(DRAWN, device=logits.device)
-    inside = _shifted(logits.gather(1, places.clamp(max=size - 1)), peaks, scale).masked_fill(places >= size, float("-inf"))
+    inside = _shifted(logits.gather(1, places.clamp(max=size - 1)), peaks, scale).masked_fill(
+        places >= size, float("-inf")
+    )
     tokens = chosen * DRAWN + (inside + noise[:, blocks.shape[1] :]).argmax(dim=-1)
     if any(seed is None for seed in seeds):
         # The most likely token need not lie in the most likely block.

@@ -1,4 +1,5 @@
-"""A fake engine that writes what a list or a function says: for tests, examples and docs, no weights needed."""
+"""A fake engine that writes what a list or a function says: for tests, examples and docs, no
+weights needed."""
 
 from __future__ import annotations
 
@@ -28,11 +29,13 @@ class RecordedCall:
 class ScriptedEngine:
     """Answers requests from a script.
 
-    >>> engine = ScriptedEngine(["<search>e1 r2</search>", "<answer>\\\\boxed{e7}</answer>"], tokenizer)
+    >>> replies = ["<search>e1 r2</search>", "<answer>\\\\boxed{e7}</answer>"]
+    >>> engine = ScriptedEngine(replies, tokenizer)
 
-    A list is used up in the order of requests, which is the order of steps for a single trajectory. A function gets the decoded
-    path and returns the reply, so it serves any number of trajectories; it may be async. A reply is a text or token ids; an answer
-    gets its end-of-sequence token added where the reply has none.
+    A list is used up in the order of requests, which is the order of steps for a single trajectory.
+    A function gets the decoded path and returns the reply, so it serves any number of trajectories;
+    it may be async. A reply is a text or token ids; an answer gets its end-of-sequence token added
+    where the reply has none.
     """
 
     def __init__(
@@ -88,12 +91,20 @@ class ScriptedEngine:
         """
         self.calls.append(RecordedCall(tuple(prefix_ids), sampling, noise_key))
         reply = await self._reply(prefix_ids)
-        entropy = self._entropy(self._tokenizer.decode(list(prefix_ids))) if callable(self._entropy) else self._entropy
+        entropy = (
+            self._entropy(self._tokenizer.decode(list(prefix_ids)))
+            if callable(self._entropy)
+            else self._entropy
+        )
         if self._latency_s is not None:
             await asyncio.sleep(self._latency_s())
         end = self._tokenizer.eos_token_id
         ids = self._encode(reply)
-        if isinstance(reply, str) and any(final in reply for final in sampling.final) and end is not None:
+        if (
+            isinstance(reply, str)
+            and any(final in reply for final in sampling.final)
+            and end is not None
+        ):
             ids = [*ids, end] if ids[-1:] != [end] else ids
         ids, finish = self._cut(ids, sampling)
         if on_probe is not None and probe_tokens is not None and len(ids) >= probe_tokens:
@@ -113,12 +124,17 @@ class ScriptedEngine:
             return await reply if inspect.isawaitable(reply) else reply
         if not self._list:
             raise EngineError(
-                f"scripted engine: request {len(self.calls)} came, but the list held {len(self.calls) - 1} replies; add one"
+                f"scripted engine: request {len(self.calls)} came, but the list held"
+                f" {len(self.calls) - 1} replies; add one"
             )
         return self._list.pop(0)
 
     def _encode(self, reply: Reply) -> list[int]:
-        return self._tokenizer.encode(reply, add_special_tokens=False) if isinstance(reply, str) else list(reply)
+        return (
+            self._tokenizer.encode(reply, add_special_tokens=False)
+            if isinstance(reply, str)
+            else list(reply)
+        )
 
     def _cut(self, ids: list[int], sampling: Sampling) -> tuple[list[int], StopReason]:
         for count in range(1, len(ids) + 1):

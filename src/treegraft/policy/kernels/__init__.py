@@ -1,1 +1,2 @@
-"""Kernels of our own for a CPU: C sources, made once per machine, and how they are compiled and loaded."""
+"""Kernels of our own for a CPU: C sources, made once per machine, and how they are compiled and
+loaded."""

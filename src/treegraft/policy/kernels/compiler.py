@@ -21,21 +21,35 @@ HEADER = "vectors.h"
 
 def find_compiler() -> str | None:
     """Returns the path of $CC, cc, gcc or clang; None where there is none."""
-    return next((found for name in (os.environ.get("CC", "cc"), "gcc", "clang") if (found := shutil.which(name))), None)
+    return next(
+        (
+            found
+            for name in (os.environ.get("CC", "cc"), "gcc", "clang")
+            if (found := shutil.which(name))
+        ),
+        None,
+    )
 
 
 def compiled(name: str, definitions: Sequence[str]) -> Path:
-    """Returns the shared library of {name}.c with these -D options, from the user's cache folder where it was made before.
+    """Returns the shared library of {name}.c with these -D options, from the user's cache folder
+    where it was made before.
 
     It depends on the sources, the compiler and the processor.
 
     Raises:
         KernelError: no compiler, or it failed.
     """
-    sources = {file: resources.files("treegraft.policy.kernels").joinpath(file).read_bytes() for file in (f"{name}.c", HEADER)}
+    sources = {
+        file: resources.files("treegraft.policy.kernels").joinpath(file).read_bytes()
+        for file in (f"{name}.c", HEADER)
+    }
     compiler = find_compiler()
     if compiler is None:
-        raise KernelError('no C compiler was found (looked for $CC, "cc", "gcc", "clang"); install one, e.g. the package gcc')
+        raise KernelError(
+            'no C compiler was found (looked for $CC, "cc", "gcc", "clang"); install one, e.g. the'
+            " package gcc"
+        )
     options = (*FLAGS, *definitions)
     stamp = os.stat(compiler)
     key = repr((sources, compiler, stamp.st_size, stamp.st_mtime_ns, options, _processor()))
@@ -49,11 +63,16 @@ def compiled(name: str, definitions: Sequence[str]) -> Path:
             (Path(scratch) / file).write_bytes(text)
         command = [compiler, *options, str(Path(scratch) / f"{name}.c"), "-o", str(made), "-lm"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelError(f"{compiler} did not compile them: {error}") from error
         if done.returncode:
-            raise KernelError(f"{compiler} did not compile them: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
+            raise KernelError(
+                f"{compiler} did not compile them:"
+                f" {(done.stderr.strip().splitlines() or ['no message'])[0]}"
+            )
         os.replace(made, target)
     return target
 
@@ -72,7 +91,10 @@ def _cache_folder() -> Path:
     except OSError as error:
         raise KernelError(f"their folder {folder} cannot be used: {error}") from error
     if state.st_uid != os.getuid() or state.st_mode & 0o022:
-        raise KernelError(f"others than you may write to {folder}, from which code would be loaded; run: chmod 700 {folder}")
+        raise KernelError(
+            f"others than you may write to {folder}, from which code would be loaded; run: chmod"
+            f" 700 {folder}"
+        )
     return folder
 
 
@@ -80,6 +102,8 @@ def _processor() -> str:
     """What -march=native depends on."""
     try:
         with open("/proc/cpuinfo") as file:
-            return "".join(line for line in file if line.startswith(("flags", "Features", "model name")))[:8000]
+            return "".join(
+                line for line in file if line.startswith(("flags", "Features", "model name"))
+            )[:8000]
     except OSError:
         return platform.processor() + platform.machine()

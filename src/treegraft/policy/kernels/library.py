@@ -30,20 +30,31 @@ def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL
         raise KernelError(f"they cannot be loaded: {error}") from error
     if shares_runtime(library):
         return library, torch.get_num_threads
-    _log.warning("our kernels (%s) run on one thread: their OpenMP is not torch's, and two teams would fight for the cores", name)
+    _log.warning(
+        "our kernels (%s) run on one thread: their OpenMP is not torch's, and two teams would fight"
+        " for the cores",
+        name,
+    )
     return library, lambda: 1
 
 
 def shares_runtime(library: ctypes.CDLL) -> bool:
-    """Whether the library's OpenMP threads are torch's own; those of other packages, under names of their own, do not matter."""
+    """Whether the library's OpenMP threads are torch's own; those of other packages, under names of
+    their own, do not matter."""
     try:
         address = ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
         with open("/proc/self/maps") as file:
-            mapped = [line.split() for line in file if any(name in line for name in ("libgomp", "libiomp", "libomp"))]
+            mapped = [
+                line.split()
+                for line in file
+                if any(name in line for name in ("libgomp", "libiomp", "libomp"))
+            ]
     except (OSError, AttributeError):
         return False
     runtimes = {entry[-1] for entry in mapped}
-    of_torch = {path for path in runtimes if "/torch/" in path or "/torch.libs/" in path} or runtimes
+    of_torch = {
+        path for path in runtimes if "/torch/" in path or "/torch.libs/" in path
+    } or runtimes
     ours = {entry[-1] for entry in mapped if _is_within(address, entry[0])}
     return len(of_torch) == 1 and ours == of_torch
 

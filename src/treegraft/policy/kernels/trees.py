@@ -42,13 +42,18 @@ class _Rows(ctypes.Structure):
 
 
 class TreeRuns:
-    """The columns of a batch: every node in runs of at most 64 tokens, dealt out to shares, one for each thread and at most 16."""
+    """The columns of a batch: every node in runs of at most 64 tokens, dealt out to shares, one for
+    each thread and at most 16."""
 
     def __init__(self, nodes: Sequence[Node], num_tokens: int, num_threads: int) -> None:
         """Args:
         nodes: in their order, trees one after another.
         """
-        runs = [(at, min(RUN, node.end - at), node.subtree_end) for node in nodes for at in range(node.start, node.end, RUN)]
+        runs = [
+            (at, min(RUN, node.end - at), node.subtree_end)
+            for node in nodes
+            for at in range(node.start, node.end, RUN)
+        ]
         self.num_tokens = num_tokens
         self.num_shares = min(num_threads, MAX_SHARES, len(runs))
         loads, owners = [0] * self.num_shares, [0] * len(runs)
@@ -68,12 +73,31 @@ class TreeKernels:
         self._forward, self._backward = library.tg_tree_forward, library.tg_tree_backward
         plan = ctypes.POINTER(_Plan)
         self._forward.argtypes = (plan, _Rows, _Rows, _Rows, _pointer, _pointer)
-        self._backward.argtypes = (plan, _Rows, _Rows, _Rows, _pointer, _pointer, _Rows, _pointer, _pointer, _pointer)
+        self._backward.argtypes = (
+            plan,
+            _Rows,
+            _Rows,
+            _Rows,
+            _pointer,
+            _pointer,
+            _Rows,
+            _pointer,
+            _pointer,
+            _pointer,
+        )
         library.tg_tree_step.restype = self._forward.restype = self._backward.restype = _long
         self.is_usable = library.tg_tree_step() > 0
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: TreeRuns, scaling: float) -> torch.Tensor:
-        """Returns softmax attention [tokens, heads, width]. Gradients are exact; the backward pass forms the scores again.
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        runs: TreeRuns,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Returns softmax attention [tokens, heads, width]. Gradients are exact; the backward pass
+        forms the scores again.
 
         Args:
             query: [heads, tokens, width]; key and value: [kv heads, tokens, width].
@@ -82,7 +106,12 @@ class TreeKernels:
         return output
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: TreeRuns, scaling: float
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        runs: TreeRuns,
+        scaling: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns attention [tokens, heads, width] and log Σ exp(scores) [heads, tokens], float32.
 
@@ -90,9 +119,16 @@ class TreeKernels:
             MemoryError: there is no room for what it needs beside.
         """
         heads, tokens, width = query.shape
-        out, lse = query.new_empty(tokens, heads, width), query.new_empty(heads, tokens, dtype=torch.float32)
+        out, lse = (
+            query.new_empty(tokens, heads, width),
+            query.new_empty(heads, tokens, dtype=torch.float32),
+        )
         plan = self._plan(query, key, runs, scaling)
-        _check(self._forward(plan, _rows(query), _rows(key), _rows(value), out.data_ptr(), lse.data_ptr()))
+        _check(
+            self._forward(
+                plan, _rows(query), _rows(key), _rows(value), out.data_ptr(), lse.data_ptr()
+            )
+        )
         return out, lse
 
     def backward(
@@ -104,7 +140,8 @@ class TreeKernels:
         runs: TreeRuns,
         scaling: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the gradients of query, key and value, shaped as they are, for that of `out` [tokens, heads, width].
+        """Returns the gradients of query, key and value, shaped as they are, for that of `out`
+        [tokens, heads, width].
 
         Raises:
             MemoryError: there is no room for what it needs beside.
@@ -117,11 +154,20 @@ class TreeKernels:
         query_grad, key_grad, value_grad = (x.transpose(0, 1) for x in grads)
         return query_grad, key_grad, value_grad
 
-    def _plan(self, query: torch.Tensor, key: torch.Tensor, runs: TreeRuns, scaling: float) -> _Plan:
+    def _plan(
+        self, query: torch.Tensor, key: torch.Tensor, runs: TreeRuns, scaling: float
+    ) -> _Plan:
         if query.shape[1] != runs.num_tokens:
             raise ValueError(f"attention: {query.shape[1]} tokens for trees of {runs.num_tokens}")
         threads = self.num_threads()
-        shape = (len(runs.table), runs.num_tokens, query.shape[0], key.shape[0], runs.num_shares, threads)
+        shape = (
+            len(runs.table),
+            runs.num_tokens,
+            query.shape[0],
+            key.shape[0],
+            runs.num_shares,
+            threads,
+        )
         return _Plan(runs.table.data_ptr(), *shape, scaling)
 
 
@@ -136,7 +182,9 @@ class _TreeAttention(torch.autograd.Function):
         runs: TreeRuns,
         scaling: float,
     ) -> torch.Tensor:
-        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        query, key, value = (
+            x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
+        )
         out, lse = kernels.forward(query, key, value, runs, scaling)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.kernels, ctx.runs, ctx.scaling = kernels, runs, scaling
@@ -147,7 +195,12 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        return (*ctx.kernels.backward(tuple(inputs), out, lse, grad, ctx.runs, ctx.scaling), None, None, None)
+        return (
+            *ctx.kernels.backward(tuple(inputs), out, lse, grad, ctx.runs, ctx.scaling),
+            None,
+            None,
+            None,
+        )
 
 
 def _rows(x: torch.Tensor) -> _Rows:
@@ -157,11 +210,14 @@ def _rows(x: torch.Tensor) -> _Rows:
 
 def _check(has_failed: int) -> None:
     if has_failed:
-        raise MemoryError("learner: no memory for attention over a pack; lower learn.max_pack_tokens")
+        raise MemoryError(
+            "learner: no memory for attention over a pack; lower learn.max_pack_tokens"
+        )
 
 
 def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | None:
-    """Returns the kernels for heads of `width`; None where there are none: another device, type or processor, no compiler."""
+    """Returns the kernels for heads of `width`; None where there are none: another device, type or
+    processor, no compiler."""
     if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or width % 2:
         return None
     return _tree_kernels(width, dtype)
@@ -172,7 +228,9 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
     try:
         kernels = TreeKernels(*load_library("trees", width, dtype))
     except KernelError as error:
-        _log.warning("learner: attention over trees takes torch's operators, which is slower: %s", error)
+        _log.warning(
+            "learner: attention over trees takes torch's operators, which is slower: %s", error
+        )
         return None
     # One thread of ours is no match for many of torch's.
     if not kernels.is_usable or kernels.num_threads() < torch.get_num_threads():
@@ -185,5 +243,9 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
     gap = distance_from_dense(attend, width, dtype, torch.device("cpu"))
     if is_exact(gap, dtype):
         return kernels
-    _log.warning("learner: attention over trees takes torch's operators, which is slower: our kernels are off by %.3g", gap)
+    _log.warning(
+        "learner: attention over trees takes torch's operators, which is slower: our kernels are"
+        " off by %.3g",
+        gap,
+    )
     return None

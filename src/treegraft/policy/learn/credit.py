@@ -1,4 +1,5 @@
-"""What the trees of an update earn: the built-in credit by its settings, then the user's own rule where a recipe names one."""
+"""What the trees of an update earn: the built-in credit by its settings, then the user's own rule
+where a recipe names one."""
 
 from __future__ import annotations
 
@@ -26,23 +27,32 @@ def find_credit_rule(config: Config) -> CreditRule | None:
     rule: CreditRule = load_object(name)
     if not callable(rule):
         raise SettingError(
-            f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a tree and returns it."
+            f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a"
+            " tree and returns it."
         )
     return rule
 
 
-def credit_trees(trees: Sequence[Tree], config: Config, rule: CreditRule | None = None) -> list[Tree]:
+def credit_trees(
+    trees: Sequence[Tree], config: Config, rule: CreditRule | None = None
+) -> list[Tree]:
     """Returns the trees with advantages and weights filled in.
 
     Args:
-        rule: see `find_credit_rule`; it sees each tree as the settings in [credit] have credited it.
+        rule: see `find_credit_rule`; it sees each tree as the settings in [credit] have credited
+            it.
 
     Raises:
-        SettingError: the rule failed, or returned something other than its tree with other advantages.
+        SettingError: the rule failed, or returned something other than its tree with other
+            advantages.
     """
-    own = config.credit.model_dump(exclude={"rule"}) | {"learn_from_truncated": config.loss.learn_from_truncated}
+    own = config.credit.model_dump(exclude={"rule"}) | {
+        "learn_from_truncated": config.loss.learn_from_truncated
+    }
     credited = [assign_credit(tree, **own) for tree in trees]
-    return credited if rule is None else [_ruled(tree, rule, config.credit.rule) for tree in credited]
+    return (
+        credited if rule is None else [_ruled(tree, rule, config.credit.rule) for tree in credited]
+    )
 
 
 def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
@@ -52,21 +62,32 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
     except Exception as error:
         raise SettingError(f"{where}: it failed with {type(error).__name__}: {error}") from error
     if not isinstance(found, Tree):
-        raise SettingError(f"{where}: got a {type(found).__name__}, expected the tree, with other advantages.")
+        raise SettingError(
+            f"{where}: got a {type(found).__name__}, expected the tree, with other advantages."
+        )
     if _without_advantages(found) != _without_advantages(tree):
         raise SettingError(
-            f"{where}: got a tree that differs in more than advantages; expected the tree it was given, where only "
-            "Leaf.advantage and Step.advantage are replaced."
+            f"{where}: got a tree that differs in more than advantages; expected the tree it was"
+            " given, where only Leaf.advantage and Step.advantage are replaced."
         )
     for leaf in found.leaves:
         counts = LEARNING_RULES[leaf.status].in_group
         if counts and (leaf.advantage is None or not math.isfinite(leaf.advantage)):
-            raise SettingError(f"{where}: leaf '{leaf.step_id}' has advantage {leaf.advantage}; expected a finite number.")
+            raise SettingError(
+                f"{where}: leaf '{leaf.step_id}' has advantage {leaf.advantage}; expected a finite"
+                " number."
+            )
         if not counts and leaf.advantage is not None:
-            raise SettingError(f"{where}: leaf '{leaf.step_id}' has failed and left the group; expected advantage None.")
+            raise SettingError(
+                f"{where}: leaf '{leaf.step_id}' has failed and left the group; expected advantage"
+                " None."
+            )
     for step in found.steps:
         if step.advantage is not None and not math.isfinite(step.advantage):
-            raise SettingError(f"{where}: step '{step.id}' has advantage {step.advantage}; expected a finite number or None.")
+            raise SettingError(
+                f"{where}: step '{step.id}' has advantage {step.advantage}; expected a finite"
+                " number or None."
+            )
     return found
 
 

@@ -1,4 +1,5 @@
-"""Attention over a packed tree by one dense mask, which faster ways have to equal before they are used."""
+"""Attention over a packed tree by one dense mask, which faster ways have to equal before they are
+used."""
 
 from __future__ import annotations
 
@@ -11,10 +12,21 @@ from torch.nn import functional
 from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.learn.pack import Node, PackedTree
 
-PROBE = PackedTree(0, 401, (Node(0, 201, 401), Node(201, 300, 300), Node(300, 399, 401), Node(399, 400, 400), Node(400, 401, 401)))
+PROBE = PackedTree(
+    0,
+    401,
+    (
+        Node(0, 201, 401),
+        Node(201, 300, 300),
+        Node(300, 399, 401),
+        Node(399, 400, 400),
+        Node(400, 401, 401),
+    ),
+)
 """A prompt of 201 tokens with two branches of 99, the second with two of a single token."""
 _LIMITS = {torch.float32: 1e-3}
-"""Largest distance of outputs and gradients from a dense mask's, over their length; in other types 0.05."""
+"""Largest distance of outputs and gradients from a dense mask's, over their length; in other types
+0.05."""
 
 
 def subtree_ends(tree: PackedTree, device: torch.device) -> torch.Tensor:
@@ -26,7 +38,8 @@ def subtree_ends(tree: PackedTree, device: torch.device) -> torch.Tensor:
 
 
 def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> torch.Tensor:
-    """Returns [tokens, tokens] bool: j <= i < end(node of j), and position_i - position_j < window where there is one."""
+    """Returns [tokens, tokens] bool: j <= i < end(node of j), and position_i - position_j < window
+    where there is one."""
     ends = subtree_ends(tree, positions.device)
     index = torch.arange(len(ends), device=positions.device)
     visible = (index[None] <= index[:, None]) & (index[:, None] < ends[None])
@@ -36,15 +49,22 @@ def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> 
 
 
 def dense_attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, options: AttentionOptions
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    options: AttentionOptions,
 ) -> torch.Tensor:
-    """Returns [heads, tokens, width] for query [heads, tokens, width], key and value [kv heads, tokens, width]."""
+    """Returns [heads, tokens, width] for query [heads, tokens, width], key and value [kv heads,
+    tokens, width]."""
     heads, size, width = query.shape
     kv_heads = key.shape[0]
     if options.softcap is None and options.sinks is None:
         repeats = heads // kv_heads
         key, value = key.repeat_interleave(repeats, dim=0), value.repeat_interleave(repeats, dim=0)
-        found = functional.scaled_dot_product_attention(query[None], key[None], value[None], attn_mask=mask, scale=options.scaling)
+        found = functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], attn_mask=mask, scale=options.scaling
+        )
         return found[0]
     stacked = query.reshape(kv_heads, -1, width)
     part = partial_attention(stacked, key, value, mask.repeat(heads // kv_heads, 1), options)
@@ -56,26 +76,43 @@ def dense_attend(
 
 def probe_positions(device: torch.device) -> torch.Tensor:
     """Returns [tokens] how many tokens are before each of the probe's on its path."""
-    return tree_mask(PROBE, torch.zeros(PROBE.end, dtype=torch.long, device=device), None).sum(dim=1) - 1
+    return (
+        tree_mask(PROBE, torch.zeros(PROBE.end, dtype=torch.long, device=device), None).sum(dim=1)
+        - 1
+    )
 
 
-# The first batch may come without gradients, or within a layer whose activations are computed again.
+# The first batch may come without gradients, or within a layer whose activations are computed
+# again.
 @torch.inference_mode(False)
-def distance_from_dense(attend: Callable[..., torch.Tensor], width: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the largest of ‖x - x'‖ / ‖x'‖ over output and gradients of `attend(query, key, value)` on the probe; NaN if any is.
+def distance_from_dense(
+    attend: Callable[..., torch.Tensor], width: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Returns the largest of ‖x - x'‖ / ‖x'‖ over output and gradients of `attend(query, key,
+    value)` on the probe; NaN if any is.
 
     Four query heads, two kv heads, scores times width^-½; shapes as `dense_attend`'s.
     """
     generator = torch.Generator().manual_seed(0)
 
     def drawn(heads: int) -> torch.Tensor:
-        return torch.randn(heads, PROBE.end, width, generator=generator).to(device, dtype).requires_grad_()
+        return (
+            torch.randn(heads, PROBE.end, width, generator=generator)
+            .to(device, dtype)
+            .requires_grad_()
+        )
 
     inputs, upstream = (drawn(4), drawn(2), drawn(2)), drawn(4).detach()
-    mask, options = tree_mask(PROBE, probe_positions(device), None), AttentionOptions(width**-0.5, None, None, None)
+    mask, options = (
+        tree_mask(PROBE, probe_positions(device), None),
+        AttentionOptions(width**-0.5, None, None, None),
+    )
     with torch.enable_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         outputs = attend(*inputs), dense_attend(*inputs, mask, options)
-        pairs = [outputs, *zip(*(torch.autograd.grad(x, inputs, upstream) for x in outputs), strict=True)]
+        pairs = [
+            outputs,
+            *zip(*(torch.autograd.grad(x, inputs, upstream) for x in outputs), strict=True),
+        ]
     found = [(ours.detach().float(), exact.detach().float()) for ours, exact in pairs]
     return float(torch.stack([(ours - exact).norm() / exact.norm() for ours, exact in found]).max())
 

@@ -14,7 +14,8 @@ from treegraft.policy.load import weights_fingerprint
 FLOAT32_LIMIT = 1e-4
 """Nats; float32 log-probabilities of engine and learner differ by rounding alone, about 1e-6."""
 BFLOAT16_FACTOR = 2.0
-"""Two correct bfloat16 implementations differ by about 4 % a token, so the first update's gap is the measure."""
+"""Two correct bfloat16 implementations differ by about 4 % a token, so the first update's gap is
+the measure."""
 MAX_BREACHES = 3
 
 
@@ -40,18 +41,19 @@ class DriftGuard:
         await self._engine.publish(weights, version)
         if self._engine.policy_version != version:
             raise DriftError(
-                f"publish: the engine says it holds policy version {self._engine.policy_version}, expected {version}; "
-                "its samples would come from an old policy"
+                f"publish: the engine says it holds policy version {self._engine.policy_version},"
+                f" expected {version}; its samples would come from an old policy"
             )
         expected = weights_fingerprint(weights)
         if self._engine.fingerprint not in ("", expected):
             raise DriftError(
-                f"publish: the engine's weights have checksum {self._engine.fingerprint}, the learner's {expected}; "
-                "its samples would come from another policy"
+                f"publish: the engine's weights have checksum {self._engine.fingerprint}, the"
+                f" learner's {expected}; its samples would come from another policy"
             )
 
     def check(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Looks at the update's mean |log-probability of the engine - of the learner| and returns learn/engine_gap_limit.
+        """Looks at the update's mean |log-probability of the engine - of the learner| and returns
+        learn/engine_gap_limit.
 
         A first breach is a warning of `treegraft.runs.health`.
 
@@ -67,7 +69,8 @@ class DriftGuard:
         self._num_breaches = self._num_breaches + 1 if gap > limit else 0
         if self._num_breaches >= MAX_BREACHES:
             raise DriftError(
-                f"update {update}: engine and learner differ by {gap:.3g} nats a token (limit {limit:.3g}); samples may come from "
-                "another policy than the one that learns. It is the third time in a row."
+                f"update {update}: engine and learner differ by {gap:.3g} nats a token (limit"
+                f" {limit:.3g}); samples may come from another policy than the one that learns. It"
+                " is the third time in a row."
             )
         return {"learn/engine_gap_limit": limit}

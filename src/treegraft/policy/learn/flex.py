@@ -1,7 +1,9 @@
-"""Attention over packed trees by FlexAttention's block masks, for GPUs. Not run on one: it proves itself before it is used.
+"""Attention over packed trees by FlexAttention's block masks, for GPUs. Not run on one: it proves
+itself before it is used.
 
-A block mask of the whole batch says which 128 x 128 squares are empty, full or mixed, so that time and memory follow the tokens
-that see each other. Token j is visible to token i iff j <= i < end(node of j), which also parts trees.
+A block mask of the whole batch says which 128 x 128 squares are empty, full or mixed, so that time
+and memory follow the tokens that see each other. Token j is visible to token i iff j <= i <
+end(node of j), which also parts trees.
 """
 
 from __future__ import annotations
@@ -14,12 +16,19 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from treegraft.policy.learn.dense import PROBE, distance_from_dense, is_exact, probe_positions, subtree_ends
+from treegraft.policy.learn.dense import (
+    PROBE,
+    distance_from_dense,
+    is_exact,
+    probe_positions,
+    subtree_ends,
+)
 
 _log = logging.getLogger(__name__)
 
 MIN_TOKENS = 1024
-"""Packed tokens from which block masks are taken on a GPU; a dense mask of so many is 1 MB. A guess: not measured."""
+"""Packed tokens from which block masks are taken on a GPU; a dense mask of so many is 1 MB. A
+guess: not measured."""
 
 Flex = Callable[..., torch.Tensor]
 
@@ -30,12 +39,15 @@ def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | N
     Args:
         ends: [T] one past the last packed token that sees token j.
         positions: [T] tokens before it on its path.
-        window: key j is visible to query i only if position_i - position_j < window. None: no window.
+        window: key j is visible to query i only if position_i - position_j < window. None: no
+            window.
     """
 
     def is_visible(_: Any, head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
         visible = (column <= row) & (row < ends[column])
-        return visible if window is None else visible & (positions[row] - positions[column] < window)
+        return (
+            visible if window is None else visible & (positions[row] - positions[column] < window)
+        )
 
     return create_block_mask(is_visible, None, None, len(ends), len(ends), device=ends.device)
 
@@ -50,9 +62,18 @@ def flex_attend(
     scaling: float,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads, tokens, width]."""
+    """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads,
+    tokens, width]."""
     modify = None if softcap is None else _softcap(softcap)
-    output = flex(query[None], key[None], value[None], score_mod=modify, block_mask=mask, scale=scaling, enable_gqa=True)
+    output = flex(
+        query[None],
+        key[None],
+        value[None],
+        score_mod=modify,
+        block_mask=mask,
+        scale=scaling,
+        enable_gqa=True,
+    )
     return output[0]
 
 
@@ -66,16 +87,24 @@ def _softcap(cap: float) -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | None:
-    """Returns FlexAttention, compiled; None, with a notice, where outputs or gradients on `device` are not a dense mask's."""
+    """Returns FlexAttention, compiled; None, with a notice, where outputs or gradients on `device`
+    are not a dense mask's."""
     try:
         flex: Flex = torch.compile(flex_attention, dynamic=True)
         gap = flex_distance(flex, width, dtype, device)
     except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
-        _log.warning("learner: attention of large trees takes dense masks: FlexAttention failed with %s", _first_line(error))
+        _log.warning(
+            "learner: attention of large trees takes dense masks: FlexAttention failed with %s",
+            _first_line(error),
+        )
         return None
     if is_exact(gap, dtype):
         return flex
-    _log.warning("learner: attention of large trees takes dense masks: FlexAttention is off by %.3g of its length", gap)
+    _log.warning(
+        "learner: attention of large trees takes dense masks: FlexAttention is off by %.3g of its"
+        " length",
+        gap,
+    )
     return None
 
 

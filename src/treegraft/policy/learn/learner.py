@@ -52,11 +52,13 @@ DEFAULT_CHUNK = 2048
 
 
 def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAULT_CHUNK) -> Scores:
-    """Returns (logprobs, entropies), each [U] float32, of the batch's unique sampled tokens in the order of `batch.sampled`.
+    """Returns (logprobs, entropies), each [U] float32, of the batch's unique sampled tokens in the
+    order of `batch.sampled`.
 
-    Both are of softmax(logits / T) with T of the token's step. Our attention is installed for the call and the model's own
-    restored after it; a model that cannot take it is run once per trajectory. Gradients flow to the model, except under its own
-    gradient checkpointing, for which `Learner` keeps the attention installed.
+    Both are of softmax(logits / T) with T of the token's step. Our attention is installed for the
+    call and the model's own restored after it; a model that cannot take it is run once per
+    trajectory. Gradients flow to the model, except under its own gradient checkpointing, for which
+    `Learner` keeps the attention installed.
 
     Raises:
         ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -68,7 +70,9 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAU
         with tree_attention(model):
             hidden = packed_hidden(model, batch)
     sampled = hidden[: batch.sampled.numel()]
-    return chunked_scores(Head(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk)
+    return chunked_scores(
+        Head(model), sampled, batch.token_ids[batch.sampled], batch.temperatures, vocab_chunk
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,14 @@ class _Pack:
 class Learner:
     """Owns the trained weights and their optimiser."""
 
-    def __init__(self, model: Any, learn: LearnSettings, loss: LossSettings, *, length_constant: int) -> None:
+    def __init__(
+        self, model: Any, learn: LearnSettings, loss: LossSettings, *, length_constant: int
+    ) -> None:
         """Takes over `model` (nobody else may train it).
 
         Args:
-            length_constant: divisor of "sequence-sum" in tokens, used where loss.length_constant is None.
+            length_constant: divisor of "sequence-sum" in tokens, used where loss.length_constant is
+                None.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -115,54 +122,82 @@ class Learner:
     # ------------------------------------------------------------------ scores
 
     def scores(self, batch: TreeBatch) -> Scores:
-        """Returns (logprobs, entropies) of the unique sampled tokens, with gradients where they are enabled."""
+        """Returns (logprobs, entropies) of the unique sampled tokens, with gradients where they are
+        enabled."""
         return self._scores_of(self.model, self._head, batch)
 
-    def scores_with_lessons(self, batch: TreeBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one pass, as `scores`."""
+    def scores_with_lessons(
+        self, batch: TreeBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one
+        pass, as `scores`."""
         if batch.lessons is None:
             logprobs, entropies = self.scores(batch)
             return logprobs, entropies, logprobs.new_zeros(0)
         targets = batch.token_ids[torch.cat([batch.sampled, batch.lessons.packed])]
         temperatures = torch.cat([batch.temperatures, batch.lessons.temperatures])
         hidden = self._hidden(self.model, batch)
-        logprobs, entropies = chunked_scores(self._head, hidden, targets, temperatures, self.settings.vocab_chunk)
+        logprobs, entropies = chunked_scores(
+            self._head, hidden, targets, temperatures, self.settings.vocab_chunk
+        )
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
     def argmax(self, batch: TreeBatch) -> torch.Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
-        return chunked_argmax(self._head, self._hidden(self.model, batch)[: batch.sampled.numel()], self.settings.vocab_chunk)
+        return chunked_argmax(
+            self._head,
+            self._hidden(self.model, batch)[: batch.sampled.numel()],
+            self.settings.vocab_chunk,
+        )
 
     @torch.no_grad()
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Returns the trees with exact entropies around grafts, which the retrieval reward is made of.
+        """Returns the trees with exact entropies around grafts, which the retrieval reward is made
+        of.
 
-        An engine that knows its top-k entropies only leaves the steps before and after a graft to be scored here, at the
-        temperature they were sampled at. Trees without such a step come back as they are, at no cost.
+        An engine that knows its top-k entropies only leaves the steps before and after a graft to
+        be scored here, at the temperature they were sampled at. Trees without such a step come back
+        as they are, at no cost.
         """
         wanted = [_inexact_neighbours(tree) for tree in trees]
         done = list(trees)
-        for chosen, batch in self._batches(trees, [n for n, names in enumerate(wanted) if names], takes_lessons=False):
+        for chosen, batch in self._batches(
+            trees, [n for n, names in enumerate(wanted) if names], takes_lessons=False
+        ):
             packed = torch.zeros(batch.num_tokens)
             packed[batch.sampled.cpu()] = self.scores(batch)[1].float().cpu()
             values = packed.tolist()
             for n, offsets in zip(chosen, batch.step_offsets, strict=True):
                 names = wanted[n] & offsets.keys()
-                steps = [_with_entropies(s, values, offsets[s.id]) if s.id in names else s for s in done[n].steps]
+                steps = [
+                    _with_entropies(s, values, offsets[s.id]) if s.id in names else s
+                    for s in done[n].steps
+                ]
                 done[n] = replace(done[n], steps=tuple(steps))
         return done
 
     def _batches(
         self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool
     ) -> list[tuple[tuple[int, ...], TreeBatch]]:
-        """What goes through the model together, with the tree that each part of it is of; too large trees are split."""
+        """What goes through the model together, with the tree that each part of it is of; too large
+        trees are split."""
         limit = self.settings.max_pack_tokens
-        parts = [(n, part) for n in indices for part in split_tree(trees[n], limit, with_lessons=takes_lessons)]
-        sizes = [num_tree_tokens(part) + (num_lesson_tokens(part) if takes_lessons else 0) for _, part in parts]
+        parts = [
+            (n, part)
+            for n in indices
+            for part in split_tree(trees[n], limit, with_lessons=takes_lessons)
+        ]
+        sizes = [
+            num_tree_tokens(part) + (num_lesson_tokens(part) if takes_lessons else 0)
+            for _, part in parts
+        ]
         pack = pack_with_lessons if takes_lessons else pack_trees
         return [
-            (tuple(parts[n][0] for n in group), pack([parts[n][1] for n in group], device=self.device))
+            (
+                tuple(parts[n][0] for n in group),
+                pack([parts[n][1] for n in group], device=self.device),
+            )
             for group in plan_packs(sizes, limit)
         ]
 
@@ -184,7 +219,13 @@ class Learner:
         """Writes the reference, for a resumed run."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / ".reference.partial"
-        save_file({name: tensor.contiguous().clone() for name, tensor in self._reference.state_dict().items()}, partial)
+        save_file(
+            {
+                name: tensor.contiguous().clone()
+                for name, tensor in self._reference.state_dict().items()
+            },
+            partial,
+        )
         partial.replace(folder / "reference.safetensors")
 
     def load_reference(self, folder: Path) -> None:
@@ -195,22 +236,30 @@ class Learner:
         """
         path = folder / "reference.safetensors"
         if not path.exists():
-            raise CheckpointError(f"'{path}' is missing; a run with loss.kl_coef > 0 cannot be resumed without its reference")
+            raise CheckpointError(
+                f"'{path}' is missing; a run with loss.kl_coef > 0 cannot be resumed without its"
+                " reference"
+            )
         self.keep_reference()
         self._reference.load_state_dict(load_file(path))
 
     # ------------------------------------------------------------------ one update
 
     def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
-        """Returns the trees with old log-probabilities and ratios filled in, and the update's metrics.
+        """Returns the trees with old log-probabilities and ratios filled in, and the update's
+        metrics.
 
-        Groups without variance are left out of the passes (unless the KL term needs them) and counted in the denominators.
+        Groups without variance are left out of the passes (unless the KL term needs them) and
+        counted in the denominators.
         """
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         packs = {part: self._packs(trees, part) for part in dict.fromkeys(passes)}
         # The first step's own pass is by the old weights, so it needs none before it.
-        packs = {part: [self._scored(pack, part != passes[0]) for pack in group] for part, group in packs.items()}
+        packs = {
+            part: [self._scored(pack, part != passes[0]) for pack in group]
+            for part, group in packs.items()
+        }
         tally = _Tally()
         written: dict[int, dict[str, Step]] = {}
         for part in passes:
@@ -218,14 +267,26 @@ class Learner:
         skipped = sum(not self._is_learned(tree) for tree in trees)
         metrics = tally.metrics(len(passes)) | self._static_metrics(trees, packs)
         metrics["learn/skipped_groups_frac"] = skipped / max(1, len(trees))
-        done = [replace(tree, steps=tuple(written.get(n, {}).get(s.id, s) for s in tree.steps)) for n, tree in enumerate(trees)]
-        return [self._with_factors(tree) if self._is_learned(tree) else tree for tree in done], metrics
+        done = [
+            replace(tree, steps=tuple(written.get(n, {}).get(s.id, s) for s in tree.steps))
+            for n, tree in enumerate(trees)
+        ]
+        return [
+            self._with_factors(tree) if self._is_learned(tree) else tree for tree in done
+        ], metrics
 
     def _with_factors(self, tree: Tree) -> Tree:
-        """The tree with the shaping factor that each trajectory was learned with, for the record."""
+        """The tree with the shaping factor that each trajectory was learned with, for the
+        record."""
         weight = self._loss.shaping_weight
-        factors = [shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None for leaf in tree.leaves]
-        leaves = [replace(leaf, shaping_factor=factor) for leaf, factor in zip(tree.leaves, factors, strict=True)]
+        factors = [
+            shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
+            for leaf in tree.leaves
+        ]
+        leaves = [
+            replace(leaf, shaping_factor=factor)
+            for leaf, factor in zip(tree.leaves, factors, strict=True)
+        ]
         return replace(tree, leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
@@ -284,7 +345,9 @@ class Learner:
         """[N] the factor of every contribution of each trajectory."""
         owners = batch.trajectories[batch.carries_loss]
         lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
-        weights = torch.tensor([path.leaf.weight for path in batch.paths], dtype=torch.float64, device=owners.device)
+        weights = torch.tensor(
+            [path.leaf.weight for path in batch.paths], dtype=torch.float64, device=owners.device
+        )
         return contribution_weights(weights, lengths, denominators, self._loss.aggregation).float()
 
     def _pack_loss(
@@ -296,11 +359,15 @@ class Learner:
         factors: torch.Tensor,
         tally: _Tally,
     ) -> torch.Tensor:
-        """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on sampled tokens."""
+        """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
+        sampled tokens."""
         batch, settings = pack.batch, self._loss
         rows = batch.carries_loss.nonzero()[:, 0]
         tokens, owners = batch.tokens[rows], batch.trajectories[rows]
-        shaping = [shaping_factor(path.leaf.retrieved_frac, settings.shaping_weight) for path in batch.paths]
+        shaping = [
+            shaping_factor(path.leaf.retrieved_frac, settings.shaping_weight)
+            for path in batch.paths
+        ]
         new = logprobs.index_select(0, tokens)
         terms = clipped_surrogate(
             new,
@@ -314,7 +381,9 @@ class Learner:
         losses = terms.losses
         if settings.engine_ratio_cap is not None:
             sampled_at = batch.sampling_logprobs.index_select(0, tokens)
-            weights, is_capped = engine_correction(old.index_select(0, tokens), sampled_at, settings.engine_ratio_cap)
+            weights, is_capped = engine_correction(
+                old.index_select(0, tokens), sampled_at, settings.engine_ratio_cap
+            )
             losses = losses * weights
             tally.add("learn/engine_capped_frac", is_capped.float())
         if pack.ref_logprobs is not None:
@@ -328,12 +397,17 @@ class Learner:
         tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
         log_ratios = torch.log(terms.ratios)
         tally.add("learn/approx_kl", terms.ratios - 1.0 - log_ratios)
-        tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()) if terms.ratios.numel() else 1.0)
+        tally.ratio_max = max(
+            tally.ratio_max, float(terms.ratios.max()) if terms.ratios.numel() else 1.0
+        )
         tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
         return (factors[owners] * losses).sum()
 
-    def _lesson_loss(self, batch: TreeBatch, logprobs: torch.Tensor, factors: torch.Tensor, tally: _Tally) -> torch.Tensor:
-        """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled tokens have."""
+    def _lesson_loss(
+        self, batch: TreeBatch, logprobs: torch.Tensor, factors: torch.Tensor, tally: _Tally
+    ) -> torch.Tensor:
+        """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled
+        tokens have."""
         assert batch.lessons is not None
         owners = batch.lessons.trajectories
         advantages = [path.leaf.advantage or 0.0 for path in batch.paths]
@@ -348,16 +422,24 @@ class Learner:
         tally.add("learn/lesson_logprob", chosen.detach())
         return (factors[owners] * losses).sum()
 
-    def _static_metrics(self, trees: Sequence[Tree], packs: Mapping[Any, Sequence[_Pack]]) -> dict[str, float]:
+    def _static_metrics(
+        self, trees: Sequence[Tree], packs: Mapping[Any, Sequence[_Pack]]
+    ) -> dict[str, float]:
         batches = [pack.batch for group in packs.values() for pack in group]
         unique = sum(batch.num_tokens for batch in batches)
         taught = sum(batch.lessons.packed.numel() for batch in batches if batch.lessons is not None)
         metrics = {
             "learn/num_unique_tokens": float(unique),
-            "learn/unique_frac": (unique - taught) / max(1, sum(batch.num_path_tokens for batch in batches)),
-            "learn/num_contributions": float(sum(int(batch.carries_loss.sum()) for batch in batches)),
+            "learn/unique_frac": (
+                (unique - taught) / max(1, sum(batch.num_path_tokens for batch in batches))
+            ),
+            "learn/num_contributions": float(
+                sum(int(batch.carries_loss.sum()) for batch in batches)
+            ),
         }
-        return metrics | ({"learn/num_lesson_tokens": float(taught)} if self._loss.graft_coef > 0 else {})
+        return metrics | (
+            {"learn/num_lesson_tokens": float(taught)} if self._loss.graft_coef > 0 else {}
+        )
 
     # ------------------------------------------------------------------ weights
 
@@ -366,7 +448,8 @@ class Learner:
         return plain_weights(self.model)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Returns everything that training needs to go on: master weights, optimiser moments, counters."""
+        """Returns everything that training needs to go on: master weights, optimiser moments,
+        counters."""
         return self.optimiser.state()
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -384,13 +467,20 @@ class Learner:
 def _has_signal(tree: Tree) -> bool:
     """Whether any token that carries loss has an advantage other than 0."""
     paths = (path for path in tree.trajectories() if path.leaf.has_loss)
-    return any(credit(step, path.leaf) != 0.0 for path in paths for step in path.steps if any(step.loss_mask))
+    return any(
+        credit(step, path.leaf) != 0.0
+        for path in paths
+        for step in path.steps
+        if any(step.loss_mask)
+    )
 
 
 def _inexact_neighbours(tree: Tree) -> set[str]:
     """Ids of the steps beside grafts whose entropies the engine knew in part only."""
     pairs = (pair for path in tree.trajectories() for pair in graft_neighbours(path.steps))
-    return {step.id for pair in pairs for step in pair if step.entropy_kind is not EntropyKind.EXACT}
+    return {
+        step.id for pair in pairs for step in pair if step.entropy_kind is not EntropyKind.EXACT
+    }
 
 
 def _with_entropies(step: Step, packed: Sequence[float], offset: int) -> Step:
@@ -399,19 +489,28 @@ def _with_entropies(step: Step, packed: Sequence[float], offset: int) -> Step:
 
 
 def _num_counted(path: Trajectory) -> int:
-    """|y| for the denominators, by the status table: truncated paths count also where they carry no loss."""
+    """|y| for the denominators: truncated paths count also where they carry no loss."""
     if not LEARNING_RULES[path.status].in_denominator:
         return 0
     return sum(sum(step.loss_mask) for step in path.steps)
 
 
 def _check_head(model: nn.Module) -> None:
-    if base_model(model).config._attn_implementation != ATTENTION and (problem := head_problem(model)):
-        raise ModelError(f"learner: this model cannot be trained here: {problem}; its head has a tail that is not known yet")
+    if base_model(model).config._attn_implementation != ATTENTION and (
+        problem := head_problem(model)
+    ):
+        raise ModelError(
+            f"learner: this model cannot be trained here: {problem}; its head has a tail that is"
+            " not known yet"
+        )
 
 
 def write_back(
-    pack: _Pack, trees: Sequence[Tree], old: torch.Tensor, new: torch.Tensor, written: dict[int, dict[str, Step]]
+    pack: _Pack,
+    trees: Sequence[Tree],
+    old: torch.Tensor,
+    new: torch.Tensor,
+    written: dict[int, dict[str, Step]],
 ) -> None:
     """Fills old log-probabilities and ratios into the pack's steps, for the record."""
     packed_old = torch.zeros(pack.batch.num_tokens)
@@ -423,26 +522,33 @@ def write_back(
         steps = written.setdefault(index, {})
         for step in (step for step in trees[index].steps if step.id in offsets):
             part = slice(offsets[step.id], offsets[step.id] + len(step.token_ids))
-            steps[step.id] = replace(step, old_logprobs=tuple(olds[part]), ratios=tuple(ratios[part]))
+            steps[step.id] = replace(
+                step, old_logprobs=tuple(olds[part]), ratios=tuple(ratios[part])
+            )
 
 
 def split_evenly(count: int, parts: int) -> list[tuple[int, ...]]:
-    """Returns 0..count-1 cut into `parts` runs whose lengths differ by at most one; short of items, some are empty."""
+    """Returns 0..count-1 cut into `parts` runs whose lengths differ by at most one; short of items,
+    some are empty."""
     bounds = [count * n // parts for n in range(parts + 1)]
     return [tuple(range(a, b)) for a, b in pairwise(bounds)]
 
 
 def plain_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Returns a state dict with the names of the plain model, LoRA's products added to the weights they adapt.
+    """Returns a state dict with the names of the plain model, LoRA's products added to the weights
+    they adapt.
 
-    W' = W + scale · B A, formed anew each time: merging in place and undoing it would drift by rounding.
+    W' = W + scale · B A, formed anew each time: merging in place and undoing it would drift by
+    rounding.
     """
     if not hasattr(model, "get_base_model"):
         return {name: tensor.detach() for name, tensor in model.state_dict().items()}
     from peft.tuners.lora import LoraLayer
 
     inner = model.get_base_model()
-    adapted = [(name, module) for name, module in inner.named_modules() if isinstance(module, LoraLayer)]
+    adapted = [
+        (name, module) for name, module in inner.named_modules() if isinstance(module, LoraLayer)
+    ]
     deltas = {name: module.get_delta_weight("default") for name, module in adapted}  # type: ignore[attr-defined]
     merged = {}
     for name, tensor in inner.state_dict().items():
@@ -452,7 +558,9 @@ def plain_weights(model: Any) -> dict[str, torch.Tensor]:
         owner = name.removesuffix(".base_layer.weight")
         # peft keeps adapters of bfloat16 models in float32.
         is_adapted = owner != name and owner in deltas
-        merged[plain] = (tensor + deltas[owner]).to(tensor.dtype).detach() if is_adapted else tensor.detach()
+        merged[plain] = (
+            (tensor + deltas[owner]).to(tensor.dtype).detach() if is_adapted else tensor.detach()
+        )
     return merged
 
 

@@ -13,8 +13,9 @@ from treegraft.settings.config import LearnSettings
 class MasterAdamW:
     """AdamW for a model of any dtype.
 
-    A float32 model is trained in place. For any other dtype each weight has a float32 master: gradients of the micro-batches are
-    added in float32, the step is taken on the master, and the model gets its rounding. A step of 1e-6 would vanish in bfloat16.
+    A float32 model is trained in place. For any other dtype each weight has a float32 master:
+    gradients of the micro-batches are added in float32, the step is taken on the master, and the
+    model gets its rounding. A step of 1e-6 would vanish in bfloat16.
     """
 
     def __init__(self, model: Any, settings: LearnSettings) -> None:
@@ -23,7 +24,9 @@ class MasterAdamW:
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         is_float32 = all(weight.dtype == torch.float32 for weight in self._weights)
         self._masters = (
-            self._weights if is_float32 else [torch.nn.Parameter(weight.detach().float().clone()) for weight in self._weights]
+            self._weights
+            if is_float32
+            else [torch.nn.Parameter(weight.detach().float().clone()) for weight in self._weights]
         )
         self._adam = torch.optim.AdamW(
             self._masters,
@@ -43,11 +46,14 @@ class MasterAdamW:
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is None:
                 continue
-            master.grad = weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+            master.grad = (
+                weight.grad.float() if master.grad is None else master.grad.add_(weight.grad)
+            )
             weight.grad = None
 
     def step(self, lr: float | None = None) -> float:
-        """Returns the gradient's norm before clipping, after one AdamW step; without any gradient nothing moves.
+        """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
+        nothing moves.
 
         The learning rate rises linearly over lr_warmup_steps; `lr` overrides it.
         """
@@ -89,8 +95,12 @@ class MasterAdamW:
             for name, master in zip(self._names, self._masters, strict=True):
                 master.copy_(state[f"master.{name}"])
                 if f"exp_avg.{name}" in state:
-                    moments = {key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-                    self._adam.state[master] = {key: value.to(master.device, copy=True) for key, value in moments.items()}
+                    moments = {
+                        key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
+                    }
+                    self._adam.state[master] = {
+                        key: value.to(master.device, copy=True) for key, value in moments.items()
+                    }
         self._copy_to_model()
 
     def reset(self) -> None:

@@ -1,17 +1,20 @@
-"""Packing: whole trees in one sequence, each token once, and the contributions that the loss runs over.
+"""Packing: whole trees in one sequence, each token once, and the contributions that the loss runs
+over.
 
     tree            0: p p    0.0: s s t    0.0.0: s    0.1: s        leaves: 0.0.0, 0.1
     packed          p  p  s  s  t  s  s
     position        0  1  2  3  4  5  2                               tokens before it on its path
-    node ends       7  7  6  6  6  6  7                               token j is visible to i iff j <= i < end(node of j)
+    node ends       7  7  6  6  6  6  7        token i sees token j iff j <= i < end(node of j)
     unique sampled        0  1     2  3
     contributions   leaf 0: 0 1 2;  leaf 1: 3
 
-A token that k trajectories share is scored once and contributes k times, each time with that trajectory's own advantage, so every
-published objective comes out as if the trajectories had been trained apart.
+A token that k trajectories share is scored once and contributes k times, each time with that
+trajectory's own advantage, so every published objective comes out as if the trajectories had been
+trained apart.
 
-Learning from grafts puts one more node beside each graft: what its agent wrote, as the policy would write it at that place. It sees
-the path above the graft, takes the positions that follow it, and nothing else sees it.
+Learning from grafts puts one more node beside each graft: what its agent wrote, as the policy would
+write it at that place. It sees the path above the graft, takes the positions that follow it, and
+nothing else sees it.
 """
 
 from __future__ import annotations
@@ -54,7 +57,8 @@ class Lessons:
     packed: torch.Tensor
     """[L] packed index of each token."""
     sources: torch.Tensor
-    """[L] packed index of the token before it: the graft's parent's last one, then the lesson's own."""
+    """[L] packed index of the token before it: the graft's parent's last one, then the lesson's
+    own."""
     temperatures: torch.Tensor
     """[L] of the graft's step."""
     tokens: torch.Tensor
@@ -69,7 +73,8 @@ class Lessons:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeBatch:
-    """Trees packed one after another. T packed tokens, U unique sampled tokens, C contributions, N trajectories."""
+    """Trees packed one after another. T packed tokens, U unique sampled tokens, C contributions, N
+    trajectories."""
 
     token_ids: torch.Tensor
     """[T]"""
@@ -87,7 +92,8 @@ class TreeBatch:
     tokens: torch.Tensor
     """[C] which unique sampled token a contribution is of."""
     trajectories: torch.Tensor
-    """[C] which trajectory it belongs to, 0..N-1 in the order of trees and leaves; non-decreasing."""
+    """[C] which trajectory it belongs to, 0..N-1 in the order of trees and leaves;
+    non-decreasing."""
     carries_loss: torch.Tensor
     """[C] bool"""
     advantages: torch.Tensor
@@ -109,23 +115,30 @@ class TreeBatch:
         return sum(len(step.token_ids) for path in self.paths for step in path.steps)
 
     def per_trajectory(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories by tree and leaf."""
+        """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories
+        by tree and leaf."""
         if values.shape[0] != self.sampled.numel():
             raise ValueError(
-                f"per_trajectory: got {values.shape[0]} values for {self.sampled.numel()} unique sampled tokens; "
-                "expected one each, in the order of `sampled`"
+                f"per_trajectory: got {values.shape[0]} values for {self.sampled.numel()} unique"
+                " sampled tokens; expected one each, in the order of `sampled`"
             )
         counts = torch.bincount(self.trajectories, minlength=len(self.paths)).tolist()
         return list(values.index_select(0, self.tokens).split(counts))
 
     def to(self, device: torch.device) -> TreeBatch:
         """Returns the batch with its tensors on `device`."""
-        lessons = None if self.lessons is None else replace(self.lessons, **_moved(self.lessons, device))
+        lessons = (
+            None if self.lessons is None else replace(self.lessons, **_moved(self.lessons, device))
+        )
         return replace(self, lessons=lessons, **_moved(self, device))
 
 
 def _moved(batch: TreeBatch | Lessons, device: torch.device) -> dict[str, Any]:
-    return {n: v.to(device) for n in batch.__dataclass_fields__ if isinstance(v := getattr(batch, n), torch.Tensor)}
+    return {
+        n: v.to(device)
+        for n in batch.__dataclass_fields__
+        if isinstance(v := getattr(batch, n), torch.Tensor)
+    }
 
 
 class _Packer:
@@ -155,7 +168,11 @@ class _Packer:
         positions: dict[str, int] = {}
         unique: dict[str, range] = {}
         lessons = lesson_steps(tree) if self.takes_lessons else {}
-        steps = sorted([*tree.steps, *lessons.values()], key=lambda step: step.ordinals) if lessons else tree.steps
+        steps = (
+            sorted([*tree.steps, *lessons.values()], key=lambda step: step.ordinals)
+            if lessons
+            else tree.steps
+        )
         by_id = {step.id: step for step in steps}
         for step in steps:
             offsets[step.id] = len(self.token_ids)
@@ -164,7 +181,9 @@ class _Packer:
             positions[step.id] = first
             before = _last_token_before(step, by_id, offsets)
             is_lesson = step.ordinals[-1] < 0
-            unique[step.id] = (self._add_lesson if is_lesson else self._add_step)(step, first, before)
+            unique[step.id] = (self._add_lesson if is_lesson else self._add_step)(
+                step, first, before
+            )
             if is_lesson and step.parent is not None:
                 self.lessons.keep_path(tree.path(step.parent), step)
         nodes = _nodes(steps, offsets, len(self.token_ids))
@@ -227,7 +246,9 @@ class _LessonColumns:
         self.lengths: list[int] = []
 
     def keep_path(self, above: Sequence[Step], lesson: Step) -> None:
-        self.paths.append((*(token for step in above for token in step.token_ids), *lesson.token_ids))
+        self.paths.append(
+            (*(token for step in above for token in step.token_ids), *lesson.token_ids)
+        )
         self.lengths.append(len(lesson.token_ids))
 
     def contribute(self, unique: range, trajectory: int) -> None:
@@ -236,21 +257,31 @@ class _LessonColumns:
 
 
 def credit(step: Step, leaf: Leaf) -> float:
-    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`; 0 before credit."""
+    """Returns the advantage that a step's tokens carry on the trajectory that ends in `leaf`; 0
+    before credit."""
     return (leaf.advantage or 0.0) if step.advantage is None else step.advantage
 
 
 def has_lesson(leaf: Leaf) -> bool:
-    """Whether the grafts of this leaf's trajectory are worth imitating: it carries loss and did better than its group."""
+    """Whether the grafts of this leaf's trajectory are worth imitating: it carries loss and did
+    better than its group."""
     return leaf.has_loss and (leaf.advantage or 0.0) > 0.0
 
 
 def lesson_steps(tree: Tree) -> dict[str, Step]:
-    """Returns, for each graft that a trajectory worth imitating holds, its lesson as a step beside it.
+    """Returns, for each graft that a trajectory worth imitating holds, its lesson as a step beside
+    it.
 
-    The ordinals of lessons are negative, so that they stand before their siblings and are never taken.
+    The ordinals of lessons are negative, so that they stand before their siblings and are never
+    taken.
     """
-    worth = {step.id for path in tree.trajectories() if has_lesson(path.leaf) for step in path.steps if step.lesson_ids}
+    worth = {
+        step.id
+        for path in tree.trajectories()
+        if has_lesson(path.leaf)
+        for step in path.steps
+        if step.lesson_ids
+    }
     lessons: dict[str, Step] = {}
     for step in tree.steps:
         if step.id not in worth:
@@ -274,12 +305,16 @@ def _source(step: Step, offset: int, index: int, before: int | None) -> int:
     """Packed index of what predicts the step's token `index`."""
     source = offset + index - 1 if index else before
     if source is None:
-        raise ValueError(f"step '{step.id}': its first token was sampled, but nothing stands before it to predict it")
+        raise ValueError(
+            f"step '{step.id}': its first token was sampled, but nothing stands before it to"
+            " predict it"
+        )
     return source
 
 
 def _last_token_before(step: Step, by_id: dict[str, Step], offsets: dict[str, int]) -> int | None:
-    """Packed index of the last token of the nearest ancestor that has any; None where there is none."""
+    """Packed index of the last token of the nearest ancestor that has any; None where there is
+    none."""
     parent = step.parent
     while parent is not None:
         if by_id[parent].token_ids:
@@ -298,7 +333,9 @@ def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[No
     starts = [offsets[step.id] for step in heads] + [end]
     nodes = []
     for index, step in enumerate(heads):
-        below = next((n for n in range(index + 1, len(heads)) if not _is_below(heads[n], step)), len(heads))
+        below = next(
+            (n for n in range(index + 1, len(heads)) if not _is_below(heads[n], step)), len(heads)
+        )
         if starts[index] < starts[index + 1]:
             nodes.append(Node(starts[index], starts[index + 1], starts[below]))
     return tuple(nodes)
@@ -318,7 +355,8 @@ def pack_trees(trees: Sequence[Tree], *, device: torch.device | str = "cpu") -> 
 
 
 def pack_with_lessons(trees: Sequence[Tree], *, device: torch.device | str = "cpu") -> TreeBatch:
-    """Returns the same with `lessons`: those of the grafts that a trajectory with positive advantage and loss holds.
+    """Returns the same with `lessons`: those of the grafts that a trajectory with positive
+    advantage and loss holds.
 
     Raises:
         ValueError: as in `pack_trees`.
@@ -378,16 +416,21 @@ def num_lesson_tokens(tree: Tree) -> int:
 
 
 def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> list[Tree]:
-    """Returns the tree whole where it fits `max_tokens`, else trees of some of its leaves each, which together have all of them.
+    """Returns the tree whole where it fits `max_tokens`, else trees of some of its leaves each,
+    which together have all of them.
 
-    Neighbouring leaves stay together as long as their unique tokens fit; a single path that is longer goes alone. Since the loss
-    is a sum over contributions, whose weights and denominators do not depend on packs, the gradient is that of the whole tree;
-    the price is that tokens above a cut run once per part.
+    Neighbouring leaves stay together as long as their unique tokens fit; a single path that is
+    longer goes alone. Since the loss is a sum over contributions, whose weights and denominators do
+    not depend on packs, the gradient is that of the whole tree; the price is that tokens above a
+    cut run once per part.
     """
     size = num_tree_tokens(tree) + (num_lesson_tokens(tree) if with_lessons else 0)
     if size <= max_tokens or len(tree.leaves) < 2:
         return [tree]
-    costs = {step.id: len(step.token_ids) + (len(step.lesson_ids) if with_lessons else 0) for step in tree.steps}
+    costs = {
+        step.id: len(step.token_ids) + (len(step.lesson_ids) if with_lessons else 0)
+        for step in tree.steps
+    }
     parts: list[tuple[list[Leaf], set[str]]] = []
     size = 0
     for leaf in tree.leaves:
@@ -401,14 +444,19 @@ def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> li
         parts[-1][1].update(path)
         size += added
     return [
-        replace(tree, steps=tuple(step for step in tree.steps if step.id in names), leaves=tuple(leaves)) for leaves, names in parts
+        replace(
+            tree, steps=tuple(step for step in tree.steps if step.id in names), leaves=tuple(leaves)
+        )
+        for leaves, names in parts
     ]
 
 
 def plan_packs(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Returns groups of indices whose sizes fit `max_tokens`, by first-fit decreasing; a larger single one goes alone.
+    """Returns groups of indices whose sizes fit `max_tokens`, by first-fit decreasing; a larger
+    single one goes alone.
 
-    Indices ascend within a group and groups by their first index, so the plan depends on the sizes alone.
+    Indices ascend within a group and groups by their first index, so the plan depends on the sizes
+    alone.
     """
     packs: list[list[int]] = []
     room: list[int] = []

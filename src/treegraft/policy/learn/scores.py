@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies of a batch's unique sampled tokens, without ever holding all logits."""
+"""Log-probabilities and entropies of a batch's unique sampled tokens, without ever holding all
+logits."""
 
 from __future__ import annotations
 
@@ -18,8 +19,11 @@ from treegraft.policy.load import Head, base_model, decoder
 Scores = tuple[torch.Tensor, torch.Tensor]
 
 
-def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> torch.Tensor:
-    """Returns [U + L, width], the hidden state that predicts each sampled token and then each lesson token.
+def packed_hidden(
+    model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True
+) -> torch.Tensor:
+    """Returns [U + L, width], the hidden state that predicts each sampled token and then each
+    lesson token.
 
     It is one packed pass, for which our attention is installed.
 
@@ -33,33 +37,48 @@ def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool =
         attention_plan=PackedPlan(batch, compile_kernels=compile_kernels),
     )
     hidden: torch.Tensor = output.last_hidden_state[0]
-    sources = batch.sources if batch.lessons is None else torch.cat([batch.sources, batch.lessons.sources])
+    sources = (
+        batch.sources
+        if batch.lessons is None
+        else torch.cat([batch.sources, batch.lessons.sources])
+    )
     return hidden.index_select(0, sources)
 
 
-def chunked_scores(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, chunk: int) -> Scores:
-    """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk` rows exist at once.
+def chunked_scores(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, chunk: int
+) -> Scores:
+    """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk`
+    rows exist at once.
 
-    Logits that fit are kept for the backward pass, in the model's type; else each chunk's are computed again there.
+    Logits that fit are kept for the backward pass, in the model's type; else each chunk's are
+    computed again there.
     """
     parts = []
-    for rows, wanted, scale in zip(hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True):
+    for rows, wanted, scale in zip(
+        hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True
+    ):
         if len(rows) < len(hidden) and hidden.requires_grad:
             parts.append(checkpoint(_scores, head, rows, wanted, scale, use_reentrant=False))
         else:
             parts.append(_scores(head, rows, wanted, scale))
     if not parts:
         return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropies for _, entropies in parts])
+    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(
+        [entropies for _, entropies in parts]
+    )
 
 
-def _scores(head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> Scores:
+def _scores(
+    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+) -> Scores:
     found: Scores = _TokenScores.apply(head(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
     return found
 
 
 class _TokenScores(torch.autograd.Function):
-    """(log p_y, H) by rows, for p = softmax(z), z = logits / T, from nothing kept but the logits as they came.
+    """(log p_y, H) by rows, for p = softmax(z), z = logits / T, from nothing kept but the logits as
+    they came.
 
     log p_y = z_y - lse,   H = lse - Σ_v p_v z_v
     ∂ log p_y / ∂z_v = δ_vy - p_v,   ∂H / ∂z_v = -p_v (log p_v + H)
@@ -68,7 +87,9 @@ class _TokenScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor) -> Scores:
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
+    ) -> Scores:
         columns = []
         for part, wanted, scale in _few_rows(logits, targets[:, None], temperatures[:, None]):
             z = part.float() / scale
@@ -79,7 +100,9 @@ class _TokenScores(torch.autograd.Function):
             total = weights.sum(dim=-1, keepdim=True)
             log_total = total.log()
             moment = weights.mul_(z).sum(dim=-1, keepdim=True)
-            columns.append(torch.cat([own - log_total, log_total - moment / total, peak + log_total], dim=-1))
+            columns.append(
+                torch.cat([own - log_total, log_total - moment / total, peak + log_total], dim=-1)
+            )
         logprobs, entropies, lse = torch.cat(columns).unbind(dim=-1)
         ctx.save_for_backward(logits, targets, temperatures, entropies, lse)
         ctx.set_materialize_grads(False)
@@ -93,7 +116,9 @@ class _TokenScores(torch.autograd.Function):
         upstream = [none if grad is None else grad for grad in grads]
         result = torch.empty_like(logits)
         columns = (column[:, None] for column in (*upstream, targets, temperatures, entropies, lse))
-        for part, out, of_logprob, of_entropy, wanted, scale, entropy, lse_ in _few_rows(logits, result, *columns):
+        for part, out, of_logprob, of_entropy, wanted, scale, entropy, lse_ in _few_rows(
+            logits, result, *columns
+        ):
             log_p = (part.float() / scale).sub_(lse_)
             found = log_p.exp()
             if grads[1] is None:
@@ -122,9 +147,11 @@ def chunked_argmax(head: Head, hidden: torch.Tensor, chunk: int) -> torch.Tensor
 
 
 def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
-    """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models that cannot be packed.
+    """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models
+    that cannot be packed.
 
-    A token that trajectories share is taken from the first of them: its prefix, and so its gradient, is the same in all.
+    A token that trajectories share is taken from the first of them: its prefix, and so its
+    gradient, is the same in all.
     """
     place = torch.full((batch.sampled.numel(),), -1, dtype=torch.long)
     hidden: list[torch.Tensor] = []
@@ -137,15 +164,23 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
             continue
         ids = torch.tensor([path.token_ids], device=batch.token_ids.device)
         states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
-        hidden.append(states.index_select(0, torch.tensor([where[n] - 1 for n in fresh], device=ids.device)))
+        hidden.append(
+            states.index_select(0, torch.tensor([where[n] - 1 for n in fresh], device=ids.device))
+        )
         place[mine[fresh]] = torch.arange(count, count + len(fresh))
         count += len(fresh)
     if (place < 0).any():
-        raise ValueError("a sampled token belongs to no trajectory; expected a leaf below every step")
+        raise ValueError(
+            "a sampled token belongs to no trajectory; expected a leaf below every step"
+        )
     width = base_model(model).config.get_text_config().hidden_size
     states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=batch.token_ids.device)
     states = states.index_select(0, place.to(batch.token_ids.device))
-    return states if batch.lessons is None else torch.cat([states, *_lesson_states(model, batch.lessons)])
+    return (
+        states
+        if batch.lessons is None
+        else torch.cat([states, *_lesson_states(model, batch.lessons)])
+    )
 
 
 def _lesson_states(model: nn.Module, lessons: Lessons) -> list[torch.Tensor]:
@@ -153,7 +188,9 @@ def _lesson_states(model: nn.Module, lessons: Lessons) -> list[torch.Tensor]:
     rows = []
     for path, length in zip(lessons.paths, lessons.lengths, strict=True):
         ids = torch.tensor([path], device=lessons.packed.device)
-        rows.append(decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -length - 1 : -1])
+        rows.append(
+            decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -length - 1 : -1]
+        )
     return rows
 
 
@@ -161,43 +198,77 @@ def _lesson_states(model: nn.Module, lessons: Lessons) -> list[torch.Tensor]:
 def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | None:
     """Returns why this model's attention cannot run on packed trees, or None where it can.
 
-    Our attention is tried on two branches over one prefix: every layer has to call it, and the hidden states have to equal those
-    of plain forward passes of the branches. Where it is installed already, it has been tried.
+    Our attention is tried on two branches over one prefix: every layer has to call it, and the
+    hidden states have to equal those of plain forward passes of the branches. Where it is installed
+    already, it has been tried.
     """
     inner = base_model(model)
     if inner.config._attn_implementation == ATTENTION:
         return None
     config = inner.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = {rope.get("rope_type")} | {value.get("rope_type") for value in rope.values() if isinstance(value, dict)}
+    kinds = {rope.get("rope_type")} | {
+        value.get("rope_type") for value in rope.values() if isinstance(value, dict)
+    }
     if kinds & {"dynamic", "longrope"}:
-        return f"its position scaling ({', '.join(sorted(kind for kind in kinds if kind))}) depends on the whole sequence's length"
+        return (
+            f"its position scaling ({', '.join(sorted(kind for kind in kinds if kind))}) depends on"
+            " the whole sequence's length"
+        )
     device = inner.device
     ids = (torch.arange(10, device=device) * 7 + 3) % config.vocab_size
     first, second = ids[:7], torch.cat([ids[:4], ids[7:]])
-    plan = _probe_plan(ids, torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6], device=device), compile_kernels)
-    plain = [inner.base_model(input_ids=path[None], use_cache=False).last_hidden_state[0] for path in (first, second)]
+    plan = _probe_plan(
+        ids, torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6], device=device), compile_kernels
+    )
+    plain = [
+        inner.base_model(input_ids=path[None], use_cache=False).last_hidden_state[0]
+        for path in (first, second)
+    ]
     try:
         with tree_attention(model):
             packed = inner.base_model(
-                input_ids=ids[None], position_ids=plan[1][None], use_cache=False, attention_plan=plan[0]
+                input_ids=ids[None],
+                position_ids=plan[1][None],
+                use_cache=False,
+                attention_plan=plan[0],
             ).last_hidden_state[0]
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({str(error).splitlines()[0]})"
     if plan[0].num_calls != config.num_hidden_layers:
         return f"{plan[0].num_calls} of its {config.num_hidden_layers} layers called our attention"
-    gap = float(torch.stack([packed[:7] - plain[0], torch.cat([packed[:4], packed[7:]]) - plain[1]]).abs().max())
+    gap = float(
+        torch.stack([packed[:7] - plain[0], torch.cat([packed[:4], packed[7:]]) - plain[1]])
+        .abs()
+        .max()
+    )
     scale = max(1.0, float(plain[0].abs().max()))
     limit = (1e-4 if inner.dtype == torch.float32 else 0.1) * scale
-    return None if gap <= limit else f"packed hidden states differ from plain ones by up to {gap:.3g}"
+    return (
+        None if gap <= limit else f"packed hidden states differ from plain ones by up to {gap:.3g}"
+    )
 
 
-def _probe_plan(ids: torch.Tensor, positions: torch.Tensor, compile_kernels: bool) -> tuple[PackedPlan, torch.Tensor]:
+def _probe_plan(
+    ids: torch.Tensor, positions: torch.Tensor, compile_kernels: bool
+) -> tuple[PackedPlan, torch.Tensor]:
     """A tree of a four-token prompt and two branches of three tokens."""
     empty = torch.zeros(0, dtype=torch.long)
     tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))
     fields: dict[str, Any] = dict.fromkeys(
-        ("sampled", "sources", "temperatures", "sampling_logprobs", "tokens", "trajectories", "carries_loss", "advantages"), empty
+        (
+            "sampled",
+            "sources",
+            "temperatures",
+            "sampling_logprobs",
+            "tokens",
+            "trajectories",
+            "carries_loss",
+            "advantages",
+        ),
+        empty,
     )
-    batch = TreeBatch(token_ids=ids, position_ids=positions, trees=(tree,), paths=(), step_offsets=(), **fields)
+    batch = TreeBatch(
+        token_ids=ids, position_ids=positions, trees=(tree,), paths=(), step_offsets=(), **fields
+    )
     return PackedPlan(batch, compile_kernels=compile_kernels), positions

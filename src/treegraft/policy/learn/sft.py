@@ -1,8 +1,9 @@
 """Warm-up: supervised fine-tuning on traces, with a dial for how willing the agent is to go on.
 
-A demonstration is a tree of one path, so it goes through the same packing and the same scores as reinforcement learning. Loss falls
-on what the agent wrote; the token that decides between going on and answering can be left out (skill without propensity) or shown
-with a chosen frequency (propensity without touching skill).
+A demonstration is a tree of one path, so it goes through the same packing and the same scores as
+reinforcement learning. Loss falls on what the agent wrote; the token that decides between going on
+and answering can be left out (skill without propensity) or shown with a chosen frequency
+(propensity without touching skill).
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from treegraft.settings.config import WarmupSettings
 
 Demonstration = tuple[Task, tuple[StepContent, ...]]
 NUM_CHECKED = 1000
-"""Traces of a file that are rendered before work starts, to find a misfit early; the others are when their turn comes."""
+"""Traces of a file that are rendered before work starts, to find a misfit early; the others are
+when their turn comes."""
 MIN_SHARED = 32
 """Shared prompt tokens from which joining demonstrations pays."""
 
@@ -43,7 +45,9 @@ MIN_SHARED = 32
 class Demonstrations:
     """Yields the batch of each warm-up step, a function of seed and step alone."""
 
-    def __init__(self, source: TaskSource, format: Format, settings: WarmupSettings, seed: int) -> None:
+    def __init__(
+        self, source: TaskSource, format: Format, settings: WarmupSettings, seed: int
+    ) -> None:
         """Reads the traces.
 
         Raises:
@@ -78,33 +82,49 @@ class Demonstrations:
             chosen = [self._file[pick] for pick in picks]
         return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
 
-    def _demonstrate(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
+    def _demonstrate(
+        self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
+    ) -> Tree:
         try:
             return self._demonstration(task, steps, key)
         except DataError:
             raise
         except ValueError as error:
-            place = f"expert, task '{task.id}'" if self._file is None else f"'{self._settings.traces}', {task.id}"
+            place = (
+                f"expert, task '{task.id}'"
+                if self._file is None
+                else f"'{self._settings.traces}', {task.id}"
+            )
             raise DataError(f"warmup.traces {place}: {error} Mend it or leave it out.") from error
 
-    def _demonstration(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> Tree:
+    def _demonstration(
+        self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
+    ) -> Tree:
         frac = self._settings.decision_frac
         masks_decisions = False
         if frac > 0.0:
             masks_decisions = keyed_unit(self._seed, "kind", *key) >= frac
             steps = steps if masks_decisions else self._shortened(task, steps, key)
         grafts = self._grafts(len(steps), key)
-        return demonstration_tree(self._format, task, steps, masks_decisions=masks_decisions, grafts=grafts)
+        return demonstration_tree(
+            self._format, task, steps, masks_decisions=masks_decisions, grafts=grafts
+        )
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
-        """Which steps are shown as retrieved: coins, never the first or last step and never two in a row."""
+        """Which steps are shown as retrieved: coins, never the first or last step and never two in
+        a row."""
         chosen: set[int] = set()
         for index in range(1, num_steps - 1):
-            if index - 1 not in chosen and keyed_unit(self._seed, "graft", *key, index) < self._settings.graft_prob:
+            if (
+                index - 1 not in chosen
+                and keyed_unit(self._seed, "graft", *key, index) < self._settings.graft_prob
+            ):
                 chosen.add(index)
         return frozenset(chosen)
 
-    def _shortened(self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]) -> tuple[StepContent, ...]:
+    def _shortened(
+        self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
+    ) -> tuple[StepContent, ...]:
         """The demonstration cut where a keyed coin says to answer too early."""
         probabilities = self._settings.continue_prob
         for count in range(1, len(steps) - 1):
@@ -126,7 +146,8 @@ def demonstration_tree(
     """Returns a tree of one path with loss on the agent's own tokens.
 
     Args:
-        masks_decisions: leave out, in each step after a result, the token in which going on and answering differ.
+        masks_decisions: leave out, in each step after a result, the token in which going on and
+            answering differ.
         grafts: indices of steps that are shown as retrieved, without loss.
     """
     prompt = format.prompt_ids(task)
@@ -159,7 +180,9 @@ def _plain_step(
         depth=depth,
         token_ids=tuple(tokens),
         origins=tuple(origins),
-        loss_mask=tuple(origin is Origin.POLICY and n != masked for n, origin in enumerate(origins)),
+        loss_mask=tuple(
+            origin is Origin.POLICY and n != masked for n, origin in enumerate(origins)
+        ),
         sampling_logprobs=(0.0,) * len(tokens),
         entropies=(0.0,) * len(tokens),
         content=content or StepContent(),
@@ -180,15 +203,18 @@ def _decision_token(format: Format, steps: Sequence[StepContent], index: int) ->
 
 
 def read_traces(path: str) -> list[Demonstration]:
-    """Returns the traces of a JSONL file: {"question", "steps": [{"thought", "calls": [{"name", "body"}], "observations": [text],
-    "answer"}]} a line.
+    """Returns the traces of a JSONL file: {"question", "steps": [{"thought", "calls": [{"name",
+    "body"}], "observations": [text], "answer"}]} a line.
 
     Raises:
         DataError: no such file, no rows, or a row of another shape, by line.
     """
     place = Path(path).expanduser()
     if not place.exists():
-        raise DataError(f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, or \"expert\"")
+        raise DataError(
+            f"warmup.traces: there is no file '{path}'; expected JSONL of questions and steps, or"
+            ' "expert"'
+        )
     found: list[Demonstration] = []
     for number, line in enumerate(place.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -198,8 +224,9 @@ def read_traces(path: str) -> list[Demonstration]:
             found.append((Task(id=f"line {number}", question=question, reference=()), steps))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a list of steps, each with "
-                "thought, calls, observations or answer. Mend the line or leave it out."
+                f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a"
+                " list of steps, each with thought, calls, observations or answer. Mend the line"
+                " or leave it out."
             ) from error
     if not found:
         raise DataError(f"warmup.traces '{path}': the file has no rows")
@@ -207,7 +234,8 @@ def read_traces(path: str) -> list[Demonstration]:
 
 
 def learning_rate(settings: WarmupSettings, step: int) -> float:
-    """Returns the rate of step 0, 1, ...: a linear rise, then a linear fall to final_lr_frac of the peak."""
+    """Returns the rate of step 0, 1, ...: a linear rise, then a linear fall to final_lr_frac of the
+    peak."""
     rise = settings.lr_warmup_steps
     if step < rise:
         return settings.lr * (step + 1) / rise
@@ -253,15 +281,23 @@ def imitation_step(learner: Learner, trees: Sequence[Tree], lr: float) -> float:
 
 @torch.no_grad()
 def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demonstration]) -> float:
-    """Returns the share of teacher-forced steps in which every token but the deciding one is the most likely one, 0..1."""
-    trees = [demonstration_tree(format, task, steps, masks_decisions=True) for task, steps in demonstrations]
+    """Returns the share of teacher-forced steps in which every token but the deciding one is the
+    most likely one, 0..1."""
+    trees = [
+        demonstration_tree(format, task, steps, masks_decisions=True)
+        for task, steps in demonstrations
+    ]
     right = total = 0
     for batch in _batches(learner, trees):
         hits = batch.per_trajectory(learner.argmax(batch) == batch.token_ids[batch.sampled])
         for path, path_hits in zip(batch.paths, hits, strict=True):
             flags = iter(path_hits.tolist())
             for step in path.steps:
-                own = [carries for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True) if is_own]
+                own = [
+                    carries
+                    for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True)
+                    if is_own
+                ]
                 fits = [next(flags) or not carries for carries in own]
                 right += bool(fits) and all(fits)
                 total += bool(fits)
@@ -269,18 +305,23 @@ def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demons
 
 
 def _batches(learner: Learner, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
-    """Demonstrations packed under the token budget; those of a pack share the beginning that their prompts share."""
+    """Demonstrations packed under the token budget; those of a pack share the beginning that their
+    prompts share."""
     shared = _common_length([tree.root.token_ids for tree in trees])
     if shared < MIN_SHARED:
         shared = 0
     room = max(1, learner.settings.max_pack_tokens - shared)
     for pack in plan_packs([num_tree_tokens(tree) - shared for tree in trees], room):
         chosen = [trees[n] for n in pack]
-        yield pack_trees([joined(chosen, shared)] if shared and len(chosen) > 1 else chosen, device=learner.device)
+        yield pack_trees(
+            [joined(chosen, shared)] if shared and len(chosen) > 1 else chosen,
+            device=learner.device,
+        )
 
 
 def joined(trees: Sequence[Tree], shared: int) -> Tree:
-    """Returns one tree whose root holds the `shared` first prompt tokens, and below it each tree's path in order.
+    """Returns one tree whose root holds the `shared` first prompt tokens, and below it each tree's
+    path in order.
 
     A system prompt is the longest part of many demonstrations; so it is paid for once.
     """
@@ -294,7 +335,11 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
                 replace(
                     step,
                     id=f"{ROOT_ID}.{number}{step.id[len(ROOT_ID) :]}",
-                    parent=ROOT_ID if step.parent is None else f"{ROOT_ID}.{number}{step.parent[len(ROOT_ID) :]}",
+                    parent=(
+                        ROOT_ID
+                        if step.parent is None
+                        else f"{ROOT_ID}.{number}{step.parent[len(ROOT_ID) :]}"
+                    ),
                     depth=step.depth + 1,
                     token_ids=step.token_ids[cut:],
                     origins=step.origins[cut:],
@@ -303,7 +348,10 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
                     entropies=(0.0,) * tokens,
                 )
             )
-        leaves += [replace(leaf, step_id=f"{ROOT_ID}.{number}{leaf.step_id[len(ROOT_ID) :]}") for leaf in tree.leaves]
+        leaves += [
+            replace(leaf, step_id=f"{ROOT_ID}.{number}{leaf.step_id[len(ROOT_ID) :]}")
+            for leaf in tree.leaves
+        ]
     steps.sort(key=lambda step: step.ordinals)
     return Tree(task=trees[0].task, group_id="warmup", steps=tuple(steps), leaves=tuple(leaves))
 

@@ -1,12 +1,14 @@
 """Attention over packed trees, exact in forward and backward.
 
-Token j is visible to token i iff j <= i < end(node of j). On a CPU our kernels do it; on a GPU large batches take FlexAttention's
-block masks. Where there are neither, small trees and layers with windows, softcaps or sinks use a dense mask, large trees two flash
-calls per node: its tokens on themselves (causal) and everything below it on its keys (unmasked, contiguous), merged by
+Token j is visible to token i iff j <= i < end(node of j). On a CPU our kernels do it; on a GPU
+large batches take FlexAttention's block masks. Where there are neither, small trees and layers with
+windows, softcaps or sinks use a dense mask, large trees two flash calls per node: its tokens on
+themselves (causal) and everything below it on its keys (unmasked, contiguous), merged by
 
     lse = log(exp(lse_1) + exp(lse_2)),   o = exp(lse_1 - lse) o_1 + exp(lse_2 - lse) o_2
 
-Since a flash backward needs only the final output and lse, the backward pass calls it per part with the merged ones.
+Since a flash backward needs only the final output and lse, the backward pass calls it per part with
+the merged ones.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from treegraft.policy.learn.flex import MIN_TOKENS, Flex, flex_attend, proven_fl
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch
 
 DENSE_LIMIT = 256
-"""Packed tokens up to which one dense mask beats two flash calls per node of a branched tree (on two cores about 250)."""
+"""Packed tokens up to which one dense mask beats two flash calls per node of a branched tree (on
+two cores about 250)."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -33,12 +36,16 @@ class PackedPlan:
     """The attention plan of one batch."""
 
     def __init__(
-        self, batch: TreeBatch, *, compile_kernels: bool = True, dense_limit: int = DENSE_LIMIT, flex: Flex | None = None
+        self,
+        batch: TreeBatch,
+        *,
+        compile_kernels: bool = True,
+        dense_limit: int = DENSE_LIMIT,
+        flex: Flex | None = None,
     ) -> None:
-        """Args:
-        compile_kernels: whether our kernels are taken where there are any.
-        dense_limit: without them, see `DENSE_LIMIT`.
-        flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches, where it is proven.
+        """Args: compile_kernels: whether our kernels are taken where there are any. dense_limit:
+        without them, see `DENSE_LIMIT`. flex: FlexAttention, taken wherever it can be; None: that
+        of a GPU, for large batches, where it is proven.
         """
         self._trees = batch.trees
         self._compile_kernels = compile_kernels
@@ -52,7 +59,12 @@ class PackedPlan:
         """Layers that called; equals the model's layers where the hook reaches all of them."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        options: AttentionOptions,
     ) -> torch.Tensor:
         """Returns [tokens, heads, width]; trees do not see each other."""
         self.num_calls += 1
@@ -60,7 +72,9 @@ class PackedPlan:
             options = AttentionOptions(options.scaling, None, options.softcap, options.sinks)
         if (flex := self._flex(query, options)) is not None:
             blocks = self._block_mask(options.window)
-            found = flex_attend(flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap)
+            found = flex_attend(
+                flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap
+            )
             return found.transpose(0, 1)
         if (kernels := self._kernels(query, key, value, options)) is not None:
             if self._runs is None:
@@ -73,11 +87,20 @@ class PackedPlan:
         for index, tree in enumerate(self._trees):
             part = slice(tree.start, tree.end)
             if takes_flash[index]:
-                nodes = tuple(Node(n.start - tree.start, n.end - tree.start, n.subtree_end - tree.start) for n in tree.nodes)
-                outputs.append(_flash_nodes(query[:, part], key[:, part], value[:, part], nodes, options.scaling))
+                nodes = tuple(
+                    Node(n.start - tree.start, n.end - tree.start, n.subtree_end - tree.start)
+                    for n in tree.nodes
+                )
+                outputs.append(
+                    _flash_nodes(
+                        query[:, part], key[:, part], value[:, part], nodes, options.scaling
+                    )
+                )
             else:
                 mask = self._mask(index, options.window)
-                outputs.append(dense_attend(query[:, part], key[:, part], value[:, part], mask, options))
+                outputs.append(
+                    dense_attend(query[:, part], key[:, part], value[:, part], mask, options)
+                )
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
     def _nodes(self) -> tuple[Node, ...]:
@@ -101,19 +124,27 @@ class PackedPlan:
 
     def _block_mask(self, window: int | None) -> Any:
         if window not in self._block_masks:
-            ends = torch.cat([tree.start + subtree_ends(tree, self._positions.device) for tree in self._trees])
+            ends = torch.cat(
+                [tree.start + subtree_ends(tree, self._positions.device) for tree in self._trees]
+            )
             self._block_masks[window] = tree_block_mask(ends, self._positions, window)
         return self._block_masks[window]
 
-    def _takes_flash(self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions) -> bool:
-        gains = tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1  # a mask computes a lone path's upper half too
+    def _takes_flash(
+        self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions
+    ) -> bool:
+        gains = (
+            tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1
+        )  # a mask computes a lone path's upper half too
         return _is_plain(options) and query.device.type == "cpu" and gains
 
     def _mask(self, index: int, window: int | None) -> torch.Tensor:
         """[tokens, tokens] bool of one tree, row i sees column j."""
         if (index, window) not in self._masks:
             tree = self._trees[index]
-            self._masks[index, window] = tree_mask(tree, self._positions[tree.start : tree.end], window)
+            self._masks[index, window] = tree_mask(
+                tree, self._positions[tree.start : tree.end], window
+            )
         return self._masks[index, window]
 
 
@@ -122,16 +153,22 @@ def _is_plain(options: AttentionOptions) -> bool:
 
 
 def _flash_nodes(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: tuple[Node, ...], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    nodes: tuple[Node, ...],
+    scale: float,
 ) -> torch.Tensor:
     output: torch.Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
     return output[0]
 
 
 def _widened(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """[1, heads, tokens, width] for [1, kv heads or heads, tokens, width], in the type in which flash attention is faster.
+    """[1, heads, tokens, width] for [1, kv heads or heads, tokens, width], in the type in which
+    flash attention is faster.
 
-    Without a matrix unit for bfloat16 its backward pass takes more than twice as long as in float32.
+    Without a matrix unit for bfloat16 its backward pass takes more than twice as long as in
+    float32.
     """
     fast = x if x.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported() else x.float()
     return fast if x.shape[1] == heads else fast.repeat_interleave(heads // x.shape[1], dim=1)
@@ -149,19 +186,28 @@ def _calls(nodes: Sequence[Node]) -> list[tuple[slice, slice, bool]]:
 
 
 class _FlashTree(torch.autograd.Function):
-    """query [1, heads, tokens, width], key and value [1, kv heads, tokens, width] -> [1, heads, tokens, width]."""
+    """query [1, heads, tokens, width], key and value [1, kv heads, tokens, width] -> [1, heads,
+    tokens, width]."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, nodes: tuple[Node, ...], scale: float
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        nodes: tuple[Node, ...],
+        scale: float,
     ) -> torch.Tensor:
         wide = [_widened(x, query.shape[1]) for x in (query, key, value)]
         output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
-        # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its backward reads it so.
+        # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its
+        # backward reads it so.
         shape = (query.shape[0], query.shape[2], query.shape[1])
         lse = torch.full(shape, float("-inf"), device=query.device).transpose(1, 2)
         for rows, columns, is_causal in _calls(nodes):
-            parts = (x[:, :, where] for x, where in zip(wide, (rows, columns, columns), strict=True))
+            parts = (
+                x[:, :, where] for x, where in zip(wide, (rows, columns, columns), strict=True)
+            )
             part, part_lse = _flash(*parts, 0.0, is_causal, scale=scale)
             before = lse[:, :, rows]
             merged = torch.logaddexp(before, part_lse)
@@ -177,8 +223,12 @@ class _FlashTree(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         *inputs, output, lse = ctx.saved_tensors
         heads = inputs[0].shape[1]
-        query, key, value, output, grad = (_widened(x, heads) for x in (*inputs, output, grads[0].contiguous()))
-        totals = [torch.zeros(query.shape, dtype=torch.float32, device=query.device) for _ in inputs]
+        query, key, value, output, grad = (
+            _widened(x, heads) for x in (*inputs, output, grads[0].contiguous())
+        )
+        totals = [
+            torch.zeros(query.shape, dtype=torch.float32, device=query.device) for _ in inputs
+        ]
         for rows, columns, is_causal in _calls(ctx.nodes):
             parts = _flash_backward(
                 grad[:, :, rows],
@@ -194,5 +244,8 @@ class _FlashTree(torch.autograd.Function):
             for total, part, where in zip(totals, parts, (rows, columns, columns), strict=True):
                 total[:, :, where] += part
         # A key's gradient is the sum over the query heads that read it.
-        grouped = (t.unflatten(1, (x.shape[1], -1)).sum(2).to(x.dtype) for t, x in zip(totals, inputs, strict=True))
+        grouped = (
+            t.unflatten(1, (x.shape[1], -1)).sum(2).to(x.dtype)
+            for t, x in zip(totals, inputs, strict=True)
+        )
         return (*grouped, None, None)

@@ -27,11 +27,13 @@ def build_format(
 
     Args:
         max_context: longest prompt, in tokens; None for no limit.
-        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence token.
+        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence
+            token.
         mentions_retrieval: the composed system prompt speaks of grafts.
 
     Raises:
-        SettingError: a tool that cannot be a tag, or a chat template that the chat format cannot use.
+        SettingError: a tool that cannot be a tag, or a chat template that the chat format cannot
+            use.
     """
     shared: dict[str, Any] = {
         "system_prompt": settings.system_prompt,
@@ -47,7 +49,8 @@ def build_format(
 
 
 def use_template(settings: FormatSettings, tokenizer: Any) -> None:
-    """Gives the tokenizer the template that `format.chat_template` names, if any; a checkpoint then keeps it.
+    """Gives the tokenizer the template that `format.chat_template` names, if any; a checkpoint then
+    keeps it.
 
     Raises:
         SettingError: no such file.
@@ -59,5 +62,6 @@ def use_template(settings: FormatSettings, tokenizer: Any) -> None:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(
-            f"format.chat_template: got '{settings.chat_template}', which cannot be read ({error}); expected a Jinja file."
+            f"format.chat_template: got '{settings.chat_template}', which cannot be read ({error});"
+            " expected a Jinja file."
         ) from error

@@ -2,11 +2,11 @@
 
     <think> ... </think> text              what the agent writes in one turn: a thought, then
     <tool_call>{"name": ...}</tool_call>   one or more calls, in whatever marks the template has, or
-    ... \\boxed{...}                        the answer: a turn without calls; ended, either way, by its end token
-    <retrieve> ... </retrieve>             steps of another agent, at the beginning of a turn; never written by the agent
+    ... \\boxed{...}                        the answer: a turn without calls
+    <retrieve> ... </retrieve>             another agent's steps, at the beginning of a turn
 
-Tokens are appended and never rendered again: `ChatTemplate` says what comes between two turns. Text from elsewhere is encoded so
-that it holds no mark and no special token.
+Tokens are appended and never rendered again: `ChatTemplate` says what comes between two turns. Text
+from elsewhere is encoded so that it holds no mark and no special token.
 """
 
 from __future__ import annotations
@@ -19,8 +19,22 @@ from typing import Any
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
-from treegraft.rollout.formats.markup import ParsedStep, Specials, Violation, boxed, clean, normal_answer
-from treegraft.rollout.formats.template import MARK, THINK_CLOSING, THINK_OPENING, Call, ChatTemplate, arguments_of
+from treegraft.rollout.formats.markup import (
+    ParsedStep,
+    Specials,
+    Violation,
+    boxed,
+    clean,
+    normal_answer,
+)
+from treegraft.rollout.formats.template import (
+    MARK,
+    THINK_CLOSING,
+    THINK_OPENING,
+    Call,
+    ChatTemplate,
+    arguments_of,
+)
 
 RETRIEVE = ("<retrieve>", "</retrieve>")
 SHOWN_RESULT = ("<result>", "</result>")
@@ -32,7 +46,8 @@ _PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
 
 
 class ChatFormat:
-    """Steps as turns of a conversation. A turn ends with an end token; `stop` ends one that goes on to write a result itself."""
+    """Steps as turns of a conversation. A turn ends with an end token; `stop` ends one that goes on
+    to write a result itself."""
 
     def __init__(
         self,
@@ -47,13 +62,12 @@ class ChatFormat:
         mentions_retrieval: bool = False,
         template_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Args:
-        system_prompt: None composes one; "" sends none. The template adds the tools.
-        require_think: a turn without <think>...</think> is a violation; without it a thought may also be plain text before a call.
-        require_boxed: an answer without \\boxed{} is a violation.
-        max_context: longest prompt, in tokens; None for no limit.
-        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence token.
-        mentions_retrieval: the composed system prompt says that context may come in retrieve tags; for runs with grafts.
+        """Args: system_prompt: None composes one; "" sends none. The template adds the tools.
+        require_think: a turn without <think>...</think> is a violation; without it a thought may
+        also be plain text before a call. require_boxed: an answer without \\boxed{} is a violation.
+        max_context: longest prompt, in tokens; None for no limit. end_ids: every token that ends a
+        completion; None means the tokenizer's end-of-sequence token. mentions_retrieval: the
+        composed system prompt says that context may come in retrieve tags; for runs with grafts.
         template_options: further variables of the template.
 
         Raises `SettingError` for a template that cannot be appended to, with the reason.
@@ -61,10 +75,14 @@ class ChatFormat:
         self._tokenizer = tokenizer
         self._require_think, self._require_boxed = require_think, require_boxed
         self._max_context = max_context
-        self._end_ids = {i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None}
+        self._end_ids = {
+            i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None
+        }
         self._signatures = {tool.name: signature_of(tool) for tool in tools}
         if system_prompt is None:
-            system_prompt = _system_prompt(bool(tools), require_think, require_boxed, mentions_retrieval)
+            system_prompt = _system_prompt(
+                bool(tools), require_think, require_boxed, mentions_retrieval
+            )
         self._template = ChatTemplate(
             tokenizer,
             [_schema(tool) for tool in tools],
@@ -76,13 +94,25 @@ class ChatFormat:
         dialect = self._dialect = self._template.dialect
         self._foreign_marks = (*RETRIEVE, *SHOWN_RESULT, *sorted(dialect.result_marks))
         """What the agent must not write."""
-        own = {THINK_OPENING, THINK_CLOSING, *MARK.findall(dialect.opening), *MARK.findall(dialect.closing)}
+        own = {
+            THINK_OPENING,
+            THINK_CLOSING,
+            *MARK.findall(dialect.opening),
+            *MARK.findall(dialect.closing),
+        }
         marks = {*dialect.marks, *self._foreign_marks, *own}
-        special = {self._decode([token]) for token in self._end_ids} | set(getattr(tokenizer, "all_special_tokens", ()))
-        # What marks the agent's own calls it may write, even where the tokenizer counts it among its special tokens.
+        special = {self._decode([token]) for token in self._end_ids} | set(
+            getattr(tokenizer, "all_special_tokens", ())
+        )
+        # What marks the agent's own calls it may write, even where the tokenizer counts it among
+        # its special tokens.
         self._specials = Specials(tokenizer, sorted((marks - special) | own), self._end_ids)
-        self._mark = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
-        self._forged = re.compile("|".join(_loosely(mark) for mark in sorted(marks, key=len, reverse=True)), re.IGNORECASE)
+        self._mark = re.compile(
+            "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
+        )
+        self._forged = re.compile(
+            "|".join(_loosely(mark) for mark in sorted(marks, key=len, reverse=True)), re.IGNORECASE
+        )
         self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
         self.final: tuple[str, ...] = ()
         self._check_reading(tools)
@@ -93,30 +123,42 @@ class ChatFormat:
         contents = [StepContent(thought="a", answer="b")]
         for tool in tools[:1]:
             call = ToolCall(tool.name, "a" if self._signatures[tool.name].text_parameter else "{}")
-            contents.append(StepContent(thought=thought, calls=(call,) * (2 if self._dialect.writes_several else 1)))
+            contents.append(
+                StepContent(
+                    thought=thought, calls=(call,) * (2 if self._dialect.writes_several else 1)
+                )
+            )
         for content in contents:
             try:
                 self.render_step(content)
             except ValueError as error:
                 raise SettingError(
-                    f"format.kind is 'chat', but the model's chat template writes what cannot be read back: {error} "
-                    "Name another one with format.chat_template, or set format.kind = 'tags'."
+                    "format.kind is 'chat', but the model's chat template writes what cannot be"
+                    f" read back: {error} Name another one with format.chat_template, or set"
+                    " format.kind = 'tags'."
                 ) from error
 
     # Prompts
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """Returns the tokens of the system prompt, the tools, the question and the opening of the agent's turn.
+        """Returns the tokens of the system prompt, the tools, the question and the opening of the
+        agent's turn.
 
         Raises `DataError` for a question that is too long or that still yields a special token.
         """
         ids = self._encode(self._template.prompt(self._specials.broken(clean(task.question))))
-        if self._specials.count(ids) > self._specials.count(self._encode(self._template.prompt("?"))):
-            raise DataError(f"task '{task.id}': its question turns into a special token of the tokenizer; rephrase it.")
+        if self._specials.count(ids) > self._specials.count(
+            self._encode(self._template.prompt("?"))
+        ):
+            raise DataError(
+                f"task '{task.id}': its question turns into a special token of the tokenizer;"
+                " rephrase it."
+            )
         if self._max_context is not None and len(ids) > self._max_context:
             raise DataError(
-                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is {self._max_context}; drop the task, "
-                "shorten its question or format.system_prompt, or take a model with a longer context."
+                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is"
+                f" {self._max_context}; drop the task, shorten its question or"
+                " format.system_prompt, or take a model with a longer context."
             )
         return tuple(ids)
 
@@ -125,7 +167,8 @@ class ChatFormat:
     def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
         """Returns what one turn says: a thought and calls or an answer, or which rule it broke.
 
-        A turn that ran out of tokens before its end token breaks no rule; `is_complete` is False for it.
+        A turn that ran out of tokens before its end token breaks no rule; `is_complete` is False
+        for it.
         """
         ids = list(token_ids)
         while ids and ids[-1] in self._end_ids:
@@ -169,14 +212,22 @@ class ChatFormat:
         if box is None:
             self._joined("", body)
             return StepContent(thought=thought, answer=normal_answer(body))
-        return StepContent(thought=self._joined(thought, body.rpartition("\\boxed")[0]), answer=normal_answer(box))
+        return StepContent(
+            thought=self._joined(thought, body.rpartition("\\boxed")[0]), answer=normal_answer(box)
+        )
 
     def _joined(self, thought: str, text: str) -> str:
         """The thought with what else was written before a call or an answer."""
         closing = self._dialect.closing
-        for mark in (THINK_OPENING, THINK_CLOSING, *([closing] if closing and self._dialect.opening else [])):
+        for mark in (
+            THINK_OPENING,
+            THINK_CLOSING,
+            *([closing] if closing and self._dialect.opening else []),
+        ):
             if mark in text:
-                raise Violation("a second thought" if mark == THINK_OPENING else f"{mark} out of place")
+                raise Violation(
+                    "a second thought" if mark == THINK_OPENING else f"{mark} out of place"
+                )
         return "\n".join(filter(None, (thought, text.strip())))
 
     def _read_calls(self, text: str) -> tuple[ToolCall, ...]:
@@ -218,21 +269,33 @@ class ChatFormat:
         return ToolCall(name, _json(arguments), problem)
 
     def read_text(self, text: str) -> StepContent | None:
-        """Returns what one whole turn written in the template's marks says, results included; None where it is not one."""
-        ends = [(text.find(end), end) for end in (self._decode([token]) for token in self._end_ids) if end in text]
+        """Returns what one whole turn written in the template's marks says, results included; None
+        where it is not one."""
+        ends = [
+            (text.find(end), end)
+            for end in (self._decode([token]) for token in self._end_ids)
+            if end in text
+        ]
         place, end = min(ends, default=(len(text), ""))
         turn, results = text[:place], text[place + len(end) :]
-        if self._dialect.opens_thought and THINK_CLOSING in turn and not turn.lstrip().startswith(THINK_OPENING):
+        if (
+            self._dialect.opens_thought
+            and THINK_CLOSING in turn
+            and not turn.lstrip().startswith(THINK_OPENING)
+        ):
             turn = THINK_OPENING + turn
         parsed = self._parsed(turn, has_ended=True)
         shown = self._read_results(results, len(parsed.content.calls))
         if not parsed.is_complete or shown is None:
             return None
         content = parsed.content
-        return StepContent(thought=content.thought, calls=content.calls, observations=shown, answer=content.answer)
+        return StepContent(
+            thought=content.thought, calls=content.calls, observations=shown, answer=content.answer
+        )
 
     def _read_results(self, text: str, num: int) -> tuple[Observation, ...] | None:
-        """The results behind a turn, none or one for each call; None for a text that is something else."""
+        """The results behind a turn, none or one for each call; None for a text that is something
+        else."""
         if not text.strip():
             return ()
         if not num:
@@ -240,8 +303,16 @@ class ChatFormat:
         probes = ["zqresult"] * num
         closed, opened = self._template.results(probes, opens=False), self._template.results(probes)
         pattern = r"(.*?)".join(re.escape(piece) for piece in closed.strip().split("zqresult"))
-        found = re.fullmatch(pattern, text.strip().removesuffix(opened.removeprefix(closed).strip()).rstrip(), re.DOTALL)
-        return None if found is None else tuple(Observation(text=self._unquoted(group).strip()) for group in found.groups())
+        found = re.fullmatch(
+            pattern,
+            text.strip().removesuffix(opened.removeprefix(closed).strip()).rstrip(),
+            re.DOTALL,
+        )
+        return (
+            None
+            if found is None
+            else tuple(Observation(text=self._unquoted(group).strip()) for group in found.groups())
+        )
 
     def _unquoted(self, text: str) -> str:
         """A result as it was before the template made a JSON string of it, where it does so."""
@@ -256,28 +327,41 @@ class ChatFormat:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     # What others wrote, and what the agent would have written
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
-        """Returns what follows the agent's turn: the rest of that, the results as tokens, and the opening of its next turn.
+        """Returns what follows the agent's turn: the rest of that, the results as tokens, and the
+        opening of its next turn.
 
         Never raises: what cannot be encoded is replaced.
         """
-        return tuple(self._harmless_ids(lambda safe: self._template.results([safe(one.text) for one in observations])))
+        return tuple(
+            self._harmless_ids(
+                lambda safe: self._template.results([safe(one.text) for one in observations])
+            )
+        )
 
-    def render_graft(self, values: Sequence[str | StepContent], max_tokens: int | None = None) -> tuple[int, ...]:
-        """Returns another agent's steps as tokens, between retrieve tags, at the beginning of the agent's turn. Never raises.
+    def render_graft(
+        self, values: Sequence[str | StepContent], max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Returns another agent's steps as tokens, between retrieve tags, at the beginning of the
+        agent's turn. Never raises.
 
-        All texts are foreign, and none can forge a mark, the end of the retrieved or an end token. A value of plain text stands
-        there as it is.
+        All texts are foreign, and none can forge a mark, the end of the retrieved or an end token.
+        A value of plain text stands there as it is.
 
         Args:
-            max_tokens: what is between the tags is cut from the left to this length in all; None cuts nothing.
+            max_tokens: what is between the tags is cut from the left to this length in all; None
+                cuts nothing.
         """
         opening, closing = self._encode(f"{RETRIEVE[0]}\n"), self._encode(f"\n{RETRIEVE[1]}\n")
-        ids = self._harmless_ids(lambda safe: "\n".join(self._shown(value, safe) for value in values))
+        ids = self._harmless_ids(
+            lambda safe: "\n".join(self._shown(value, safe) for value in values)
+        )
         if max_tokens is not None:
             ids = ids[max(0, len(ids) + len(opening) + len(closing) - max_tokens) :]
         return (*opening, *ids, *closing)
@@ -294,18 +378,26 @@ class ChatFormat:
                 lines.append(safe(f"{call.name}: {call.body.strip()}"))
                 continue
             inner = f'{{"name": "{name}", "arguments": {safe(_json(arguments))}}}'
-            lines.append("\n".join(filter(None, (self._dialect.opening, inner, self._dialect.closing))))
-        lines += [f"{SHOWN_RESULT[0]}\n{safe(one.text)}\n{SHOWN_RESULT[1]}" for one in value.observations]
+            lines.append(
+                "\n".join(filter(None, (self._dialect.opening, inner, self._dialect.closing)))
+            )
+        lines += [
+            f"{SHOWN_RESULT[0]}\n{safe(one.text)}\n{SHOWN_RESULT[1]}" for one in value.observations
+        ]
         if value.answer is not None:
             lines.append(f"\\boxed{{{safe(normal_answer(value.answer))}}}")
         return "\n".join(lines)
 
     def sanitized(self, text: str) -> str:
-        """Returns foreign text with control characters replaced and our marks and special tokens broken by a space."""
-        return self._forged.sub(lambda found: f"{found[0][0]} {found[0][1:]}", self._specials.broken(clean(text)))
+        """Returns foreign text with control characters replaced and our marks and special tokens
+        broken by a space."""
+        return self._forged.sub(
+            lambda found: f"{found[0][0]} {found[0][1:]}", self._specials.broken(clean(text))
+        )
 
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
-        """The tokens of a text with foreign parts, each passed through what `render` is given, so that none forges anything."""
+        """The tokens of a text with foreign parts, each passed through what `render` is given, so
+        that none forges anything."""
         plain = self._encode(render(lambda _: "x"))
         for safe in (self.sanitized, _plain_text, lambda _: WITHHELD):
             ids = self._encode(render(safe))
@@ -315,21 +407,41 @@ class ChatFormat:
 
     def _marks(self, ids: Sequence[int]) -> tuple[list[int], list[str]]:
         """Every special token and every mark of a text, in order."""
-        return [token for token in ids if token in self._specials.ids_with_markup], self._mark.findall(self._decode(ids))
+        return [
+            token for token in ids if token in self._specials.ids_with_markup
+        ], self._mark.findall(self._decode(ids))
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
         """Returns the turn's policy tokens, end token included, then its results as tool tokens.
 
-        Raises `ValueError` for a content that this format cannot say: marks or special tokens in its texts, calls and an answer at
-        once or neither, an unknown tool, several calls where the template knows one a turn, an answer whose braces do not balance.
+        Raises `ValueError` for a content that this format cannot say: marks or special tokens in
+        its texts, calls and an answer at once or neither, an unknown tool, several calls where the
+        template knows one a turn, an answer whose braces do not balance.
         """
         ids = self._encode(self._turn_text(content))
         parsed = self.parse_step(ids)
-        said, answer = parsed.content, None if content.answer is None else normal_answer(clean(content.answer, keep_controls=True))
-        is_same = (said.thought, said.answer) == (clean(content.thought, keep_controls=True).strip(), answer)
-        if parsed.violation is not None or not is_same or not self._same_calls(said.calls, content.calls):
+        said, answer = (
+            parsed.content,
+            (
+                None
+                if content.answer is None
+                else normal_answer(clean(content.answer, keep_controls=True))
+            ),
+        )
+        is_same = (said.thought, said.answer) == (
+            clean(content.thought, keep_controls=True).strip(),
+            answer,
+        )
+        if (
+            parsed.violation is not None
+            or not is_same
+            or not self._same_calls(said.calls, content.calls)
+        ):
             reason = parsed.violation or "it is read back as something else"
-            raise ValueError(f"the turn {self._decode(ids)[:80]!r} cannot be written in the chat template: {reason}.")
+            raise ValueError(
+                f"the turn {self._decode(ids)[:80]!r} cannot be written in the chat template:"
+                f" {reason}."
+            )
         spans: list[Span] = [(tuple(ids), Origin.POLICY)]
         if content.observations:
             spans.append((self.observation_ids(content.observations), Origin.TOOL))
@@ -339,14 +451,19 @@ class ChatFormat:
         thought = clean(content.thought, keep_controls=True).strip()
         if bool(content.calls) == (content.answer is not None):
             answers = "no answer" if content.answer is None else "an answer"
-            raise ValueError(f"a step has calls or an answer; got {len(content.calls)} calls and {answers}.")
+            raise ValueError(
+                f"a step has calls or an answer; got {len(content.calls)} calls and {answers}."
+            )
         if len(content.calls) > 1 and not self._dialect.writes_several:
             raise ValueError(f"the chat template knows one call a turn; got {len(content.calls)}.")
         answer = "" if content.answer is None else self._answer_text(content.answer)
-        return self._template.turn(thought, [self._arguments(call) for call in content.calls], answer)
+        return self._template.turn(
+            thought, [self._arguments(call) for call in content.calls], answer
+        )
 
     def _arguments(self, call: ToolCall) -> Call:
-        """The name and the arguments of a call. Raises ValueError for an unknown tool or a body that is no object."""
+        """The name and the arguments of a call. Raises ValueError for an unknown tool or a body
+        that is no object."""
         signature = self._signatures.get(call.name)
         if signature is None:
             known = ", ".join(self._signatures) or "none"
@@ -356,7 +473,9 @@ class ChatFormat:
         try:
             found = json.loads(call.body)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"the call {call.body[:80]!r} of '{call.name}' is not JSON: {error}.") from error
+            raise ValueError(
+                f"the call {call.body[:80]!r} of '{call.name}' is not JSON: {error}."
+            ) from error
         names = list(signature.schema.get("properties", {}))
         if not isinstance(found, dict):
             if len(names) != 1:
@@ -365,7 +484,9 @@ class ChatFormat:
         return call.name, found
 
     def _same_calls(self, ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
-        return [self._arguments(call) for call in ours] == [self._arguments(call) for call in theirs]
+        return [self._arguments(call) for call in ours] == [
+            self._arguments(call) for call in theirs
+        ]
 
     def _answer_text(self, answer: str) -> str:
         plain = normal_answer(clean(answer, keep_controls=True))
@@ -374,11 +495,14 @@ class ChatFormat:
             return in_box
         if not self._require_boxed and boxed(plain) is None:
             return plain
-        raise ValueError(f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance.")
+        raise ValueError(
+            f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance."
+        )
 
 
 def _split_thought(text: str) -> tuple[str | None, str, bool]:
-    """What stands in think tags at the beginning (None: nothing), what follows, and whether the thought is closed."""
+    """What stands in think tags at the beginning (None: nothing), what follows, and whether the
+    thought is closed."""
     if not text.lstrip().startswith(THINK_OPENING):
         return None, text, True
     inner, closing, body = text.lstrip()[len(THINK_OPENING) :].partition(THINK_CLOSING)
@@ -391,7 +515,11 @@ def _is_call(body: str) -> bool:
         found, _ = _DECODER.raw_decode(body.lstrip())
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and "name" in found and bool({"arguments", "parameters"} & found.keys())
+    return (
+        isinstance(found, dict)
+        and "name" in found
+        and bool({"arguments", "parameters"} & found.keys())
+    )
 
 
 def _json(value: Any) -> str:
@@ -410,22 +538,34 @@ def _loosely(mark: str) -> str:
 
 
 def _schema(tool: Tool) -> dict[str, Any]:
-    function = {"name": tool.name, "description": tool.description, "parameters": dict(signature_of(tool).schema)}
+    function = {
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": dict(signature_of(tool).schema),
+    }
     return {"type": "function", "function": function}
 
 
-def _system_prompt(has_tools: bool, require_think: bool, require_boxed: bool, mentions_retrieval: bool) -> str:
+def _system_prompt(
+    has_tools: bool, require_think: bool, require_boxed: bool, mentions_retrieval: bool
+) -> str:
     """A system prompt; what the tools are the template says."""
     lines = ["Answer the user's question."]
     if require_think:
         lines.append("Begin each turn with your reasoning: <think>...</think>.")
     answer = "the answer in \\boxed{...}" if require_boxed else "the answer"
     if has_tools:
-        lines.append(f"Then either call tools and wait for what they return, or, once you know it, give {answer}.")
+        lines.append(
+            "Then either call tools and wait for what they return, or, once you know it, give"
+            f" {answer}."
+        )
     else:
         lines.append(f"Then give {answer}." if require_think else f"Give {answer}.")
     if require_boxed:
         lines.append("The braces hold the bare answer, nothing else.")
     if mentions_retrieval:
-        lines.append("Extra context, a step of another agent, may come in <retrieve>...</retrieve>; never write that yourself.")
+        lines.append(
+            "Extra context, a step of another agent, may come in <retrieve>...</retrieve>; never"
+            " write that yourself."
+        )
     return "\n".join(lines)

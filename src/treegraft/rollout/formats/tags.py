@@ -1,12 +1,12 @@
 """The papers' format: think, one tag per tool, result, answer with \\boxed{}.
 
-    <think> ... </think> <search> ... </search>      what the agent writes in one step: a thought and one call, or
-    <think> ... </think> <answer>\\boxed{...}</answer>  a thought and the answer, ended by an end-of-sequence token
-    <result> ... </result>                           what comes back after a call; never written by the agent
-    <retrieve> ... </retrieve>                       steps of another agent, shown in the same tags; never written by the agent
+    <think> ... </think> <search> ... </search>         one step: a thought and one call, or
+    <think> ... </think> <answer>\\boxed{...}</answer>  the answer, then end-of-sequence
+    <result> ... </result>                              an observation; never written by the agent
+    <retrieve> ... </retrieve>                          another agent's steps in the same tags
 
-Parsing takes one step at a time, the agent's own tokens only; text from elsewhere is encoded so that it holds no tag of
-ours and no special token.
+Parsing takes one step at a time, the agent's own tokens only; text from elsewhere is encoded so
+that it holds no tag of ours and no special token.
 """
 
 from __future__ import annotations
@@ -64,21 +64,24 @@ class TagsFormat:
         end_ids: Sequence[int] | None = None,
         mentions_retrieval: bool = False,
     ) -> None:
-        """Args:
-        system_prompt: None composes one from the tools; "" sends none.
-        require_think: a step without a thought is a violation.
-        require_boxed: an answer without \\boxed{} is a violation.
-        max_context: longest prompt, in tokens; None for no limit.
-        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence token.
-        mentions_retrieval: the composed system prompt says that context may come in retrieve tags; for runs with grafts.
+        """Args: system_prompt: None composes one from the tools; "" sends none. require_think: a
+        step without a thought is a violation. require_boxed: an answer without \\boxed{} is a
+        violation. max_context: longest prompt, in tokens; None for no limit. end_ids: every token
+        that ends a completion; None means the tokenizer's end-of-sequence token.
+        mentions_retrieval: the composed system prompt says that context may come in retrieve tags;
+        for runs with grafts.
 
         Raises `SettingError` for a tool whose name is no tag or one of the format's own.
         """
         for tool in tools:
-            if not re.fullmatch(r"[a-z_]+", tool.name) or tool.name in (THINK, ANSWER, *NOT_THE_AGENTS):
+            if not re.fullmatch(r"[a-z_]+", tool.name) or tool.name in (
+                THINK,
+                ANSWER,
+                *NOT_THE_AGENTS,
+            ):
                 raise SettingError(
-                    f"tool '{tool.name}' cannot be a tag; a name consists of lower-case letters and underscores and is "
-                    f"none of '{THINK}', '{ANSWER}', '{RESULT}', '{RETRIEVE}'."
+                    f"tool '{tool.name}' cannot be a tag; a name consists of lower-case letters and"
+                    f" underscores and is none of '{THINK}', '{ANSWER}', '{RESULT}', '{RETRIEVE}'."
                 )
         self._tokenizer = tokenizer
         self._tool_names = tuple(tool.name for tool in tools)
@@ -86,14 +89,18 @@ class TagsFormat:
         self._require_think = require_think
         self._require_boxed = require_boxed
         self._max_context = max_context
-        self._end_ids = {i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None}
+        self._end_ids = {
+            i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None
+        }
         names = "|".join(self._names)
         self._tag = re.compile(rf"<(/?)({names})>")
         self._forged = re.compile(rf"<(?=(?:/\s*)?(?:{names})\s*>)", re.IGNORECASE)
         markup = [f"<{slash}{name}>" for name in self._names for slash in ("", "/")]
         self._specials = Specials(tokenizer, markup, self._end_ids)
         if system_prompt is None:
-            system_prompt = system_prompt_for(tools, require_think, require_boxed, mentions_retrieval=mentions_retrieval)
+            system_prompt = system_prompt_for(
+                tools, require_think, require_boxed, mentions_retrieval=mentions_retrieval
+            )
         self._system_prompt = system_prompt
         self.stop: tuple[str, ...] = tuple(f"</{name}>" for name in self._tool_names)
         self.final: tuple[str, ...] = (f"</{ANSWER}>",)
@@ -101,17 +108,22 @@ class TagsFormat:
     # Prompts
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """Returns the tokens of the system prompt, the question and the opening of the agent's turn.
+        """Returns the tokens of the system prompt, the question and the opening of the agent's
+        turn.
 
         Raises `DataError` for a question that is too long or that still yields a special token.
         """
         ids = self._render_prompt(self._specials.broken(clean(task.question)))
         if self._specials.count(ids) > self._specials.count(self._render_prompt("?")):
-            raise DataError(f"task '{task.id}': its question turns into a special token of the tokenizer; rephrase it.")
+            raise DataError(
+                f"task '{task.id}': its question turns into a special token of the tokenizer;"
+                " rephrase it."
+            )
         if self._max_context is not None and len(ids) > self._max_context:
             raise DataError(
-                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is {self._max_context}; drop the task, "
-                "shorten its question or format.system_prompt, or take a model with a longer context."
+                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is"
+                f" {self._max_context}; drop the task, shorten its question or"
+                " format.system_prompt, or take a model with a longer context."
             )
         return tuple(ids)
 
@@ -122,7 +134,9 @@ class TagsFormat:
         else:
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": question})
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     # What the agent wrote
@@ -148,7 +162,11 @@ class TagsFormat:
         if reading.name is not None:
             kept = shortest_prefix(self._decode, ids, text[: reading.end])
             if kept < len(ids):
-                raise Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
+                raise Violation(
+                    "text after the answer"
+                    if reading.name == ANSWER
+                    else "text after the tool call"
+                )
         if any(token in self._specials.ids for token in ids):
             raise Violation("a special token inside the step")
         if reading.name is None and has_ended:
@@ -164,7 +182,8 @@ class TagsFormat:
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
 
     def parse_text(self, text: str) -> ParsedStep:
-        """Returns what one step says that comes as text, from a server or a file; by the rules of `parse_step`.
+        """Returns what one step says that comes as text, from a server or a file; by the rules of
+        `parse_step`.
 
         A call may be followed by its results in their tags, which no sampled step may.
         """
@@ -176,24 +195,44 @@ class TagsFormat:
             if self._specials.broken(text) != text:
                 raise Violation("a special token inside the step")
             content = self._said(reading)
-            shown = list(_results_at(text, reading.end, text.rfind(f"</{RESULT}>"))) if content.calls else []
-            if reading.name is not None and text[shown[-1].end() if shown else reading.end :].strip():
-                raise Violation("text after the answer" if reading.name == ANSWER else "text after the tool call")
+            shown = (
+                list(_results_at(text, reading.end, text.rfind(f"</{RESULT}>")))
+                if content.calls
+                else []
+            )
+            if (
+                reading.name is not None
+                and text[shown[-1].end() if shown else reading.end :].strip()
+            ):
+                raise Violation(
+                    "text after the answer"
+                    if reading.name == ANSWER
+                    else "text after the tool call"
+                )
         except Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
-        return ParsedStep(replace(content, observations=tuple(Observation(text=found[1].strip()) for found in shown)), None)
+        return ParsedStep(
+            replace(
+                content, observations=tuple(Observation(text=found[1].strip()) for found in shown)
+            ),
+            None,
+        )
 
     def read_text(self, text: str) -> StepContent | None:
-        """Returns what one whole step written in our tags says, results included; None where it is not one."""
+        """Returns what one whole step written in our tags says, results included; None where it is
+        not one."""
         parsed = self.parse_text(text)
         return parsed.content if parsed.is_complete else None
 
     def _read(self, text: str, reading: _Reading) -> None:
-        """Fills in `reading` up to the end of the step's action; leaves its name None where the text ends before."""
+        """Fills in `reading` up to the end of the step's action; leaves its name None where the
+        text ends before."""
         position = 0
         while reading.name is None:
             opening = self._tag.search(text, position)
-            self._check_gap(text[position : opening.start() if opening else len(text)], is_last=opening is None)
+            self._check_gap(
+                text[position : opening.start() if opening else len(text)], is_last=opening is None
+            )
             if opening is None:
                 return
             name = opening[2]
@@ -237,12 +276,15 @@ class TagsFormat:
         return normal_answer(body if found is None else found)
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     # What others wrote, and what the agent would have written
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
-        """Returns the results as tokens, each between result tags. Never raises: what cannot be encoded is replaced."""
+        """Returns the results as tokens, each between result tags. Never raises: what cannot be
+        encoded is replaced."""
         ids: list[int] = []
         for observation in observations:
             ids += self._markup_ids(f"\n<{RESULT}>\n")
@@ -250,16 +292,24 @@ class TagsFormat:
             ids += self._markup_ids(f"\n</{RESULT}>\n")
         return tuple(ids)
 
-    def render_graft(self, values: Sequence[str | StepContent], max_tokens: int | None = None) -> tuple[int, ...]:
-        """Returns another agent's steps as tokens, between retrieve tags. Never raises, as `observation_ids` does not.
+    def render_graft(
+        self, values: Sequence[str | StepContent], max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Returns another agent's steps as tokens, between retrieve tags. Never raises, as
+        `observation_ids` does not.
 
-        Their thoughts, calls, results and answers stand in our tags; all texts are foreign, and none can forge a tag, the end
-        of the retrieved or an end token. A value of plain text stands there as it is.
+        Their thoughts, calls, results and answers stand in our tags; all texts are foreign, and
+        none can forge a tag, the end of the retrieved or an end token. A value of plain text stands
+        there as it is.
 
         Args:
-            max_tokens: what is between the tags is cut from the left to this length in all; None cuts nothing.
+            max_tokens: what is between the tags is cut from the left to this length in all; None
+                cuts nothing.
         """
-        opening, closing = self._markup_ids(f"\n<{RETRIEVE}>\n"), self._markup_ids(f"\n</{RETRIEVE}>\n")
+        opening, closing = (
+            self._markup_ids(f"\n<{RETRIEVE}>\n"),
+            self._markup_ids(f"\n</{RETRIEVE}>\n"),
+        )
         ids: list[int] = []
         for number, value in enumerate(values):
             ids += self._markup_ids("\n") if number else []
@@ -281,17 +331,25 @@ class TagsFormat:
         ids += self.observation_ids(content.observations)
         if content.answer is not None:
             ids += self._markup_ids(f"<{ANSWER}>\\boxed{{")
-            ids += [*self._foreign_ids(normal_answer(content.answer)), *self._markup_ids(f"}}</{ANSWER}>")]
+            ids += [
+                *self._foreign_ids(normal_answer(content.answer)),
+                *self._markup_ids(f"}}</{ANSWER}>"),
+            ]
         return ids
 
     def _tagged_ids(self, name: str, text: str) -> list[int]:
-        return [*self._markup_ids(f"<{name}>\n"), *self._foreign_ids(text.strip()), *self._markup_ids(f"\n</{name}>")]
+        return [
+            *self._markup_ids(f"<{name}>\n"),
+            *self._foreign_ids(text.strip()),
+            *self._markup_ids(f"\n</{name}>"),
+        ]
 
     def _markup_ids(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def sanitized(self, text: str) -> str:
-        """Returns foreign text with control characters replaced and our tags and special tokens broken by a space."""
+        """Returns foreign text with control characters replaced and our tags and special tokens
+        broken by a space."""
         return self._forged.sub("< ", self._specials.broken(clean(text)))
 
     def _foreign_ids(self, text: str) -> list[int]:
@@ -309,18 +367,28 @@ class TagsFormat:
         return has_token or self._tag.search(self._decode(ids)) is not None
 
     def _encode_text(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) if text else []
+        return (
+            list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+            if text
+            else []
+        )
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
-        """Returns the step's policy tokens, an end-of-sequence token after an answer, then its results as tool tokens.
+        """Returns the step's policy tokens, an end-of-sequence token after an answer, then its
+        results as tool tokens.
 
-        Raises `ValueError` for a content that this format cannot say: tags or special tokens in its texts, several
-        calls, a call and an answer at once or neither, an unknown tool, an answer whose braces do not balance.
+        Raises `ValueError` for a content that this format cannot say: tags or special tokens in its
+        texts, several calls, a call and an answer at once or neither, an unknown tool, an answer
+        whose braces do not balance.
         """
         text = self._step_text(content)
         ids = self._encode_own(text)
         parsed = self.parse_step(ids)
-        if parsed.violation is not None or not parsed.is_complete or any(i in self._specials.ids for i in ids):
+        if (
+            parsed.violation is not None
+            or not parsed.is_complete
+            or any(i in self._specials.ids for i in ids)
+        ):
             reason = parsed.violation or "it holds a special token or no whole action"
             raise ValueError(f"step {text[:80]!r}: it cannot be written in tags: {reason}.")
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
@@ -333,14 +401,19 @@ class TagsFormat:
     def _encode_own(self, text: str) -> list[int]:
         # Where our tags are special tokens of the tokenizer, splitting those would tear them apart.
         split = not self._specials.is_markup_special
-        return list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split))
+        return list(
+            self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
+        )
 
     def _step_text(self, content: StepContent) -> str:
         texts = [content.thought, content.answer or "", *(call.body for call in content.calls)]
         for text in texts:
             found = self._tag.search(text)
             if found:
-                raise ValueError(f"the text {text[:80]!r} holds the reserved tag {found[0]}; no step can say that.")
+                raise ValueError(
+                    f"the text {text[:80]!r} holds the reserved tag {found[0]}; no step can say"
+                    " that."
+                )
         thought = clean(content.thought, keep_controls=True).strip()
         parts = [f"<{THINK}>\n{thought}\n</{THINK}>"] if thought or self._require_think else []
         if content.answer is not None and not content.calls:
@@ -349,11 +422,17 @@ class TagsFormat:
             call = content.calls[0]
             if call.name not in self._tool_names:
                 known = ", ".join(self._tool_names) or "none"
-                raise ValueError(f"there is no tool '{call.name}' in this format; it knows {known}.")
-            parts.append(f"<{call.name}>\n{clean(call.body, keep_controls=True).strip()}\n</{call.name}>")
+                raise ValueError(
+                    f"there is no tool '{call.name}' in this format; it knows {known}."
+                )
+            parts.append(
+                f"<{call.name}>\n{clean(call.body, keep_controls=True).strip()}\n</{call.name}>"
+            )
         else:
             answers = "no answer" if content.answer is None else "an answer"
-            raise ValueError(f"a step has one call or an answer; got {len(content.calls)} calls and {answers}.")
+            raise ValueError(
+                f"a step has one call or an answer; got {len(content.calls)} calls and {answers}."
+            )
         return "\n".join(parts)
 
     def _answer_text(self, answer: str) -> str:
@@ -363,14 +442,18 @@ class TagsFormat:
             return in_box
         if not self._require_boxed and boxed(plain) is None:
             return plain
-        raise ValueError(f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance.")
+        raise ValueError(
+            f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance."
+        )
 
 
 def read_trajectory(text: str) -> tuple[StepContent, ...]:
-    """Returns the steps of a trajectory that another agent wrote in tags like ours, up to its answer or its last result.
+    """Returns the steps of a trajectory that another agent wrote in tags like ours, up to its
+    answer or its last result.
 
-    More lenient than the format itself, since nothing is scored here: any paired tag that results follow is a tool call, text
-    outside tags belongs to the thought, an answer needs no box, and what stands in retrieve tags was not that agent's.
+    More lenient than the format itself, since nothing is scored here: any paired tag that results
+    follow is a tool call, text outside tags belongs to the thought, an answer needs no box, and
+    what stands in retrieve tags was not that agent's.
 
     Raises:
         ValueError: neither a call with its result nor an answer.
@@ -404,7 +487,10 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
         thought = []
         if name == ANSWER:
             found = boxed(body)
-            return (*steps, StepContent(thought=said, answer=normal_answer(body if found is None else found)))
+            return (
+                *steps,
+                StepContent(thought=said, answer=normal_answer(body if found is None else found)),
+            )
         results = tuple(Observation(text=result[1].strip()) for result in shown)
         steps.append(StepContent(thought=said, calls=(ToolCall(name, body),), observations=results))
     if not steps:
@@ -413,7 +499,8 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
 
 
 def _results_at(text: str, position: int, last: int) -> Iterator[re.Match[str]]:
-    """The result blocks that follow each other from `position` on, white space between them; none begins after `last`."""
+    """The result blocks that follow each other from `position` on, white space between them; none
+    begins after `last`."""
     while position < last and (found := _NEXT_RESULT.match(text, position)):
         yield found
         position = found.end()

@@ -1,10 +1,12 @@
 """A tokenizer's chat template as a text that only grows.
 
-    prompt | the agent's turn, its end token | rest of that turn, results, opening of the next turn | the agent's turn ...
+    prompt | the agent's turn, its end token | rest of that turn, results, opening of the next turn
+    | the agent's turn ...
 
-What the agent samples is never rendered again, so between two of its turns stands the difference of two renderings around a fixed
-dummy turn. Whether that difference exists, and what calls and results look like, is found out once, from conversations of
-probe words; a template without it is refused with the reason.
+What the agent samples is never rendered again, so between two of its turns stands the difference of
+two renderings around a fixed dummy turn. Whether that difference exists, and what calls and results
+look like, is found out once, from conversations of probe words; a template without it is refused
+with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
 MARK = re.compile(r"</?[A-Za-z_][\w.-]*>|<[|\uff5c][^<>\s]+[|\uff5c]>|\[/?[A-Z][A-Z_]+\]")
 """What templates mark turns, calls and results with."""
 
-_TOOL, _PARAMETER, _VALUE, _THOUGHT, _RESULT, _ANSWER = "zqtool", "zqparameter", "zqvalue", "zqthought", "zqresult", "zqanswer"
+_TOOL, _PARAMETER, _VALUE, _THOUGHT, _RESULT, _ANSWER = (
+    "zqtool",
+    "zqparameter",
+    "zqvalue",
+    "zqthought",
+    "zqresult",
+    "zqanswer",
+)
 _DECODER = json.JSONDecoder()
 Call = tuple[str, Mapping[str, Any]]
 """Name and arguments."""
@@ -31,7 +40,8 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a template writes. Dialect(opening="<tool_call>", closing="</tool_call>", writes_several=True)"""
+    """How a template writes. Dialect(opening="<tool_call>", closing="</tool_call>",
+    writes_several=True)"""
 
     opening: str = ""
     """Stands before a call's JSON; empty where that is the whole turn."""
@@ -64,14 +74,13 @@ class ChatTemplate:
         options: Mapping[str, Any] | None = None,
         require_think: bool = True,
     ) -> None:
-        """Args:
-        schemas: of the tools, in the shape of OpenAI's chat completions.
-        end_ids: tokens that end a completion; one of them has to end the agent's turn.
-        system_prompt: "" sends none.
-        options: further variables of the template, such as enable_thinking.
-        require_think: thoughts stand in tags even where the template itself knows none, and must be kept.
+        """Args: schemas: of the tools, in the shape of OpenAI's chat completions. end_ids: tokens
+        that end a completion; one of them has to end the agent's turn. system_prompt: "" sends
+        none. options: further variables of the template, such as enable_thinking. require_think:
+        thoughts stand in tags even where the template itself knows none, and must be kept.
 
-        Raises `SettingError` for a template that cannot be appended to, or that has no place for thoughts, calls or results.
+        Raises `SettingError` for a template that cannot be appended to, or that has no place for
+        thoughts, calls or results.
         """
         self._tokenizer = tokenizer
         self._schemas = [dict(schema) for schema in schemas]
@@ -81,8 +90,9 @@ class ChatTemplate:
         self._ends = [tokenizer.decode([index], skip_special_tokens=False) for index in end_ids]
         if not tokenizer.chat_template:
             raise SettingError(
-                "format.kind is 'chat', but the model's tokenizer has no chat template; name a Jinja file with "
-                "format.chat_template, take an instruction-tuned model, or set format.kind = 'tags'."
+                "format.kind is 'chat', but the model's tokenizer has no chat template; name a"
+                " Jinja file with format.chat_template, take an instruction-tuned model, or set"
+                " format.kind = 'tags'."
             )
         self._source = str(tokenizer.chat_template)
         self.dialect = Dialect(tags_thoughts=require_think or THINK_CLOSING in self._source)
@@ -119,7 +129,8 @@ class ChatTemplate:
         return turn[:end]
 
     def results(self, texts: Sequence[str], *, opens: bool = True) -> str:
-        """Returns what stands between the agent's end token and its next turn: the results, and that turn's opening if `opens`."""
+        """Returns what stands between the agent's end token and its next turn: the results, and
+        that turn's opening if `opens`."""
         start = [*self._start("?"), self._dummy]
         # Rendered anew each time: a template may write the date.
         before = self._render(start)
@@ -130,7 +141,11 @@ class ChatTemplate:
 
     def _agent(self, thought: str, calls: Sequence[Call], answer: str = "") -> Message:
         if self.dialect.tags_thoughts:
-            said = f"{THINK_OPENING}\n{thought}\n{THINK_CLOSING}\n\n" if thought or self._require_think else ""
+            said = (
+                f"{THINK_OPENING}\n{thought}\n{THINK_CLOSING}\n\n"
+                if thought or self._require_think
+                else ""
+            )
         else:
             said = f"{thought}\n\n" if thought and answer else thought
         message: Message = {"role": "assistant", "content": said + answer}
@@ -141,11 +156,14 @@ class ChatTemplate:
     def _render(self, messages: list[Message], *, opens: bool = False) -> str:
         tools = self._schemas or None
         return str(
-            self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=opens, **self._options)
+            self._tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=opens, **self._options
+            )
         )
 
     def _asked(self, messages: list[Message], *, opens: bool = False) -> str:
-        """The rendering; raises ValueError with the reason of a template that refuses, whatever it raises."""
+        """The rendering; raises ValueError with the reason of a template that refuses, whatever it
+        raises."""
         try:
             return self._render(messages, opens=opens)
         except Exception as error:  # a template is a program of the model's makers
@@ -177,7 +195,9 @@ class ChatTemplate:
         """Fixes the dummy turn: with a thought, unless the template has no place for one."""
         for name in (schema["function"]["name"] for schema in self._schemas):
             if name not in self._asked(start, opens=True):
-                raise _refusal(f"it does not show the agent its tools ('{name}' is not in the prompt)")
+                raise _refusal(
+                    f"it does not show the agent its tools ('{name}' is not in the prompt)"
+                )
         self._dummy = self._agent(_THOUGHT, [(_TOOL, {_PARAMETER: _VALUE})])
         try:
             last = self._asked([*start, self._dummy])
@@ -185,12 +205,15 @@ class ChatTemplate:
         except ValueError as error:
             raise _refusal(f"it has no place for tool calls and results: {error}") from error
         if _THOUGHT in last and _THOUGHT not in earlier:
-            raise _refusal("it drops the thoughts of earlier turns, so what the agent wrote would not stay")
+            raise _refusal(
+                "it drops the thoughts of earlier turns, so what the agent wrote would not stay"
+            )
         if _THOUGHT in last:
             return
         if self._require_think:
             raise _refusal(
-                "it drops what stands before a tool call, and format.require_think asks for a thought there; set it to false"
+                "it drops what stands before a tool call, and format.require_think asks for a"
+                " thought there; set it to false"
             )
         self.dialect = replace(self.dialect, keeps_thoughts=False)
         self._dummy = self._agent("", [(_TOOL, {_PARAMETER: _VALUE})])
@@ -199,18 +222,23 @@ class ChatTemplate:
         """Reads off how a call is written."""
         whole = self._asked([*start, self._dummy])
         if not whole.startswith(prompt):
-            raise _refusal("the agent's turn does not continue the prompt, so tokens could not be appended")
+            raise _refusal(
+                "the agent's turn does not continue the prompt, so tokens could not be appended"
+            )
         turn = whole[len(prompt) :]
         if _TOOL not in turn:
             raise _refusal("it leaves out the agent's tool calls")
         place = _find_call(turn)
         if place is None:
-            raise _refusal('it does not write calls as JSON such as {"name": ..., "arguments": {...}}')
+            raise _refusal(
+                'it does not write calls as JSON such as {"name": ..., "arguments": {...}}'
+            )
         end = self._end_of(turn)
         if end is None or end < place[1]:
             raise _refusal(
-                f"it ends the agent's turn with {turn[place[1] :].strip()!r}, which holds none of the tokens that end a completion "
-                f"({', '.join(map(repr, self._ends))}); set the tokenizer's eos_token"
+                f"it ends the agent's turn with {turn[place[1] :].strip()!r}, which holds none of"
+                f" the tokens that end a completion ({', '.join(map(repr, self._ends))}); set the"
+                " tokenizer's eos_token"
             )
         self._rest = turn[end:]
         closing = turn[place[1] : end]
@@ -227,7 +255,10 @@ class ChatTemplate:
 
     def _writes_two(self, start: list[Message]) -> bool:
         calls: list[Call] = [(_TOOL, {_PARAMETER: _VALUE}), (f"{_TOOL}2", {})]
-        dummy = {**self._dummy, "tool_calls": [_call(number, *call) for number, call in enumerate(calls)]}
+        dummy = {
+            **self._dummy,
+            "tool_calls": [_call(number, *call) for number, call in enumerate(calls)],
+        }
         try:
             text = self._asked([*start, dummy])
         except ValueError:
@@ -235,39 +266,62 @@ class ChatTemplate:
         return f'"{_TOOL}2"' in text
 
     def _learn_results(self, start: list[Message]) -> list[Message]:
-        """Checks that results are appended, the same way each time; returns the conversation so far."""
+        """Checks that results are appended, the same way each time; returns the conversation so
+        far."""
         path = [*start, self._dummy]
         texts = [self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)]
         if _RESULT not in texts[1]:
             raise _refusal("it has no place for a tool's result (a message of the role 'tool')")
         if not texts[1].startswith(texts[0]):
-            raise _refusal("it writes earlier turns differently once a tool's result follows, so tokens could not be appended")
+            raise _refusal(
+                "it writes earlier turns differently once a tool's result follows, so tokens could"
+                " not be appended"
+            )
         shown = texts[1][len(texts[0]) :]
         self._check_neutral(path, shown)
         marks = frozenset(MARK.findall(self._rest + shown))
         head, tail = shown.split(_RESULT)[0], shown.split(_RESULT)[-1]
         if not MARK.search(head) or not MARK.search(tail):
-            raise _refusal("plain text alone marks a tool's result, so a result could pass for the agent or the user")
+            raise _refusal(
+                "plain text alone marks a tool's result, so a result could pass for the agent or"
+                " the user"
+            )
         path = [*path, _result(_RESULT), self._dummy]
         second, again = self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)
         # White space may differ: some templates close the last result otherwise than earlier ones.
-        if not _squeezed(second).startswith(_squeezed(texts[1])) or not _squeezed(again).startswith(_squeezed(second)):
-            raise _refusal("it writes earlier results or turns differently once further ones follow")
+        if not _squeezed(second).startswith(_squeezed(texts[1])) or not _squeezed(again).startswith(
+            _squeezed(second)
+        ):
+            raise _refusal(
+                "it writes earlier results or turns differently once further ones follow"
+            )
         if _squeezed(again)[len(_squeezed(second)) :] != _squeezed(shown):
             raise _refusal("it writes a second result otherwise than the first")
-        self.dialect = replace(self.dialect, marks=self.dialect.marks | marks, result_marks=self._result_marks(marks))
+        self.dialect = replace(
+            self.dialect, marks=self.dialect.marks | marks, result_marks=self._result_marks(marks)
+        )
         return [*path[:-1]]
 
     def _result_marks(self, marks: frozenset[str]) -> frozenset[str]:
         special = set(getattr(self._tokenizer, "all_special_tokens", ())) | set(self._ends)
-        return marks - special - {THINK_OPENING, THINK_CLOSING, self.dialect.opening, self.dialect.closing}
+        return (
+            marks
+            - special
+            - {THINK_OPENING, THINK_CLOSING, self.dialect.opening, self.dialect.closing}
+        )
 
     def _check_neutral(self, path: list[Message], shown: str) -> None:
-        """Results must not name the call or the tool that they belong to: the dummy's would stand there."""
+        """Results must not name the call or the tool that they belong to: the dummy's would stand
+        there."""
         for key, value in (("name", "zqother"), ("tool_call_id", "call00077")):
-            other = self._asked([*path, {**_result(_RESULT), key: value}], opens=True)[len(self._asked(path)) :]
+            other = self._asked([*path, {**_result(_RESULT), key: value}], opens=True)[
+                len(self._asked(path)) :
+            ]
             if other != shown:
-                raise _refusal(f"it writes the {key} of each call beside its result, which has to be known before the call is made")
+                raise _refusal(
+                    f"it writes the {key} of each call beside its result, which has to be known"
+                    " before the call is made"
+                )
 
     def _check_answer(self, path: list[Message]) -> None:
         try:
@@ -278,13 +332,24 @@ class ChatTemplate:
         if not _squeezed(whole).startswith(_squeezed(prompt)):
             raise _refusal("it writes earlier turns differently once the answer follows")
         if _ANSWER not in whole or (self._require_think and _THOUGHT not in whole):
-            raise _refusal("it drops the thought before an answer" if _ANSWER in whole else "it drops the agent's answer")
+            raise _refusal(
+                "it drops the thought before an answer"
+                if _ANSWER in whole
+                else "it drops the agent's answer"
+            )
         if self._end_of(whole[whole.index(_ANSWER) :]) is None:
-            raise _refusal(f"no token that ends a completion ({', '.join(map(repr, self._ends))}) ends an answer; set eos_token")
+            raise _refusal(
+                f"no token that ends a completion ({', '.join(map(repr, self._ends))}) ends an"
+                " answer; set eos_token"
+            )
 
 
 def _call(number: int, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {"type": "function", "id": f"call{number:05}", "function": {"name": name, "arguments": dict(arguments)}}
+    return {
+        "type": "function",
+        "id": f"call{number:05}",
+        "function": {"name": name, "arguments": dict(arguments)},
+    }
 
 
 def _result(text: str) -> Message:
@@ -302,13 +367,18 @@ def _find_call(turn: str) -> tuple[int, int] | None:
             value, end = _DECODER.raw_decode(turn, found.start())
         except ValueError:
             continue
-        if isinstance(value, dict) and value.get("name") == _TOOL and arguments_of(value) == {_PARAMETER: _VALUE}:
+        if (
+            isinstance(value, dict)
+            and value.get("name") == _TOOL
+            and arguments_of(value) == {_PARAMETER: _VALUE}
+        ):
             return found.start(), end
     return None
 
 
 def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the arguments of a call's JSON, whichever of the usual names they have; None where they are no object."""
+    """Returns the arguments of a call's JSON, whichever of the usual names they have; None where
+    they are no object."""
     value = call.get("arguments", call.get("parameters", {}))
     if isinstance(value, str):
         try:
@@ -320,6 +390,7 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _refusal(reason: str) -> SettingError:
     return SettingError(
-        f"format.kind is 'chat', but the model's chat template cannot be used by it: {reason}. Expected a template whose text only "
-        "grows from turn to turn. Name another one with format.chat_template, or set format.kind = 'tags'."
+        f"format.kind is 'chat', but the model's chat template cannot be used by it: {reason}."
+        " Expected a template whose text only grows from turn to turn. Name another one with"
+        " format.chat_template, or set format.kind = 'tags'."
     )

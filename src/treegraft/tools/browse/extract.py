@@ -39,7 +39,8 @@ class ExtractPool:
     """Worker processes that read pages; safe for many threads."""
 
     def __init__(self, num_workers: int) -> None:
-        """Starts the first worker in the background, since that takes seconds; others start when needed."""
+        """Starts the first worker in the background, since that takes seconds; others start when
+        needed."""
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
         # None stands for a place whose worker has not been started.
@@ -58,7 +59,9 @@ class ExtractPool:
         try:
             place = self._free.get(timeout=START_DEADLINE_S)
         except queue.Empty:
-            raise ToolUnavailable(f"no process that reads pages became free within {START_DEADLINE_S:.0f} s") from None
+            raise ToolUnavailable(
+                f"no process that reads pages became free within {START_DEADLINE_S:.0f} s"
+            ) from None
         worker: _Worker | None = None
         answer: dict[str, Any] | None = None
         try:
@@ -90,7 +93,9 @@ class ExtractPool:
     def _start(self) -> _Worker:
         worker = _Worker()
         with self._lock:
-            self._workers = {other for other in self._workers if other.process.poll() is None} | {worker}
+            self._workers = {other for other in self._workers if other.process.poll() is None} | {
+                worker
+            }
         return worker
 
 
@@ -112,13 +117,15 @@ class _Worker:
         """Raises `ToolUnavailable` where the worker does not start."""
         if not self._is_ready and self._read_answer(START_DEADLINE_S) != {"ready": True}:
             raise ToolUnavailable(
-                "the process that reads pages did not start; check trafilatura with: "
-                f"{sys.executable} -c 'import trafilatura', or install it: pip install 'treegraft[web]'"
+                "the process that reads pages did not start; check trafilatura with:"
+                f" {sys.executable} -c 'import trafilatura', or install it: pip install"
+                " 'treegraft[web]'"
             )
         self._is_ready = True
 
     def ask(self, page: Page, deadline_s: float) -> dict[str, Any] | None:
-        """Returns the answer; None when it did not come in time or the worker died: it is then of no more use."""
+        """Returns the answer; None when it did not come in time or the worker died: it is then of
+        no more use."""
         request = {
             "kind": page.content_type,
             "charset": page.charset,

@@ -1,7 +1,9 @@
-"""Fetches a page from an address that an agent wrote: with limits, and never from inside one's own network.
+"""Fetches a page from an address that an agent wrote: with limits, and never from inside one's own
+network.
 
-A name is resolved once; every address it has must be a public one, and the connection goes to one of those, so that a name cannot
-point elsewhere between the look and the connection. All of this is done again after each redirect.
+A name is resolved once; every address it has must be a public one, and the connection goes to one
+of those, so that a name cannot point elsewhere between the look and the connection. All of this is
+done again after each redirect.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from treegraft.core.errors import ToolError
 from treegraft.tools.browse.robots import MAX_BYTES as ROBOTS_BYTES
 from treegraft.tools.browse.robots import Robots
 
-CONTENT_TYPES = ("text/html", "application/xhtml+xml", "text/plain", "text/markdown", "application/pdf")
+CONTENT_TYPES = (
+    "text/html",
+    "application/xhtml+xml",
+    "text/plain",
+    "text/markdown",
+    "application/pdf",
+)
 """What can be read as text; a page that does not say is looked at."""
 KEPT_ROBOTS = 1_000
 """Sites whose robots.txt is remembered, for as long as the tool lives."""
@@ -34,7 +42,8 @@ _REDIRECTS = (301, 302, 303, 307, 308)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Page(url="https://example.org/", content_type="text/html", charset=None, body=b"<html>...")"""
+    """Page(url="https://example.org/", content_type="text/html", charset=None,
+    body=b"<html>...")"""
 
     url: str
     """After redirects."""
@@ -45,7 +54,8 @@ class Page:
 
 
 class NotFetched(ToolError):
-    """A page was not fetched: refused, too large, too slow, or not there; the agent may try another."""
+    """A page was not fetched: refused, too large, too slow, or not there; the agent may try
+    another."""
 
 
 class Fetcher:
@@ -76,7 +86,8 @@ class Fetcher:
         """Returns the page behind an http(s) address.
 
         Raises:
-            NotFetched: it is forbidden, not there, too large, of no readable kind, or does not come in time.
+            NotFetched: it is forbidden, not there, too large, of no readable kind, or does not come
+                in time.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -87,7 +98,9 @@ class Fetcher:
     async def _follow(self, url: str) -> Page:
         for _ in range(self._max_redirects + 1):
             if self._respect_robots and not (await self._rules(url)).allows(url):
-                raise NotFetched(f"{url} must not be fetched by programs, says the site's robots.txt")
+                raise NotFetched(
+                    f"{url} must not be fetched by programs, says the site's robots.txt"
+                )
             status, headers, body = await self._get(url, self._max_bytes, _refuse_by_headers)
             if status not in _REDIRECTS or "location" not in headers:
                 return _page(url, status, headers, body)
@@ -110,21 +123,38 @@ class Fetcher:
                 url = _checked(urljoin(url, headers["location"]))
                 continue
             if status >= 500 or status == 429:
-                # RFC 9309, 2.3.1.4: a site that cannot say now is to be left alone now; it is asked again next time.
-                raise NotFetched(f"{url} answered with status {status}, so the site is left alone for now")
-            return Robots.parse(body.decode("utf-8", "replace"), self._agent) if status == 200 else Robots()
+                # RFC 9309, 2.3.1.4: a site that cannot say now is to be left alone now; it is asked
+                # again next time.
+                raise NotFetched(
+                    f"{url} answered with status {status}, so the site is left alone for now"
+                )
+            return (
+                Robots.parse(body.decode("utf-8", "replace"), self._agent)
+                if status == 200
+                else Robots()
+            )
         return Robots()
 
     async def _get(
-        self, url: str, max_bytes: int, refuse: Callable[[str, int, httpx.Headers, int], None] | None
+        self,
+        url: str,
+        max_bytes: int,
+        refuse: Callable[[str, int, httpx.Headers, int], None] | None,
     ) -> tuple[int, httpx.Headers, bytes]:
-        """Returns status, headers and body; beyond the limit a body is an error where `refuse` is given, else cut."""
+        """Returns status, headers and body; beyond the limit a body is an error where `refuse` is
+        given, else cut."""
         parts = urlsplit(url)
         host = parts.hostname or ""
         address = await self._resolve(host, parts.port or (443 if parts.scheme == "https" else 80))
         shown = f"[{address}]" if ":" in address else address
-        target = urlunsplit(parts._replace(netloc=f"{shown}:{parts.port}" if parts.port else shown, fragment=""))
-        headers = {"Host": parts.netloc, "User-Agent": self._user_agent, "Accept-Encoding": "gzip, deflate"}
+        target = urlunsplit(
+            parts._replace(netloc=f"{shown}:{parts.port}" if parts.port else shown, fragment="")
+        )
+        headers = {
+            "Host": parts.netloc,
+            "User-Agent": self._user_agent,
+            "Accept-Encoding": "gzip, deflate",
+        }
         # The certificate is that of the name, although the connection goes to the address.
         extensions = {"sni_hostname": host}
         try:
@@ -143,23 +173,31 @@ class Fetcher:
                         break
                 return response.status_code, response.headers, bytes(body[:max_bytes])
         except (httpx.HTTPError, httpx.InvalidURL, zlib.error) as error:
-            raise NotFetched(f"{url} cannot be fetched: {str(error) or type(error).__name__}") from error
+            raise NotFetched(
+                f"{url} cannot be fetched: {str(error) or type(error).__name__}"
+            ) from error
 
     async def _resolve(self, host: str, port: int) -> str:
         """Returns one address of the host, all of which may be fetched from."""
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            found = await asyncio.get_running_loop().getaddrinfo(
+                host, port, type=socket.SOCK_STREAM
+            )
         except (OSError, UnicodeError) as error:
             raise NotFetched(f"there is no host '{host}': {error}") from error
         addresses = [str(entry[4][0]) for entry in found]
         for address in addresses:
             if not self._allow_private and not is_public(address):
-                raise NotFetched(f"'{host}' is at {address}, which is no public address; such pages are not fetched")
+                raise NotFetched(
+                    f"'{host}' is at {address}, which is no public address; such pages are not"
+                    " fetched"
+                )
         return addresses[0]
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an IP address is one of the public internet, also where it carries another inside."""
+    """Returns whether an IP address is one of the public internet, also where it carries another
+    inside."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -176,24 +214,33 @@ def is_public(address: str) -> bool:
 
 
 def _checked(url: str) -> str:
-    """Returns the address as it can be asked for. Raises `NotFetched` for what is no plain http address."""
+    """Returns the address as it can be asked for. Raises `NotFetched` for what is no plain http
+    address."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
         raise NotFetched(f"'{url:.200}' is no web address: {error}") from error
     if parts.scheme not in ("http", "https") or not host:
-        raise NotFetched(f"'{url:.200}' is no web address; expected one that begins with http:// or https://")
+        raise NotFetched(
+            f"'{url:.200}' is no web address; expected one that begins with http:// or https://"
+        )
     if parts.username is not None or parts.password is not None:
         raise NotFetched("addresses with a user name or password are not fetched")
     if re.search(r"[\x00-\x20\x7f]", url):
-        raise NotFetched(f"'{url[:200]!r}' is no web address: it holds spaces or control characters")
+        raise NotFetched(
+            f"'{url[:200]!r}' is no web address: it holds spaces or control characters"
+        )
     try:
         name = host if ":" in host else host.encode("idna").decode("ascii")
     except UnicodeError as error:
         raise NotFetched(f"there is no host '{host:.200}': {error}") from error
     shown = f"[{name}]" if ":" in name else name
-    return urlunsplit(parts._replace(netloc=f"{shown}:{port}" if port else shown, path=parts.path or "/", fragment=""))
+    return urlunsplit(
+        parts._replace(
+            netloc=f"{shown}:{port}" if port else shown, path=parts.path or "/", fragment=""
+        )
+    )
 
 
 def _refuse_by_headers(url: str, status: int, headers: httpx.Headers, max_bytes: int) -> None:
@@ -204,14 +251,18 @@ def _refuse_by_headers(url: str, status: int, headers: httpx.Headers, max_bytes:
         raise NotFetched(f"{url} answered with status {status}")
     kind, _ = _content_type(headers)
     if kind and kind not in CONTENT_TYPES:
-        raise NotFetched(f"{url} is of type '{kind[:80]}', which cannot be read; expected a page, plain text or a PDF")
+        raise NotFetched(
+            f"{url} is of type '{kind[:80]}', which cannot be read; expected a page, plain text or"
+            " a PDF"
+        )
     length = headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
         raise NotFetched(f"{url} is larger than {max_bytes:,} bytes")
 
 
 async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
-    """Gives the body piece by piece, at most `max_bytes` of one piece: a small file may unpack to a very large one."""
+    """Gives the body piece by piece, at most `max_bytes` of one piece: a small file may unpack to a
+    very large one."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
         raise NotFetched(f"the page is packed as '{encoding[:40]}', which was not asked for")

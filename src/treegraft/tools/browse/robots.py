@@ -24,7 +24,8 @@ class Robots:
 
     @classmethod
     def parse(cls, text: str, agent: str) -> Robots:
-        """Returns the rules for a program: those of the groups that name it, or else of the groups for all.
+        """Returns the rules for a program: those of the groups that name it, or else of the groups
+        for all.
 
         Args:
             agent: the program's name, compared without regard to case.
@@ -41,12 +42,15 @@ class Robots:
         return cls(tuple((own if is_named else general)[:_MAX_RULES]))
 
     def allows(self, url: str) -> bool:
-        """Returns whether the address may be fetched: the longest rule that fits decides, at equal length the one that allows."""
+        """Returns whether the address may be fetched: the longest rule that fits decides, at equal
+        length the one that allows."""
         parts = urlsplit(url)
         path = _normal(parts.path or "/") + (f"?{_normal(parts.query)}" if parts.query else "")
         if path == "/robots.txt":
             return True
-        fitting = [(len(pattern), is_allowed) for is_allowed, pattern in self.rules if _fits(pattern, path)]
+        fitting = [
+            (len(pattern), is_allowed) for is_allowed, pattern in self.rules if _fits(pattern, path)
+        ]
         return max(fitting)[1] if fitting else True
 
 
@@ -74,12 +78,14 @@ def _groups(text: str) -> Iterator[tuple[set[str], list[tuple[bool, str]]]]:
 
 
 def _normal(path: str) -> str:
-    """Returns the path with everything but plain characters as %XX, so that equal paths are equal texts."""
+    """Returns the path with everything but plain characters as %XX, so that equal paths are equal
+    texts."""
     return quote(unquote_to_bytes(path), safe="/*$?&=:@!',;+~()-._")
 
 
 def _fits(pattern: str, path: str) -> bool:
-    """Returns whether the pattern matches from the path's beginning: "*" is any text, "$" the end. Takes linear time."""
+    """Returns whether the pattern matches from the path's beginning: "*" is any text, "$" the end.
+    Takes linear time."""
     is_whole = pattern.endswith("$")
     first, *rest = pattern.removesuffix("$").split("*")
     if not path.startswith(first):

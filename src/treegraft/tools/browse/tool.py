@@ -25,12 +25,13 @@ GAP = "[...]"
 
 
 class BrowseTool:
-    """Fetches a web page or a PDF, reads its text, and shows the passages that match a query best."""
+    """Fetches a web page or a PDF, reads its text, and shows the passages that match a query
+    best."""
 
     name = "browse"
     description = (
-        "Opens a web page or a PDF and shows the passages of it that matter. Write the address, a space, and what you "
-        "are looking for; without that the page's beginning is shown."
+        "Opens a web page or a PDF and shows the passages of it that matter. Write the address, a"
+        " space, and what you are looking for; without that the page's beginning is shown."
     )
     signature = Signature.of_text("page", "The address, a space, and what you are looking for.")
     capability = Capability.STATELESS
@@ -45,7 +46,8 @@ class BrowseTool:
         for package in ("trafilatura", "pypdf"):
             if importlib.util.find_spec(package) is None:
                 raise SettingError(
-                    f"tools.use: 'browse' needs the package '{package}', which is not installed; run: pip install 'treegraft[web]'"
+                    f"tools.use: 'browse' needs the package '{package}', which is not installed;"
+                    " run: pip install 'treegraft[web]'"
                 )
         self._settings = settings
         self._fetcher = Fetcher(
@@ -66,7 +68,8 @@ class BrowseTool:
     async def __call__(self, body: str, task: Task) -> str:
         """Returns title and address on one line, then the best passages in the order of the page.
 
-        Raises `ToolError` for a page that cannot be fetched or read, `ToolUnavailable` where no process can read pages.
+        Raises `ToolError` for a page that cannot be fetched or read, `ToolUnavailable` where no
+        process can read pages.
         """
         url, query = read_call(body)
         page = await self._fetcher.fetch(url)
@@ -105,19 +108,26 @@ def read_call(body: str) -> tuple[str, str]:
             fields = json.loads(text)
             url, query = fields["url"], fields.get("query") or ""
         except (ValueError, RecursionError, KeyError) as error:
-            raise ToolError('browse needs an address, a space and a query, or JSON: {"url": ..., "query": ...}') from error
+            raise ToolError(
+                'browse needs an address, a space and a query, or JSON: {"url": ..., "query": ...}'
+            ) from error
     else:
-        url, _, query = text.partition(" ") if "\n" not in text.partition(" ")[0] else text.partition("\n")
+        url, _, query = (
+            text.partition(" ") if "\n" not in text.partition(" ")[0] else text.partition("\n")
+        )
     url = str(url).strip("<>\"'")
     if not url:
-        raise ToolError("the address is empty; write an address, a space, and what you are looking for")
+        raise ToolError(
+            "the address is empty; write an address, a space, and what you are looking for"
+        )
     if "://" not in url and re.match(r"[\w-]+(\.[\w-]+)+(/|$|:\d)", url):
         url = f"https://{url}"
     return url, " ".join(str(query).split())
 
 
 def cut(text: str, max_chars: int) -> Iterator[str]:
-    """Yields the text in pieces of at most `max_chars` characters, cut at ends of paragraphs, sentences or words."""
+    """Yields the text in pieces of at most `max_chars` characters, cut at ends of paragraphs,
+    sentences or words."""
     piece = ""
     for part in _parts(text, max_chars):
         if piece and len(piece) + 1 + len(part) > max_chars:
@@ -142,7 +152,8 @@ def _parts(text: str, max_chars: int) -> Iterator[str]:
 
 
 def most_relevant(passages: list[str], query: str, num: int) -> list[int]:
-    """Returns which passages match the query best by BM25, ascending; the first ones where none does."""
+    """Returns which passages match the query best by BM25, ascending; the first ones where none
+    does."""
     words = words_of(passages)
     if any(words):
         index = bm25s.BM25(method="lucene", backend="numpy")

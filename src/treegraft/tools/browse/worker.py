@@ -1,7 +1,9 @@
-"""The child process behind `extract`: reads pages, writes their text. Run by file path, never imported.
+"""The child process behind `extract`: reads pages, writes their text. Run by file path, never
+imported.
 
-A request is one line of JSON (kind, charset, url, size, seconds) and the page's bytes; the answer is one line of JSON with title
-and text, or with the reason why there is none. The end of the input ends the process.
+A request is one line of JSON (kind, charset, url, size, seconds) and the page's bytes; the answer
+is one line of JSON with title and text, or with the reason why there is none. The end of the input
+ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import sys
 from typing import Any
 
 MAX_MEMORY_BYTES = 2 << 30
-"""A page may be made so that reading it takes any amount; the limit turns that into an error of this process alone."""
+"""A page may be made so that reading it takes any amount; the limit turns that into an error of
+this process alone."""
 MAX_PDF_PAGES = 200
 
 
@@ -31,7 +34,10 @@ def _read_pdf(body: bytes) -> tuple[str, str]:
 
     reader = PdfReader(io.BytesIO(body))
     title = str(reader.metadata.title or "") if reader.metadata else ""
-    pages = [reader.pages[number].extract_text() for number in range(min(len(reader.pages), MAX_PDF_PAGES))]
+    pages = [
+        reader.pages[number].extract_text()
+        for number in range(min(len(reader.pages), MAX_PDF_PAGES))
+    ]
     return title, "\n\n".join(pages)
 
 
@@ -42,7 +48,9 @@ def _read_html(body: bytes, charset: str | None, url: str) -> tuple[str, str]:
     if charset:
         with contextlib.suppress(LookupError):
             page = body.decode(charset, "replace")
-    found: Any = trafilatura.bare_extraction(page, url=url, favor_recall=True, include_comments=False, with_metadata=True)
+    found: Any = trafilatura.bare_extraction(
+        page, url=url, favor_recall=True, include_comments=False, with_metadata=True
+    )
     title = str(getattr(found, "title", None) or "")
     text = str(getattr(found, "text", None) or "")
     # Pages without an article still have words.
@@ -76,7 +84,8 @@ def main() -> None:
     for line in source:
         request = json.loads(line)
         body = source.read(request["size"])
-        # The parent kills a late worker; should the parent itself be gone, the unhandled alarm ends this process.
+        # The parent kills a late worker; should the parent itself be gone, the unhandled alarm ends
+        # this process.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"])
         try:
             title, text = _read(request, body)

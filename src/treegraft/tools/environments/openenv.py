@@ -1,6 +1,8 @@
-"""Environments of an OpenEnv server, over its WebSocket protocol: one session of the server for each trajectory.
+"""Environments of an OpenEnv server, over its WebSocket protocol: one session of the server for
+each trajectory.
 
-The server runs where it likes, with the package `openenv` and whatever its environment needs; here only `websockets` is needed.
+The server runs where it likes, with the package `openenv` and whatever its environment needs; here
+only `websockets` is needed.
 """
 
 from __future__ import annotations
@@ -54,16 +56,23 @@ class OpenEnvEnvironments:
         """Asks the server what can be done.
 
         Raises:
-            SettingError: the options are wrong, `websockets` is missing, or the server does not answer.
+            SettingError: the options are wrong, `websockets` is missing, or the server does not
+                answer.
         """
         self.options = _options(settings)
         self.name = f"openenv at {self.options.url}"
         if settings.capability == "fork":
-            raise SettingError("environment.capability: got 'fork', but an OpenEnv server copies no sessions; expected 'replay'.")
-        self.capability = Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
+            raise SettingError(
+                "environment.capability: got 'fork', but an OpenEnv server copies no sessions;"
+                " expected 'replay'."
+            )
+        self.capability = (
+            Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
+        )
         scheme = "wss" if self.options.url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
-        # What to send for each tool of ours: the server's name of it, None for the one action without a name.
+        # What to send for each tool of ours: the server's name of it, None for the one action
+        # without a name.
         self.calls: dict[str, str | None] = {}
         self.tools: Sequence[Tool] = [self._tool(*described) for described in self._described()]
 
@@ -72,35 +81,53 @@ class OpenEnvEnvironments:
         return OpenEnvEnvironment(self)
 
     def connection(self) -> Mapping[str, Any]:
-        """Returns what both kinds of connection are opened with; a server on this machine is never asked through a proxy."""
+        """Returns what both kinds of connection are opened with; a server on this machine is never
+        asked through a proxy."""
         is_here = (urlsplit(self.ws_url).hostname or "") in ("localhost", "127.0.0.1", "::1")
-        return {"uri": self.ws_url, "max_size": MAX_MESSAGE, "open_timeout": None, "proxy": None if is_here else True}
+        return {
+            "uri": self.ws_url,
+            "max_size": MAX_MESSAGE,
+            "open_timeout": None,
+            "proxy": None if is_here else True,
+        }
 
     def _described(self) -> list[tuple[str | None, str, Signature]]:
         """The server's name, description and arguments of each tool."""
         try:
             import httpx
 
-            reply = httpx.get(f"{self.options.url.rstrip('/')}/schema", timeout=self.options.timeout_s, trust_env=False)
+            reply = httpx.get(
+                f"{self.options.url.rstrip('/')}/schema",
+                timeout=self.options.timeout_s,
+                trust_env=False,
+            )
             action = reply.raise_for_status().json()["action"]
             if action.get("title") not in _MCP_ACTIONS:
                 return [(None, _told(action), _signature(action))]
             listed = self._listed()
         except ImportError as error:
             raise SettingError(
-                "environment.kind: \"openenv\" needs the package 'websockets'; run: pip install 'treegraft[openenv]'"
+                "environment.kind: \"openenv\" needs the package 'websockets'; run: pip install"
+                " 'treegraft[openenv]'"
             ) from error
         except Exception as error:  # whatever a server that is none answers with
             raise SettingError(
-                f"environment.options: url is '{self.options.url}', where no OpenEnv server answers: {type(error).__name__}: "
-                f"{error}. Start it first, or mend the address."
+                f"environment.options: url is '{self.options.url}', where no OpenEnv server"
+                f" answers: {type(error).__name__}: {error}. Start it first, or mend the address."
             ) from error
         names = [str(one["name"]) for one in listed]
         unknown = sorted(set(self.options.tools) - set(names))
         if unknown:
-            raise SettingError(f"environment.options: tools names {unknown}; the server offers {', '.join(names) or 'none'}.")
+            raise SettingError(
+                f"environment.options: tools names {unknown}; the server offers"
+                f" {', '.join(names) or 'none'}."
+            )
         return [
-            (one["name"], " ".join(str(one.get("description") or f"The tool {one['name']}.").split()), _signature(schema))
+            (
+                one["name"],
+                " ".join(str(one.get("description") or f"The tool {one['name']}.").split()),
+                _signature(schema),
+            )
             for one in listed
             if not self.options.tools or one["name"] in self.options.tools
             for schema in [one.get("input_schema") or one.get("inputSchema") or {}]
@@ -111,13 +138,20 @@ class OpenEnvEnvironments:
 
         with connect(**{**self.connection(), "open_timeout": self.options.timeout_s}) as socket:
             socket.send(json.dumps({"type": "step", "data": {"type": "list_tools"}}))
-            listed: list[dict[str, Any]] = _data(socket.recv(self.options.timeout_s))["observation"]["tools"]
+            listed: list[dict[str, Any]] = _data(socket.recv(self.options.timeout_s))[
+                "observation"
+            ]["tools"]
             return listed
 
-    def _tool(self, own_name: str | None, description: str, signature: Signature) -> EnvironmentTool:
+    def _tool(
+        self, own_name: str | None, description: str, signature: Signature
+    ) -> EnvironmentTool:
         name = tag_of(own_name or self.options.tool)
         if name in self.calls:
-            raise SettingError(f"environment.options: two tools of the server are named '{name}' here; leave one out with tools.")
+            raise SettingError(
+                f"environment.options: two tools of the server are named '{name}' here; leave one"
+                " out with tools."
+            )
         self.calls[name] = own_name
         return EnvironmentTool(name, description, self.capability, signature)
 
@@ -136,22 +170,35 @@ class OpenEnvEnvironment:
         from websockets.asyncio.client import connect
 
         self._socket = await connect(**self._kind.connection())
-        row = {name: value for name, value in row_of(task).items() if name == "seed" or name in task.columns}
-        result = await self._ask({"type": "reset", "data": json.loads(json.dumps(row, default=str)) | self._kind.options.reset})
+        row = {
+            name: value
+            for name, value in row_of(task).items()
+            if name == "seed" or name in task.columns
+        }
+        result = await self._ask(
+            {
+                "type": "reset",
+                "data": json.loads(json.dumps(row, default=str)) | self._kind.options.reset,
+            }
+        )
         return shown(result["observation"])
 
     async def call(self, name: str, body: str, task: Task) -> str:
         """Returns the observation of one step.
 
-        Raises `ToolError` for an action that the server refuses and after the end of the episode, `ToolUnavailable` for a server
-        that is gone.
+        Raises `ToolError` for an action that the server refuses and after the end of the episode,
+        `ToolUnavailable` for a server that is gone.
         """
         if self._is_over:
             raise ToolError(_OVER)
         tool = next(tool for tool in self._kind.tools if tool.name == name)
         arguments = _arguments(body, signature_of(tool))
         own_name = self._kind.calls[name]
-        action = arguments if own_name is None else {"type": "call_tool", "tool_name": own_name, "arguments": arguments}
+        action = (
+            arguments
+            if own_name is None
+            else {"type": "call_tool", "tool_name": own_name, "arguments": arguments}
+        )
         result = await self._ask({"type": "step", "data": action})
         if result.get("reward") is not None:
             self._rewards.append(float(result["reward"]))
@@ -176,7 +223,9 @@ class OpenEnvEnvironment:
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with suppress(ConnectionClosed):  # a server that refuses a session says why before it closes
+        with suppress(
+            ConnectionClosed
+        ):  # a server that refuses a session says why before it closes
             await self._socket.send(json.dumps(message))
         try:
             return _data(await self._socket.recv())
@@ -185,7 +234,8 @@ class OpenEnvEnvironment:
 
 
 def shown(observation: Mapping[str, Any]) -> str:
-    """Returns an observation as text: the one text in it, else JSON; without what OpenEnv calls metadata.
+    """Returns an observation as text: the one text in it, else JSON; without what OpenEnv calls
+    metadata.
 
     Raises `ToolError` where it says that a tool failed.
     """
@@ -193,7 +243,11 @@ def shown(observation: Mapping[str, Any]) -> str:
         if observation.get("error"):
             raise ToolError(str(observation["error"].get("message") or observation["error"]))
         return _result_text(observation["result"])
-    fields = {name: value for name, value in observation.items() if name != "metadata" and value not in (None, "")}
+    fields = {
+        name: value
+        for name, value in observation.items()
+        if name != "metadata" and value not in (None, "")
+    }
     if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
         return text
     return json.dumps(fields, ensure_ascii=False) if fields else ""
@@ -211,17 +265,23 @@ def _result_text(result: Any) -> str:
 
 
 def _data(message: str | bytes) -> dict[str, Any]:
-    """The body of a server's message. Raises `ToolError` for what the agent did wrong, `ToolUnavailable` for other errors."""
+    """The body of a server's message. Raises `ToolError` for what the agent did wrong,
+    `ToolUnavailable` for other errors."""
     reply = json.loads(message)
     data: dict[str, Any] = reply.get("data") or {}
     if reply.get("type") != "error":
         return data
     text = str(data.get("message") or data)
     if data.get("code") in _AGENTS_FAULT:
-        faults = [f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}" for one in data.get("errors") or ()]
+        faults = [
+            f"{'.'.join(map(str, one.get('loc', ())))}: {one.get('msg')}"
+            for one in data.get("errors") or ()
+        ]
         raise ToolError("; ".join([text, *faults]))
     if data.get("code") == "CAPACITY_REACHED":
-        text += "; raise its max_concurrent_envs, or lower rollout.max_live_trees or explore.num_leaves"
+        text += (
+            "; raise its max_concurrent_envs, or lower rollout.max_live_trees or explore.num_leaves"
+        )
     raise ToolUnavailable(f"the OpenEnv server says {data.get('code')}: {text}")
 
 
@@ -229,17 +289,28 @@ def _options(settings: EnvironmentSettings) -> OpenEnvOptions:
     try:
         return OpenEnvOptions(**settings.options)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
+        faults = "; ".join(
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+            for one in error.errors(include_url=False)
+        )
         known = ", ".join(OpenEnvOptions.model_fields)
-        raise SettingError(f'environment.options: for "openenv": {faults}. It takes {known}.') from error
+        raise SettingError(
+            f'environment.options: for "openenv": {faults}. It takes {known}.'
+        ) from error
 
 
 def _signature(schema: Mapping[str, Any]) -> Signature:
     """The arguments that an agent gives: without what OpenEnv itself fills in."""
-    properties = {name: one for name, one in (schema.get("properties") or {}).items() if name not in ("metadata", "type")}
+    properties = {
+        name: one
+        for name, one in (schema.get("properties") or {}).items()
+        if name not in ("metadata", "type")
+    }
     required = [name for name in schema.get("required") or [] if name in properties]
     definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
-    return signature_from({"type": "object", "properties": properties, "required": required, **definitions})
+    return signature_from(
+        {"type": "object", "properties": properties, "required": required, **definitions}
+    )
 
 
 def _told(schema: Mapping[str, Any]) -> str:
@@ -253,7 +324,9 @@ def _arguments(body: str, signature: Signature) -> dict[str, Any]:
     try:
         arguments = json.loads(body) if body.strip() else {}
     except (ValueError, RecursionError) as error:
-        raise ToolError(f"a JSON object of the arguments is needed; this is not JSON: {error}") from None
+        raise ToolError(
+            f"a JSON object of the arguments is needed; this is not JSON: {error}"
+        ) from None
     if not isinstance(arguments, dict):
         raise ToolError(f"a JSON object of the arguments is needed; got {type(arguments).__name__}")
     return arguments

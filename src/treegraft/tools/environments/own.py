@@ -25,12 +25,21 @@ class EnvironmentTool:
 
     cacheable = False
 
-    def __init__(self, name: str, description: str, capability: Capability, signature: Signature) -> None:
-        self.name, self.description, self.capability, self.signature = name, description, capability, signature
+    def __init__(
+        self, name: str, description: str, capability: Capability, signature: Signature
+    ) -> None:
+        self.name, self.description, self.capability, self.signature = (
+            name,
+            description,
+            capability,
+            signature,
+        )
 
     async def __call__(self, body: str, task: Task) -> str:
         """Raises `ToolUnavailable`: which environment is meant is known to a session alone."""
-        raise ToolUnavailable(f"'{self.name}' acts in an environment; it is called through a session of the tool box")
+        raise ToolUnavailable(
+            f"'{self.name}' acts in an environment; it is called through a session of the tool box"
+        )
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -40,22 +49,29 @@ class ClassEnvironments:
     """Environments that are objects of one class."""
 
     def __init__(self, made: type, name: str, settings: EnvironmentSettings) -> None:
-        """Raises `SettingError` for a class that is no environment, or whose methods make no tools."""
+        """Raises `SettingError` for a class that is no environment, or whose methods make no
+        tools."""
         if not callable(getattr(made, "reset", None)):
             raise SettingError(
-                f"environment.kind: '{name}' has no method reset; expected reset(**row), public methods as tools, and get_reward()."
+                f"environment.kind: '{name}' has no method reset; expected reset(**row), public"
+                " methods as tools, and get_reward()."
             )
         self.name = name
         self.made, self.options = made, settings.options
         self.capability = capability_of(made, name, settings)
         self.has_reward = callable(getattr(made, "get_reward", None))
-        self.methods = {tool.name: tool for tool in (FunctionTool(method, is_method=True) for method in _tool_methods(made))}
+        self.methods = {
+            tool.name: tool
+            for tool in (FunctionTool(method, is_method=True) for method in _tool_methods(made))
+        }
         if not self.methods:
             raise SettingError(
-                f"environment.kind: '{name}' has no public method beside {', '.join(sorted(NO_TOOLS))}, so no tools."
+                f"environment.kind: '{name}' has no public method beside"
+                f" {', '.join(sorted(NO_TOOLS))}, so no tools."
             )
         self.tools: Sequence[Tool] = [
-            EnvironmentTool(tool.name, tool.description, self.capability, tool.signature) for tool in self.methods.values()
+            EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
+            for tool in self.methods.values()
         ]
         _check_options(made, name, settings.options)
 
@@ -79,8 +95,11 @@ class ClassEnvironment:
         return "" if first is None else str(first)
 
     async def call(self, name: str, body: str, task: Task) -> Any:
-        """Returns what the method returns. Raises `ToolError` for a body that does not fit, and whatever the method raises."""
-        return await self._kind.methods[name].bound_to(getattr(self._object, name), self._thread.run)(body, task)
+        """Returns what the method returns. Raises `ToolError` for a body that does not fit, and
+        whatever the method raises."""
+        return await self._kind.methods[name].bound_to(
+            getattr(self._object, name), self._thread.run
+        )(body, task)
 
     async def reward(self) -> Any:
         """Returns what get_reward returns; None where there is no such method."""
@@ -89,9 +108,16 @@ class ClassEnvironment:
     async def fork(self) -> ClassEnvironment:
         """Returns what the object's own fork returns, else a deep copy."""
         own = getattr(self._object, "fork", None)
-        made = await (self._run(own) if own is not None else self._thread.run(lambda: copy.deepcopy(self._object)))
+        made = await (
+            self._run(own)
+            if own is not None
+            else self._thread.run(lambda: copy.deepcopy(self._object))
+        )
         if made is self._object or not isinstance(made, Environment):
-            raise ToolUnavailable(f"environment '{self._kind.name}': fork() returned {made!r:.80}, expected a further environment")
+            raise ToolUnavailable(
+                f"environment '{self._kind.name}': fork() returned {made!r:.80}, expected a further"
+                " environment"
+            )
         return ClassEnvironment(self._kind, made)
 
     async def close(self) -> None:
@@ -102,25 +128,36 @@ class ClassEnvironment:
         self._thread.end()
 
     async def _run(self, call: Callable[[], Any], method: Any = None) -> Any:
-        result = call() if inspect.iscoroutinefunction(method or call) else await self._thread.run(call)
+        result = (
+            call() if inspect.iscoroutinefunction(method or call) else await self._thread.run(call)
+        )
         return await result if inspect.isawaitable(result) else result
 
 
 def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capability:
-    """Returns what the settings say, else what the class declares, else fork where it has that method, else none."""
+    """Returns what the settings say, else what the class declares, else fork where it has that
+    method, else none."""
     if settings.capability != "auto":
         return Capability(settings.capability)
     declared = getattr(made, "capability", None)
     if declared is None:
         return Capability.FORK if callable(getattr(made, "fork", None)) else Capability.NONE
     if declared not in (Capability.FORK, Capability.REPLAY, Capability.NONE):
-        raise SettingError(f"environment.kind: '{name}' declares capability {declared!r}; expected 'fork', 'replay' or 'none'.")
+        raise SettingError(
+            f"environment.kind: '{name}' declares capability {declared!r}; expected 'fork',"
+            " 'replay' or 'none'."
+        )
     return Capability(declared)
 
 
 def row_of(task: Task) -> dict[str, Any]:
-    """Returns what reset is told of a task; its own columns count more than what we add, the question most."""
-    added = {"reference": list(task.reference), "task_id": task.id, "seed": keyed_int("environment", task.id) % 2**31}
+    """Returns what reset is told of a task; its own columns count more than what we add, the
+    question most."""
+    added = {
+        "reference": list(task.reference),
+        "task_id": task.id,
+        "seed": keyed_int("environment", task.id) % 2**31,
+    }
     return added | dict(task.columns) | {"question": task.question, "prompt": task.question}
 
 
@@ -129,11 +166,14 @@ def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, 
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(row)
-    return {parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row}
+    return {
+        parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row
+    }
 
 
 def _tool_methods(made: type) -> list[Callable[..., Any]]:
-    """The public functions of a class and its parents, in the order of their definition, the class's own last."""
+    """The public functions of a class and its parents, in the order of their definition, the
+    class's own last."""
     found: dict[str, Callable[..., Any]] = {}
     for parent in reversed(made.__mro__):
         for name, value in vars(parent).items():
@@ -150,6 +190,8 @@ def _check_options(made: type, name: str, options: Mapping[str, Any]) -> None:
         inspect.signature(made).bind(**options)
     except TypeError as error:
         shown = json.dumps(options, default=str)
-        raise SettingError(f"environment.options: '{name}' cannot be made with {shown}: {error}.") from error
+        raise SettingError(
+            f"environment.options: '{name}' cannot be made with {shown}: {error}."
+        ) from error
     except ValueError:  # a class written in C says nothing of its arguments
         return

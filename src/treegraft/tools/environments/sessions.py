@@ -1,8 +1,10 @@
-"""Sessions with an environment: its state moves with a trajectory's calls, and can be had again where a branch opens.
+"""Sessions with an environment: its state moves with a trajectory's calls, and can be had again
+where a branch opens.
 
-A point of an environment that can fork holds a copy, made before the next call changes the state; the last branch of a point takes
-the copy itself. A point of one that replays holds the calls so far; a branch makes them again on a fresh environment and compares
-each whole result with what was seen. How often that happens is a function of the tree alone, never of timing.
+A point of an environment that can fork holds a copy, made before the next call changes the state;
+the last branch of a point takes the copy itself. A point of one that replays holds the calls so
+far; a branch makes them again on a fresh environment and compares each whole result with what was
+seen. How often that happens is a function of the tree alone, never of timing.
 """
 
 from __future__ import annotations
@@ -76,7 +78,9 @@ class Environments:
                 self.leave_behind(run)
         try:
             if not run.done():
-                raise ToolUnavailable(f"no end within environment.deadline_s = {self.settings.deadline_s:g} s")
+                raise ToolUnavailable(
+                    f"no end within environment.deadline_s = {self.settings.deadline_s:g} s"
+                )
             return run.result()
         except (Exception, asyncio.CancelledError) as error:
             self.usage.num_failures += 1
@@ -92,7 +96,11 @@ class Environments:
     def _forget(self, run: asyncio.Task[Any]) -> None:
         self.left_behind.discard(run)
         if not run.cancelled() and run.exception() is not None:
-            _log.info("environment '%s': what was left behind ended with %s", self.kind.name, describe(run.exception()))
+            _log.info(
+                "environment '%s': what was left behind ended with %s",
+                self.kind.name,
+                describe(run.exception()),
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +122,8 @@ class _Recorded:
     def __init__(self, name: str, live: LiveEnvironment, capability: Capability) -> None:
         self.name, self.capability, self._live = name, capability, live
         self.outcome: str | None = None
-        """The whole result, or the error that the agent made; None while the call has not ended by itself."""
+        """The whole result, or the error that the agent made; None while the call has not ended by
+        itself."""
 
     async def __call__(self, body: str, task: Task) -> str:
         try:
@@ -137,7 +146,11 @@ class _Recorded:
         """Returns what was done; None where nobody knows."""
         if self.outcome is None:
             return None
-        return _Action(call, hashlib.sha256(self.outcome.encode("utf-8", "surrogatepass")).hexdigest(), self.outcome[:80])
+        return _Action(
+            call,
+            hashlib.sha256(self.outcome.encode("utf-8", "surrogatepass")).hexdigest(),
+            self.outcome[:80],
+        )
 
 
 class EnvironmentSessions(Sessions):
@@ -156,9 +169,11 @@ class EnvironmentSessions(Sessions):
         self._closing: set[asyncio.Task[None]] = set()
 
     async def prepare(self, num: int) -> Task:
-        """Begins `num` trajectories at once, and returns the task with what the first one that began was told.
+        """Begins `num` trajectories at once, and returns the task with what the first one that
+        began was told.
 
-        All trajectories of a tree have one prompt, so an environment that begins otherwise is refused when it is opened.
+        All trajectories of a tree have one prompt, so an environment that begins otherwise is
+        refused when it is opened.
         """
         self._begun = [asyncio.create_task(self.begin()) for _ in range(num)]
         for begun in self._begun:
@@ -172,7 +187,8 @@ class EnvironmentSessions(Sessions):
         return self.task
 
     def start(self, ordinal: int) -> Point:
-        """Returns where the first-level rollout of this ordinal begins: one begun already, or a fresh one."""
+        """Returns where the first-level rollout of this ordinal begins: one begun already, or a
+        fresh one."""
         return _Beginning(self, self._begun[ordinal] if ordinal < len(self._begun) else None)
 
     def refuse(self, reason: str) -> None:
@@ -191,14 +207,16 @@ class EnvironmentSessions(Sessions):
             raise
 
     def check_first(self, first: str) -> None:
-        """Raises `ToolUnavailable` for a beginning that another trajectory of this tree did not have, or a refused one."""
+        """Raises `ToolUnavailable` for a beginning that another trajectory of this tree did not
+        have, or a refused one."""
         if self._refusal is not None:
             raise ToolUnavailable(self._refusal)
         if first != self._first:
             self.all.usage.num_mismatches += 1
             raise ToolUnavailable(
-                f"environment '{self.kind.name}': reset gave {first!r:.80}, but {self._first!r:.80} for the tree's first "
-                "trajectory; expected a beginning that depends on the row alone."
+                f"environment '{self.kind.name}': reset gave {first!r:.80}, but {self._first!r:.80}"
+                " for the tree's first trajectory; expected a beginning that depends on the row"
+                " alone."
             )
 
     async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
@@ -234,8 +252,14 @@ class EnvironmentSessions(Sessions):
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Closes all environments of the tree; those that do not end in time are left behind, with a warning."""
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Closes all environments of the tree; those that do not end in time are left behind, with
+        a warning."""
         for begun in self._begun:
             begun.cancel()
         await asyncio.gather(*self._begun, return_exceptions=True)
@@ -243,7 +267,12 @@ class EnvironmentSessions(Sessions):
             async with asyncio.timeout(min(CLOSE_S, self.all.settings.deadline_s)):
                 await self._close_all()
         except TimeoutError:
-            _log.warning("environment '%s': %d did not close within %g s", self.kind.name, len(self._closing), CLOSE_S)
+            _log.warning(
+                "environment '%s': %d did not close within %g s",
+                self.kind.name,
+                len(self._closing),
+                CLOSE_S,
+            )
         finally:
             for task in list(self._closing):
                 self.all.left_behind.add(task)
@@ -271,7 +300,9 @@ async def _outcome(making: asyncio.Task[T]) -> T:
 class EnvironmentSession(Session):
     """One trajectory in its environment."""
 
-    def __init__(self, owner: EnvironmentSessions, live: LiveEnvironment, history: Sequence[_Action] = ()) -> None:
+    def __init__(
+        self, owner: EnvironmentSessions, live: LiveEnvironment, history: Sequence[_Action] = ()
+    ) -> None:
         super().__init__(owner.runner, owner.task)
         self.owner, self.live, self.history = owner, live, tuple(history)
         self.lock = asyncio.Lock()
@@ -281,7 +312,8 @@ class EnvironmentSession(Session):
 
     @property
     def can_branch(self) -> bool:
-        """Whether the state can be had again: never past `environment.max_replay_calls` where that takes a replay."""
+        """Whether the state can be had again: never past `environment.max_replay_calls` where that
+        takes a replay."""
         if self.owner.kind.capability is Capability.REPLAY:
             return len(self.history) <= self.owner.all.settings.max_replay_calls
         return self.owner.kind.capability is Capability.FORK
@@ -289,7 +321,8 @@ class EnvironmentSession(Session):
     async def call(self, call: ToolCall) -> Observation:
         """Returns the result of a call.
 
-        Raises `ToolUnavailable` where the environment does not end the call, since its state is then unknown.
+        Raises `ToolUnavailable` where the environment does not end the call, since its state is
+        then unknown.
         """
         if call.name not in self.owner.names or call.problem is not None:
             return await super().call(call)
@@ -300,7 +333,9 @@ class EnvironmentSession(Session):
             try:
                 observation = await self._runner.call(call, self._task, instead=run)
             except BaseException as error:
-                self._broken = f"environment '{self.owner.kind.name}': {call.name}: {describe(error)}"
+                self._broken = (
+                    f"environment '{self.owner.kind.name}': {call.name}: {describe(error)}"
+                )
                 raise
             self._add(call, run)
             return observation
@@ -316,9 +351,10 @@ class EnvironmentSession(Session):
             if self.history[-1].digest != action.digest:
                 usage.num_mismatches += 1
                 raise ToolUnavailable(
-                    f"environment '{name}': replayed call {number} of {len(actions)}, {action.call.name} "
-                    f"{action.call.body!r:.80}, gave {run.outcome!r:.80}, but {action.begins!r} the first time; expected equal "
-                    "results of equal calls. Make it repeatable, or give it fork()."
+                    f"environment '{name}': replayed call {number} of {len(actions)},"
+                    f" {action.call.name} {action.call.body!r:.80}, gave {run.outcome!r:.80}, but"
+                    f" {action.begins!r} the first time; expected equal results of equal calls."
+                    " Make it repeatable, or give it fork()."
                 )
 
     def mark(self) -> Point:
@@ -339,10 +375,14 @@ class EnvironmentSession(Session):
             self._points.pop(0)
 
     async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
-        """Returns a session in which another agent's calls have been made with the very results that it saw; None otherwise."""
+        """Returns a session in which another agent's calls have been made with the very results
+        that it saw; None otherwise."""
         steps = [value for value in values if isinstance(value, StepContent)]
         told = [
-            pair for step in steps for pair in zip(step.calls, step.observations, strict=False) if pair[0].name in self.owner.names
+            pair
+            for step in steps
+            for pair in zip(step.calls, step.observations, strict=False)
+            if pair[0].name in self.owner.names
         ]
         num_calls = sum(call.name in self.owner.names for step in steps for call in step.calls)
         is_known = len(steps) == len(values) and num_calls == len(told)
@@ -367,7 +407,8 @@ class EnvironmentSession(Session):
         return trial
 
     async def reward(self) -> float | None:
-        """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for what is no finite number."""
+        """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for what is
+        no finite number."""
         if not self.owner.kind.has_reward:
             return None
         async with self.lock:
@@ -383,7 +424,8 @@ class EnvironmentSession(Session):
         if not math.isfinite(number):
             self.owner.all.usage.num_failures += 1
             raise ToolUnavailable(
-                f"environment '{self.owner.kind.name}': get_reward returned {value!r:.80}, expected a finite number or None"
+                f"environment '{self.owner.kind.name}': get_reward returned {value!r:.80}, expected"
+                " a finite number or None"
             )
         return number
 
@@ -403,7 +445,8 @@ class EnvironmentSession(Session):
         if action is None:
             self.owner.all.usage.num_failures += 1
             self._broken = (
-                f"environment '{self.owner.kind.name}': {call.name} did not end within tools.deadline_s, so its state is not known"
+                f"environment '{self.owner.kind.name}': {call.name} did not end within"
+                " tools.deadline_s, so its state is not known"
             )
             raise ToolUnavailable(self._broken)
         self.history = (*self.history, action)
@@ -416,7 +459,9 @@ class EnvironmentSession(Session):
 class _Beginning:
     """Where a first-level rollout begins."""
 
-    def __init__(self, owner: EnvironmentSessions, begun: asyncio.Task[tuple[LiveEnvironment, str]] | None) -> None:
+    def __init__(
+        self, owner: EnvironmentSessions, begun: asyncio.Task[tuple[LiveEnvironment, str]] | None
+    ) -> None:
         self._owner, self._begun = owner, begun
 
     def reserve(self, num: int) -> None: ...

@@ -1,7 +1,9 @@
-"""Environments of the package verifiers (its v1) in which one agent talks with a game or a simulated user.
+"""Environments of the package verifiers (its v1) in which one agent talks with a game or a
+simulated user.
 
-Such an environment runs itself and asks its agent for one message after another. Here its agent is a seat that waits for what the
-trajectory says through a tool. All of them live in one thread with an event loop of its own, since games may block theirs.
+Such an environment runs itself and asks its agent for one message after another. Here its agent is
+a seat that waits for what the trajectory says through a tool. All of them live in one thread with
+an event loop of its own, since games may block theirs.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class VerifiersOptions(Settings):
     """What `environment.options` holds for "verifiers", and `tasks.options` for its tasks."""
 
     taskset: str
-    """The taskset's id: one that comes with verifiers, such as "textarena", or a package that holds one."""
+    """The taskset's id: one that comes with verifiers, such as "textarena", or a package that holds
+    one."""
     settings: dict[str, Any] = Field(default_factory=dict)
     """The taskset's own settings, such as {game = "Wordle-v0"}."""
     env: str = ""
@@ -49,17 +52,25 @@ class VerifiersEnvironments:
     has_reward = True
 
     def __init__(self, settings: EnvironmentSettings) -> None:
-        """Raises `SettingError` for wrong options, a missing package, and environments that no seat can play."""
+        """Raises `SettingError` for wrong options, a missing package, and environments that no seat
+        can play."""
         options = _options(settings.options, "environment.options")
         self.name = f"verifiers {options.taskset}"
         if settings.capability == "fork":
-            raise SettingError("environment.capability: got 'fork', but a running episode cannot be copied; expected 'replay'.")
-        self.capability = Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
+            raise SettingError(
+                "environment.capability: got 'fork', but a running episode cannot be copied;"
+                " expected 'replay'."
+            )
+        self.capability = (
+            Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
+        )
         self.env = load_environment(options, "environment.options")
         self.agents = _playable(self.env, options.taskset)
         self.tool = tag_of(options.tool)
         description = "Sends your next message or move, and returns the reply."
-        self.tools: Sequence[Tool] = [EnvironmentTool(self.tool, description, self.capability, Signature.of_text("message"))]
+        self.tools: Sequence[Tool] = [
+            EnvironmentTool(self.tool, description, self.capability, Signature.of_text("message"))
+        ]
         self._tasks: dict[int, Any] = {}
         self._rest: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -69,13 +80,16 @@ class VerifiersEnvironments:
         return VerifiersEnvironment(self)
 
     def task(self, index: int) -> Any:
-        """Returns the taskset's own task of this index. Raises `ToolUnavailable` where it has fewer."""
+        """Returns the taskset's own task of this index. Raises `ToolUnavailable` where it has
+        fewer."""
         if self._rest is None:
             self._rest = enumerate(iter(self.env.taskset))
         while index not in self._tasks:
             number, task = next(self._rest, (-1, None))
             if task is None:
-                raise ToolUnavailable(f"{self.name} has {len(self._tasks)} tasks; got the index {index}")
+                raise ToolUnavailable(
+                    f"{self.name} has {len(self._tasks)} tasks; got the index {index}"
+                )
             self._tasks[number] = task
         return self._tasks[index]
 
@@ -83,7 +97,9 @@ class VerifiersEnvironments:
         """Returns what `work` comes to in the environments' own thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=self._loop.run_forever, daemon=True, name="treegraft-verifiers").start()
+            threading.Thread(
+                target=self._loop.run_forever, daemon=True, name="treegraft-verifiers"
+            ).start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
 
@@ -96,16 +112,19 @@ class VerifiersEnvironment:
         self._run: asyncio.Task[None] | None = None
 
     async def reset(self, task: Task) -> str:
-        """Begins the episode that the task names; returns what it says first, beside the prompt that is the question already."""
+        """Begins the episode that the task names; returns what it says first, beside the prompt
+        that is the question already."""
         index = task.columns.get(INDEX)
         if not isinstance(index, int):
             raise ToolUnavailable(
-                f"task '{task.id}' has no column {INDEX}; take the tasks of treegraft.tasks.verifiers:VerifiersTasks"
+                f"task '{task.id}' has no column {INDEX}; take the tasks of"
+                " treegraft.tasks.verifiers:VerifiersTasks"
             )
         return await self._kind.there(self._begin(index)) or ""
 
     async def call(self, name: str, body: str, task: Task) -> str:
-        """Returns what is said to the agent next. Raises `ToolError` once the episode is over, `ToolUnavailable` where it broke."""
+        """Returns what is said to the agent next. Raises `ToolError` once the episode is over,
+        `ToolUnavailable` where it broke."""
         return await self._kind.there(self._say(body))
 
     async def reward(self) -> float:
@@ -181,7 +200,8 @@ class _Trace:
 
 
 class _Seat:
-    """An agent of verifiers whose messages come from elsewhere; also the one interaction that it has."""
+    """An agent of verifiers whose messages come from elsewhere; also the one interaction that it
+    has."""
 
     trainable = True
 
@@ -223,14 +243,19 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
         from verifiers.v1.utils.loaders import load_environment, resolve_env_config
     except ImportError as error:
         raise SettingError(
-            f"{place}: the package 'verifiers' (0.4 or newer) is not installed; run: pip install verifiers. It cannot share an "
-            "environment with the extra treegraft[mcp]."
+            f"{place}: the package 'verifiers' (0.4 or newer) is not installed; run: pip install"
+            " verifiers. It cannot share an environment with the extra treegraft[mcp]."
         ) from error
     try:
-        config = resolve_env_config({"id": options.env, "taskset": {"id": options.taskset, **options.settings}})
+        config = resolve_env_config(
+            {"id": options.env, "taskset": {"id": options.taskset, **options.settings}}
+        )
         return load_environment(config)
     except Exception as error:  # what a taskset's module raises on import is its own
-        raise SettingError(f"{place}: taskset '{options.taskset}' cannot be loaded: {type(error).__name__}: {error}") from error
+        raise SettingError(
+            f"{place}: taskset '{options.taskset}' cannot be loaded: {type(error).__name__}:"
+            f" {error}"
+        ) from error
 
 
 def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
@@ -246,25 +271,42 @@ def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
         for index, task in enumerate(itertools.islice(iter(env.taskset), num)):
             parts = (task.data.system_prompt or "", task.data.prompt_text)
             question = "\n\n".join(part for part in parts if part)
-            tasks.append(Task(id=f"{options.taskset}/{index}", question=question, reference=(), columns={INDEX: index}))
+            tasks.append(
+                Task(
+                    id=f"{options.taskset}/{index}",
+                    question=question,
+                    reference=(),
+                    columns={INDEX: index},
+                )
+            )
     except Exception as error:  # a taskset may fail as it likes
         reason = f"{type(error).__name__}: {str(error).strip()}"
-        raise DataError(f"{place}: the tasks of '{options.taskset}' cannot be read: {reason}") from error
+        raise DataError(
+            f"{place}: the tasks of '{options.taskset}' cannot be read: {reason}"
+        ) from error
     return tasks
 
 
 def _playable(env: Any, taskset: str) -> list[str]:
-    """The names of the environment's agents. Raises `SettingError` for one that a single seat cannot play or score."""
+    """The names of the environment's agents. Raises `SettingError` for one that a single seat
+    cannot play or score."""
     from verifiers.v1 import Env, Task
 
     names = sorted(env._agent_specs)
     task_type = type(env.taskset).task_type()
-    scores = [name for name in dir(task_type) if getattr(getattr(task_type, name, None), "reward", False) is True]
+    scores = [
+        name
+        for name in dir(task_type)
+        if getattr(getattr(task_type, name, None), "reward", False) is True
+    ]
     reason = None
     if len(names) != 1:
         reason = f"has the agents {', '.join(names)}, expected one"
     elif type(env).__name__ == "SingleAgentEnv":
-        reason = "runs its agent on its own, expected an environment whose run() holds a conversation with it"
+        reason = (
+            "runs its agent on its own, expected an environment whose run() holds a conversation"
+            " with it"
+        )
     elif scores or task_type.score is not Task.score or type(env).finalize is not Env.finalize:
         reason = "scores what verifiers itself has recorded, expected rewards that run() records"
     if reason is not None:
@@ -276,7 +318,10 @@ def _text_of(message: Any) -> str | None:
     """A turn's message as text: a text, or messages with contents."""
     if message is None or isinstance(message, str):
         return message
-    contents = (one.get("content") if isinstance(one, dict) else getattr(one, "content", "") for one in message)
+    contents = (
+        one.get("content") if isinstance(one, dict) else getattr(one, "content", "")
+        for one in message
+    )
     return "\n".join(str(content) for content in contents if content)
 
 
@@ -284,5 +329,11 @@ def _options(options: dict[str, Any], place: str) -> VerifiersOptions:
     try:
         return VerifiersOptions(**options)
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors(include_url=False))
-        raise SettingError(f'{place}: for "verifiers": {faults}. It takes {", ".join(VerifiersOptions.model_fields)}.') from error
+        faults = "; ".join(
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+            for one in error.errors(include_url=False)
+        )
+        raise SettingError(
+            f'{place}: for "verifiers": {faults}. It takes'
+            f" {', '.join(VerifiersOptions.model_fields)}."
+        ) from error

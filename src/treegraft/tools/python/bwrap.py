@@ -1,8 +1,10 @@
-"""Starts bubblewrap sandboxes and hands them calls: the host's side of `treegraft.tools.python.worker`.
+"""Starts bubblewrap sandboxes and hands them calls: the host's side of
+`treegraft.tools.python.worker`.
 
-A sandbox has a network of its own without a way out, a read-only system, none of the caller's files but Python and the
-named packages, no /proc, and none of the caller's environment. Started by root, the code in it runs as "nobody", who
-owns nothing here; started by anyone else, as that user without any capability.
+A sandbox has a network of its own without a way out, a read-only system, none of the caller's files
+but Python and the named packages, no /proc, and none of the caller's environment. Started by root,
+the code in it runs as "nobody", who owns nothing here; started by anyone else, as that user without
+any capability.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ CPU_SLACK_S = 1
 _NOBODY = 65_534
 _INSTALL = "apt-get install bubblewrap (or your distribution's package of that name)"
 _NAMESPACES = (
-    "The kernel must let this user make user namespaces (sysctl kernel.unprivileged_userns_clone=1, "
-    "kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; in a container, a profile that "
-    "allows them). Or take tools.python.backend = 'monty'."
+    "The kernel must let this user make user namespaces (sysctl kernel.unprivileged_userns_clone=1,"
+    " kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; in a"
+    " container, a profile that allows them). Or take tools.python.backend = 'monty'."
 )
 _CHUNK = 65_536
 _MOST_CHUNKS = 17
@@ -56,7 +58,8 @@ _MOST_CHUNKS = 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """SandboxLimits(max_duration_s=2.0, max_memory_mb=512, max_files_mb=16, max_threads=16, max_output_chars=100_000)"""
+    """SandboxLimits(max_duration_s=2.0, max_memory_mb=512, max_files_mb=16, max_threads=16,
+    max_output_chars=100_000)"""
 
     max_duration_s: float
     """Wall-clock time of one call."""
@@ -88,17 +91,23 @@ class Outcome:
 
 
 def find_problem() -> str | None:
-    """Returns why no sandbox can be had here and what to do, in a sentence or two; None where a first one worked."""
+    """Returns why no sandbox can be had here and what to do, in a sentence or two; None where a
+    first one worked."""
     if not sys.platform.startswith("linux"):
         return "bubblewrap sandboxes need Linux; take tools.python.backend = 'monty'."
     if shutil.which("bwrap") is None:
         return f"bubblewrap is missing: there is no 'bwrap' on the path. Do: {_INSTALL}."
     if not seccomp.is_known():
-        return "bubblewrap sandboxes are known for x86_64 and aarch64 processors only; take tools.python.backend = 'monty'."
+        return (
+            "bubblewrap sandboxes are known for x86_64 and aarch64 processors only; take"
+            " tools.python.backend = 'monty'."
+        )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         return f"the sandbox lacks {', '.join(missing)}. Do: pip install {' '.join(missing)}."
-    limits = SandboxLimits(max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100)
+    limits = SandboxLimits(
+        max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100
+    )
     try:
         sandbox = Sandbox(limits, packages=())
     except ToolUnavailable as error:
@@ -107,7 +116,11 @@ def find_problem() -> str | None:
         outcome = sandbox.run("6 * 7")
     finally:
         sandbox.close()
-    return None if outcome.text == "42" else f"a first sandbox answered {outcome} where 42 was expected. {_NAMESPACES}"
+    return (
+        None
+        if outcome.text == "42"
+        else f"a first sandbox answered {outcome} where 42 was expected. {_NAMESPACES}"
+    )
 
 
 def check() -> None:
@@ -118,7 +131,8 @@ def check() -> None:
 
 
 class Sandbox:
-    """One bubblewrap sandbox, one call at a time; each call in a fresh process that sees nothing of the others."""
+    """One bubblewrap sandbox, one call at a time; each call in a fresh process that sees nothing of
+    the others."""
 
     def __init__(self, limits: SandboxLimits, packages: Sequence[str] = PACKAGES) -> None:
         """Starts the sandbox and waits until it can take a call.
@@ -133,7 +147,9 @@ class Sandbox:
             with theirs:
                 settings = _settings(limits, packages, theirs.fileno())
                 try:
-                    self._process, self._first_pid = _launch(settings, theirs.fileno(), messages.fileno())
+                    self._process, self._first_pid = _launch(
+                        settings, theirs.fileno(), messages.fileno()
+                    )
                 except BaseException:
                     self._control.close()
                     raise
@@ -146,7 +162,9 @@ class Sandbox:
                 self.close()
                 messages.seek(0)
                 said = messages.read().decode(errors="replace").strip().splitlines()
-                raise ToolUnavailable(f"the sandbox did not start: {said[-1] if said else 'bubblewrap said nothing'}.")
+                raise ToolUnavailable(
+                    f"the sandbox did not start: {said[-1] if said else 'bubblewrap said nothing'}."
+                )
         self._control.settimeout(WATCHDOG_S)
 
     @property
@@ -156,13 +174,15 @@ class Sandbox:
 
     @property
     def first_pid(self) -> int | None:
-        """The sandbox's first process as the host counts; all others end with it. None where bubblewrap named none."""
+        """The sandbox's first process as the host counts; all others end with it. None where
+        bubblewrap named none."""
         return self._first_pid
 
     def run(self, code: str) -> Outcome:
         """Returns what `code` came to, at the latest when its time is over.
 
-        A sandbox that dies under the call, or falls silent, is closed, and the outcome is "died".
+        A sandbox that dies under the call, or falls silent, is closed, and the outcome is
+        "died".
         """
         try:
             self._finish()
@@ -211,7 +231,8 @@ class Sandbox:
         return Outcome("died", "", name)
 
     def _finish(self) -> tuple[int, float]:
-        """Waits until the last call's processes are gone; returns its wait status and processor seconds."""
+        """Waits until the last call's processes are gone; returns its wait status and processor
+        seconds."""
         if not self._is_busy:
             return 0, 0.0
         report = b""
@@ -259,7 +280,8 @@ class _Exchange:
                     if self._take_output():
                         poll.unregister(end)
                 elif self._take_result():
-                    # All that was printed before the end lies in the pipe; what floods it still does not count.
+                    # All that was printed before the end lies in the pipe; what floods it still
+                    # does not count.
                     for _ in range(_MOST_CHUNKS):
                         if self._take_output(until_empty=True):
                             break
@@ -317,7 +339,9 @@ def _settings(limits: SandboxLimits, packages: Sequence[str], control: int) -> d
     }
 
 
-def _launch(settings: dict[str, object], control: int, messages: int) -> tuple[subprocess.Popen[bytes], int | None]:
+def _launch(
+    settings: dict[str, object], control: int, messages: int
+) -> tuple[subprocess.Popen[bytes], int | None]:
     """Returns bubblewrap's process and the sandbox's first process; its start may still fail."""
     as_root = settings["uid"] is not None
     info, info_end = os.pipe()
@@ -343,10 +367,13 @@ def _launch(settings: dict[str, object], control: int, messages: int) -> tuple[s
     try:
         first_pid = _first_pid(info)
         if as_root and first_pid is not None:
-            # Root's own id for building the sandbox, another for the code: root owns devices and files of this machine.
+            # Root's own id for building the sandbox, another for the code: root owns devices and
+            # files of this machine.
             with suppress(OSError):
                 for kind in ("gid_map", "uid_map"):
-                    Path(f"/proc/{first_pid}/{kind}").write_text(f"0 0 1\n{_NOBODY} {_NOBODY} 1\n", encoding="ascii")
+                    Path(f"/proc/{first_pid}/{kind}").write_text(
+                        f"0 0 1\n{_NOBODY} {_NOBODY} 1\n", encoding="ascii"
+                    )
             with suppress(BrokenPipeError):
                 os.write(block, b"x")
     finally:
@@ -368,7 +395,15 @@ def _first_pid(info: int) -> int | None:
 
 def _command(info: int, block: int | None) -> list[str]:
     """Returns bubblewrap's command line up to the worker's settings."""
-    parts = ["bwrap", "--unshare-all", "--unshare-user", "--new-session", "--as-pid-1", "--info-fd", str(info)]
+    parts = [
+        "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--new-session",
+        "--as-pid-1",
+        "--info-fd",
+        str(info),
+    ]
     capabilities = ["CAP_SYS_ADMIN"]
     if block is not None:
         parts += ["--userns-block-fd", str(block)]
@@ -377,7 +412,14 @@ def _command(info: int, block: int | None) -> list[str]:
         parts += ["--cap-add", name]
     parts += _system()
     # Folders made for the sake of files in them would be their maker's alone.
-    for folder in ("/dev", "/packages", "/tmp", "/worker", "/worker/treegraft", "/worker/treegraft/tools"):
+    for folder in (
+        "/dev",
+        "/packages",
+        "/tmp",
+        "/worker",
+        "/worker/treegraft",
+        "/worker/treegraft/tools",
+    ):
         parts += ["--dir", folder]
     for name in (*PACKAGES, *BESIDES):
         for source in _package_folders(name):
@@ -392,7 +434,8 @@ def _command(info: int, block: int | None) -> list[str]:
 
 
 def _system() -> list[str]:
-    """Returns the options that show the system's programs and libraries, and Python's own, to be read only."""
+    """Returns the options that show the system's programs and libraries, and Python's own, to be
+    read only."""
     options = ["--ro-bind", "/usr", "/usr"]
     for path in map(Path, ("/bin", "/lib", "/lib32", "/lib64", "/sbin")):
         if path.is_symlink():
@@ -403,7 +446,8 @@ def _system() -> list[str]:
         options += ["--ro-bind-try", str(path), str(path)]
     prefix = Path(sys.base_prefix).resolve()
     if not prefix.is_relative_to("/usr"):
-        # The way to it must be open to the user that the code runs as: the standard library is read as it is imported.
+        # The way to it must be open to the user that the code runs as: the standard library is read
+        # as it is imported.
         for folder in reversed(prefix.parents):
             if folder != Path("/"):
                 options += ["--dir", str(folder)]

@@ -42,12 +42,14 @@ class _StillDate(datetime.date):
 def freeze() -> None:
     """Stops `time` and `datetime` of this process and makes sleeping take no time.
 
-    For the sandbox only: it changes the modules. What asks the kernel directly (file times) is not covered.
+    For the sandbox only: it changes the modules. What asks the kernel directly (file times) is not
+    covered.
     """
     import asyncio
     import threading  # noqa: F401
 
-    # Imported above so that threads keep the real clock; event loops get it here, else nothing would ever be due.
+    # Imported above so that threads keep the real clock; event loops get it here, else nothing
+    # would ever be due.
     running = time.monotonic
     asyncio.base_events.BaseEventLoop.time = lambda self: running()  # type: ignore[method-assign]
     seconds = FROZEN_TIME.timestamp()
@@ -67,7 +69,8 @@ def freeze() -> None:
 
 
 def seed() -> None:
-    """Seeds `random`, and NumPy where loaded. For each child anew: `random` draws another seed in every forked process.
+    """Seeds `random`, and NumPy where loaded. For each child anew: `random` draws another seed in
+    every forked process.
 
     What asks the kernel (`os.urandom`, `secrets`) is not covered.
     """

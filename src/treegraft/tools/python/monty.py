@@ -1,8 +1,8 @@
 """The python tool: code runs in Monty, a sandboxed interpreter in worker processes of its own.
 
-There is no file system, no network and no clock: `time` stands still at `FROZEN_TIME`, sleeping takes no time and
-`random` starts from one seed, so that the same code gives the same output (`hash()` of texts alone differs between
-workers).
+There is no file system, no network and no clock: `time` stands still at `FROZEN_TIME`, sleeping
+takes no time and `random` starts from one seed, so that the same code gives the same output
+(`hash()` of texts alone differs between workers).
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import importlib.metadata
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from pydantic_monty import Monty, MontyCrashedError, MontyRuntimeError, MontySyntaxError, OSPolicy, ResourceLimits
+from pydantic_monty import (
+    Monty,
+    MontyCrashedError,
+    MontyRuntimeError,
+    MontySyntaxError,
+    OSPolicy,
+    ResourceLimits,
+)
 
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature
@@ -29,8 +36,9 @@ class PythonTool:
 
     name = "python"
     description = (
-        "Runs Python code and shows what it prints and the value of its last expression. Each call starts afresh: "
-        "names do not carry over. There are no files, no network and no third-party packages."
+        "Runs Python code and shows what it prints and the value of its last expression. Each call"
+        " starts afresh: names do not carry over. There are no files, no network and no third-party"
+        " packages."
     )
     signature = Signature.of_text("code", "Python code.")
     capability = Capability.STATELESS
@@ -44,11 +52,10 @@ class PythonTool:
         num_workers: int = 2,
         max_output_chars: int = 100_000,
     ) -> None:
-        """Args:
-        max_duration_s: execution time of one call, in seconds.
-        max_memory_mb: heap of one call, in MiB.
-        num_workers: worker processes, started when first needed; further calls wait for a free one.
-        max_output_chars: printed output and value kept of one call, each, in characters; the rest is cut with a note.
+        """Args: max_duration_s: execution time of one call, in seconds. max_memory_mb: heap of one
+        call, in MiB. num_workers: worker processes, started when first needed; further calls wait
+        for a free one. max_output_chars: printed output and value kept of one call, each, in
+        characters; the rest is cut with a note.
         """
         self.max_duration_s = max_duration_s
         self.max_memory_mb = max_memory_mb
@@ -56,21 +63,25 @@ class PythonTool:
         self.max_output_chars = max_output_chars
         self._lock = threading.Lock()
         self._pool: Monty | None = None
-        # Monty's asynchronous pool aborts the interpreter at exit now and then: its threads may ask for the interpreter
-        # while that shuts down. The synchronous one calls back in the calling thread only.
+        # Monty's asynchronous pool aborts the interpreter at exit now and then: its threads may ask
+        # for the interpreter while that shuts down. The synchronous one calls back in the calling
+        # thread only.
         self._threads: ThreadPoolExecutor | None = None
 
     @property
     def fingerprint(self) -> str:
         """What results depend on beside the code."""
-        limits = f"{self.max_duration_s:g} s, {self.max_memory_mb} MB, {self.max_output_chars} characters"
+        limits = (
+            f"{self.max_duration_s:g} s, {self.max_memory_mb} MB, {self.max_output_chars}"
+            " characters"
+        )
         return f"monty {importlib.metadata.version('pydantic-monty')}, {limits}"
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns what the code printed and the value of its last expression.
 
-        Raises `ToolError` for code that fails, runs too long or needs too much memory, and when its worker dies;
-        `ToolUnavailable` when no worker can be started.
+        Raises `ToolError` for code that fails, runs too long or needs too much memory, and when its
+        worker dies; `ToolUnavailable` when no worker can be started.
         """
         pool, threads = self._start()
         return await asyncio.get_running_loop().run_in_executor(threads, self._run, pool, body)
@@ -96,28 +107,41 @@ class PythonTool:
                 try:
                     pool.__enter__()
                 except Exception as error:
-                    raise ToolUnavailable(f"the python tool cannot start its workers: {type(error).__name__}: {error}") from error
+                    raise ToolUnavailable(
+                        f"the python tool cannot start its workers: {type(error).__name__}: {error}"
+                    ) from error
                 self._pool = pool
-                self._threads = ThreadPoolExecutor(self.num_workers, thread_name_prefix="treegraft-python")
+                self._threads = ThreadPoolExecutor(
+                    self.num_workers, thread_name_prefix="treegraft-python"
+                )
             return self._pool, self._threads
 
     def _run(self, pool: Monty, code: str) -> str:
         printed = Printed(self.max_output_chars)
-        limits = ResourceLimits(max_feed_duration_secs=self.max_duration_s, max_memory=self.max_memory_mb * 2**20)
-        policy = OSPolicy(datetime=FROZEN_TIME, timezone="utc", sleep="zero", random_start={"seed": 0})
+        limits = ResourceLimits(
+            max_feed_duration_secs=self.max_duration_s, max_memory=self.max_memory_mb * 2**20
+        )
+        policy = OSPolicy(
+            datetime=FROZEN_TIME, timezone="utc", sleep="zero", random_start={"seed": 0}
+        )
         try:
             with pool.checkout(limits=limits, os_policy=policy) as session:
-                value = session.feed_run(code, print_callback=lambda stream, text: printed.add(text))
+                value = session.feed_run(
+                    code, print_callback=lambda stream, text: printed.add(text)
+                )
             shown = "" if value is None else show(value, self.max_output_chars)
         except MontyCrashedError as error:
             raise ToolError(self._stopped(error)) from error
         except (MontyRuntimeError, MontySyntaxError) as error:
             message, is_limit = self._readable(error)
-            # How far the code came before a limit stopped it is a matter of luck, so it is not shown.
+            # How far the code came before a limit stopped it is a matter of luck, so it is not
+            # shown.
             before = "" if is_limit else printed.text()
             raise ToolError(before + message) from error
         except RecursionError as error:
-            raise ToolError(printed.text() + "RecursionError: the value is nested too deeply to be shown") from error
+            raise ToolError(
+                printed.text() + "RecursionError: the value is nested too deeply to be shown"
+            ) from error
         except Exception as error:
             raise ToolError(f"{printed.text()}{type(error).__name__}: {error}") from error
         return (printed.text() + shown).rstrip("\n") or NO_OUTPUT
@@ -128,7 +152,8 @@ class PythonTool:
         return "the code was stopped: its worker process died"
 
     def _readable(self, error: MontyRuntimeError | MontySyntaxError) -> tuple[str, bool]:
-        """Returns "Type: message", and whether a limit of ours stopped the code (whose wording we make repeatable)."""
+        """Returns "Type: message", and whether a limit of ours stopped the code (whose wording we
+        make repeatable)."""
         text = cut(error.display("type-msg"), self.max_output_chars)
         if text.startswith("TimeoutError: feed time limit exceeded"):
             return too_long(self.max_duration_s), True

@@ -1,8 +1,9 @@
 """The python tool in full: CPython with NumPy, SciPy and SymPy, each call in a bubblewrap sandbox.
 
-As in Monty's the clock stands still at `FROZEN_TIME`, sleeping takes no time and `random` and NumPy start from one seed, so
-that the same code gives the same output; what asks the kernel (`os.urandom`) or shows addresses is not covered. Warnings
-are off, as they would cost the agent tokens at each call.
+As in Monty's the clock stands still at `FROZEN_TIME`, sleeping takes no time and `random` and NumPy
+start from one seed, so that the same code gives the same output; what asks the kernel
+(`os.urandom`) or shows addresses is not covered. Warnings are off, as they would cost the agent
+tokens at each call.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ class SandboxedPythonTool:
 
     name = "python"
     description = (
-        "Runs Python code and shows what it prints and the value of its last expression. Each call starts afresh: "
-        "names do not carry over. numpy, scipy and sympy can be imported; there is no network, and files last for one call."
+        "Runs Python code and shows what it prints and the value of its last expression. Each call"
+        " starts afresh: names do not carry over. numpy, scipy and sympy can be imported; there is"
+        " no network, and files last for one call."
     )
     signature = Signature.of_text("code", "Python code.")
     capability = Capability.STATELESS
@@ -41,7 +43,8 @@ class SandboxedPythonTool:
         num_workers: int = 2,
         max_output_chars: int = 100_000,
     ) -> None:
-        """Tries a first sandbox, then starts the workers, which load their libraries beside other work.
+        """Tries a first sandbox, then starts the workers, which load their libraries beside other
+        work.
 
         Args:
             max_duration_s: wall-clock time of one call, in seconds.
@@ -49,7 +52,8 @@ class SandboxedPythonTool:
             max_files_mb: room for files in a call's private /tmp, in MiB.
             max_threads: threads of one call; it cannot start processes.
             num_workers: sandboxes; further calls wait for a free one.
-            max_output_chars: printed output and value kept of one call, each, in characters; the rest is cut with a note.
+            max_output_chars: printed output and value kept of one call, each, in characters; the
+                rest is cut with a note.
 
         Raises `SettingError` where no sandbox can be had, saying what to do.
         """
@@ -74,8 +78,8 @@ class SandboxedPythonTool:
     async def __call__(self, body: str, task: Task) -> str:
         """Returns what the code printed and the value of its last expression.
 
-        Raises `ToolError` for code that fails, runs too long, needs too much memory or ends its process, and when its sandbox
-        dies; `ToolUnavailable` when no sandbox can be started.
+        Raises `ToolError` for code that fails, runs too long, needs too much memory or ends its
+        process, and when its sandbox dies; `ToolUnavailable` when no sandbox can be started.
         """
         pool = self._start()
         outcome = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.run, body)

@@ -1,8 +1,8 @@
 """The system calls that code in the bubblewrap sandbox may not make, as a seccomp filter.
 
-Namespaces hide everything already; the filter keeps the code to one process, away from sockets that namespaces do not
-cover (AF_VSOCK), from memory that no limit counts (memfd, System V segments), and from corners of the kernel that
-computing has no use for.
+Namespaces hide everything already; the filter keeps the code to one process, away from sockets that
+namespaces do not cover (AF_VSOCK), from memory that no limit counts (memfd, System V segments), and
+from corners of the kernel that computing has no use for.
 """
 
 from __future__ import annotations
@@ -111,7 +111,12 @@ def program(machine: str = platform.machine()) -> bytes:
     """Returns the filter as classic BPF, 8 bytes an instruction."""
     column = list(_ARCHES).index(machine)
     refuse, allow = _step(_RETURN, _ERROR | _EPERM), _step(_RETURN, _ALLOW)
-    steps = [_step(_LOAD, _ARCH), _step(_EQUAL, _ARCHES[machine], 1, 0), _step(_RETURN, _KILL), _step(_LOAD, _NUMBER)]
+    steps = [
+        _step(_LOAD, _ARCH),
+        _step(_EQUAL, _ARCHES[machine], 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NUMBER),
+    ]
     if machine == "x86_64":
         steps += [_step(_AT_LEAST, _X32, 0, 1), refuse]
     for numbers in _DENIED.values():
@@ -121,13 +126,26 @@ def program(machine: str = platform.machine()) -> bytes:
     # "No such call" makes the C library fall back to clone, whose flags can be read here.
     steps += [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERROR | _ENOSYS)]
     argument = _step(_LOAD, _FIRST_ARGUMENT)
-    steps += [_step(_EQUAL, _CLONE[column], 0, 4), argument, _step(_ANY_BIT, _CLONE_THREAD, 0, 1), allow, refuse]
-    steps += [_step(_EQUAL, _SOCKET[column], 0, 4), argument, _step(_EQUAL, _AF_UNIX, 0, 1), allow, refuse]
+    steps += [
+        _step(_EQUAL, _CLONE[column], 0, 4),
+        argument,
+        _step(_ANY_BIT, _CLONE_THREAD, 0, 1),
+        allow,
+        refuse,
+    ]
+    steps += [
+        _step(_EQUAL, _SOCKET[column], 0, 4),
+        argument,
+        _step(_EQUAL, _AF_UNIX, 0, 1),
+        allow,
+        refuse,
+    ]
     return b"".join([*steps, allow])
 
 
 def install(libc: ctypes.CDLL) -> None:
-    """Puts the filter on this thread and all that it starts, for good; raises OSError where the kernel refuses."""
+    """Puts the filter on this thread and all that it starts, for good; raises OSError where the
+    kernel refuses."""
 
     class Program(ctypes.Structure):
         _fields_ = (("length", ctypes.c_ushort), ("steps", ctypes.c_char_p))
@@ -135,7 +153,10 @@ def install(libc: ctypes.CDLL) -> None:
     steps = program()
     filled = Program(len(steps) // 8, steps)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
-    for arguments in ((no_new_privileges, 1, 0, 0, 0), (set_seccomp, by_filter, ctypes.addressof(filled), 0, 0)):
+    for arguments in (
+        (no_new_privileges, 1, 0, 0, 0),
+        (set_seccomp, by_filter, ctypes.addressof(filled), 0, 0),
+    ):
         if libc.prctl(arguments[0], *map(ctypes.c_ulong, arguments[1:])) != 0:
             raise OSError(ctypes.get_errno(), "the kernel refuses the filter of system calls")
 

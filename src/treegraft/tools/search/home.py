@@ -1,11 +1,13 @@
-"""Where the index of a corpus lives: made once, found again while the corpus is the same, safe to kill at any moment.
+"""Where the index of a corpus lives: made once, found again while the corpus is the same, safe to
+kill at any moment.
 
     CORPUS.jsonl.dense/          beside the corpus, or elsewhere
         current.json             the corpus (size, time, checksum) and which folder holds its index; written last
         3f9c.../                 the files of one index, named after everything they depend on
         .lock                    held while an index is made
 
-A folder that `current.json` does not name is unfinished: what is in it may be gone on with. Once another is finished it is removed.
+A folder that `current.json` does not name is unfinished: what is in it may be gone on with. Once
+another is finished it is removed.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ _log = logging.getLogger(__name__)
 
 
 def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
-    """Returns the folder for the indexes of this kind over a corpus; it is made and can be written to.
+    """Returns the folder for the indexes of this kind over a corpus; it is made and can be written
+    to.
 
     Args:
-        index_dir: the user's choice; empty means beside the corpus, or where that is read-only in the user's cache folder.
+        index_dir: the user's choice; empty means beside the corpus, or where that is read-only in
+            the user's cache folder.
 
     Raises:
         SettingError: the user's choice cannot be written to.
@@ -44,20 +48,31 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
     if index_dir:
         chosen = Path(os.path.expanduser(os.path.expandvars(index_dir))) / name
         if not _is_writable(chosen):
-            raise SettingError(f"tools.search.index_dir: '{chosen.parent}' cannot be written to; name a folder that can.")
+            raise SettingError(
+                f"tools.search.index_dir: '{chosen.parent}' cannot be written to; name a folder"
+                " that can."
+            )
         return chosen
     beside = corpus.parent / name
     if (beside / "current.json").exists() or _is_writable(beside):
         return beside
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
     # Corpora of one name in two folders must not share a place.
-    own = cache / f"{name}-{hashlib.blake2b(str(corpus.resolve()).encode(), digest_size=4).hexdigest()}"
+    own = (
+        cache
+        / f"{name}-{hashlib.blake2b(str(corpus.resolve()).encode(), digest_size=4).hexdigest()}"
+    )
     if not _is_writable(own):
-        raise SettingError(f"neither '{beside}' nor '{own}' can be written to; name a folder with tools.search.index_dir.")
+        raise SettingError(
+            f"neither '{beside}' nor '{own}' can be written to; name a folder with"
+            " tools.search.index_dir."
+        )
     return own
 
 
-def find_or_make(corpus: Path, home: Path, recipe: Mapping[str, Any], make: Callable[[Path], None]) -> Path:
+def find_or_make(
+    corpus: Path, home: Path, recipe: Mapping[str, Any], make: Callable[[Path], None]
+) -> Path:
     """Returns the folder that holds the index of this corpus; where there is none, `make` fills it.
 
     Only one process makes it; others wait for that.
@@ -76,7 +91,12 @@ def find_or_make(corpus: Path, home: Path, recipe: Mapping[str, Any], make: Call
             return found
         before = corpus.stat()
         content = checksum(corpus)
-        folder = home / hashlib.blake2b(json.dumps([content, dict(recipe)], sort_keys=True).encode(), digest_size=8).hexdigest()
+        folder = (
+            home
+            / hashlib.blake2b(
+                json.dumps([content, dict(recipe)], sort_keys=True).encode(), digest_size=8
+            ).hexdigest()
+        )
         folder.mkdir(exist_ok=True)
         make(folder)
         current = {
@@ -99,7 +119,11 @@ def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
         current = json.loads((home / "current.json").read_text(encoding="utf-8"))
         state = corpus.stat()
         folder = home / str(current["folder"])
-        if current["recipe"] != dict(recipe) or current["size"] != state.st_size or not folder.is_dir():
+        if (
+            current["recipe"] != dict(recipe)
+            or current["size"] != state.st_size
+            or not folder.is_dir()
+        ):
             return None
         is_same_time = current["mtime_ns"] == state.st_mtime_ns
         if state.st_size > SMALL_BYTES and is_same_time:
@@ -110,7 +134,10 @@ def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
         return None  # none there, or damaged: it is made again
     if not is_same_time:
         with contextlib.suppress(OSError):
-            write_atomically(home / "current.json", json.dumps(current | {"mtime_ns": state.st_mtime_ns}, indent=2))
+            write_atomically(
+                home / "current.json",
+                json.dumps(current | {"mtime_ns": state.st_mtime_ns}, indent=2),
+            )
     return folder
 
 

@@ -1,10 +1,12 @@
-"""BM25 over any number of passages: postings are made in two passes on disk and memory-mapped afterwards.
+"""BM25 over any number of passages: postings are made in two passes on disk and memory-mapped
+afterwards.
 
     score(q, d) = Σ over words w of q:  ln(1 + (N - n_w + 0.5) / (n_w + 0.5)) · f / (f + k1 · (1 - b + b · |d| / mean |d|))
 
-Source: Lucene's variant as in Kamphuis et al. 2020 and bm25s (Lù 2024, arXiv 2407.03618), which cuts texts into words here. N
-passages, n_w of them with the word, f times in d, |d| words in d. As in bm25s, scores are worked out when the index is made. bm25s
-itself holds all words of the corpus in memory while it counts; here memory grows with the vocabulary and by a few bytes for each
+Source: Lucene's variant as in Kamphuis et al. 2020 and bm25s (Lù 2024, arXiv 2407.03618), which
+cuts texts into words here. N passages, n_w of them with the word, f times in d, |d| words in d. As
+in bm25s, scores are worked out when the index is made. bm25s itself holds all words of the corpus
+in memory while it counts; here memory grows with the vocabulary and by a few bytes for each
 passage.
 """
 
@@ -42,14 +44,17 @@ Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
 
 def words_of(texts: list[str]) -> list[list[str]]:
     """Returns the lower-case words of each text, English stop words left out."""
-    words: list[list[str]] = bm25s.tokenize(texts, token_pattern=_WORDS, stopwords="en", return_ids=False, show_progress=False)
+    words: list[list[str]] = bm25s.tokenize(
+        texts, token_pattern=_WORDS, stopwords="en", return_ids=False, show_progress=False
+    )
     return words
 
 
 def best(scores: npt.NDArray[np.float32], top_k: int) -> Found:
     """Returns the `top_k` largest positive scores, best first, ties by row."""
     if top_k < len(scores):
-        # Everything that ties with the last place stays in, so that the row and not the partition decides.
+        # Everything that ties with the last place stays in, so that the row and not the partition
+        # decides.
         threshold = np.partition(scores, -top_k)[-top_k]
         rows = np.flatnonzero((scores >= threshold) & (scores > 0))
     else:
@@ -65,7 +70,8 @@ class LexicalIndex:
         """Opens what `build` made.
 
         Args:
-            mapped: leave the files on disk; False reads them, so that the folder is needed no more.
+            mapped: leave the files on disk; False reads them, so that the folder is needed no
+                more.
         """
 
         def load(name: str) -> npt.NDArray[Any]:
@@ -74,13 +80,20 @@ class LexicalIndex:
 
         self.offsets: npt.NDArray[np.uint64] = load("offsets.npy")
         """[passages] where each begins in the corpus, in bytes."""
-        self._starts, self._rows, self._scores = load("starts.npy"), load("rows.npy"), load("scores.npy")
+        self._starts, self._rows, self._scores = (
+            load("starts.npy"),
+            load("rows.npy"),
+            load("scores.npy"),
+        )
         self._ends = load("words.npy")
         with (folder / "words.txt").open("rb") as file:
-            self._words: bytes | mmap.mmap = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if mapped else file.read()
+            self._words: bytes | mmap.mmap = (
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if mapped else file.read()
+            )
 
     def search(self, queries: Sequence[str], top_k: int) -> list[Found]:
-        """Returns the best passages of each query, `top_k` at most; only such as share a word with it."""
+        """Returns the best passages of each query, `top_k` at most; only such as share a word with
+        it."""
         return [best(self._scores_of(query), top_k) for query in queries]
 
     def close(self) -> None:
@@ -121,12 +134,24 @@ class LexicalIndex:
         with spill.open("wb") as file:
             for some in _groups(rows):
                 offsets.extend(row.offset for row in some)
-                file.write(_count(words_of([row.contents for row in some]), vocabulary, lengths, found_in).tobytes())
+                file.write(
+                    _count(
+                        words_of([row.contents for row in some]), vocabulary, lengths, found_in
+                    ).tobytes()
+                )
         if not vocabulary:
-            raise DataError(f"corpus '{corpus}': none of its {len(offsets)} rows contains a searchable word.")
+            raise DataError(
+                f"corpus '{corpus}': none of its {len(offsets)} rows contains a searchable word."
+            )
         ranks = _save_words(vocabulary, folder)
         del vocabulary
-        _save_postings(spill, folder, ranks, np.frombuffer(found_in, np.uint64), np.frombuffer(lengths, np.uint32))
+        _save_postings(
+            spill,
+            folder,
+            ranks,
+            np.frombuffer(found_in, np.uint64),
+            np.frombuffer(lengths, np.uint32),
+        )
         np.save(folder / "offsets.npy", np.frombuffer(offsets, np.uint64))
         spill.unlink()
 
@@ -143,9 +168,13 @@ def _groups(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _count(
-    texts: list[list[str]], vocabulary: dict[str, int], lengths: array.array[int], found_in: array.array[int]
+    texts: list[list[str]],
+    vocabulary: dict[str, int],
+    lengths: array.array[int],
+    found_in: array.array[int],
 ) -> npt.NDArray[Any]:
-    """Returns the postings of these texts in order; takes down words, lengths, and how many texts have each word."""
+    """Returns the postings of these texts in order; takes down words, lengths, and how many texts
+    have each word."""
     postings: list[tuple[int, int, int]] = []
     for words in texts:
         row = len(lengths)
@@ -160,8 +189,11 @@ def _count(
 
 
 def _save_words(vocabulary: dict[str, int], folder: Path) -> npt.NDArray[np.int64]:
-    """Writes the words in the order of their bytes; returns [terms] the place of each in that order."""
-    words = sorted((word.encode("utf-8", "surrogatepass"), term) for word, term in vocabulary.items())
+    """Writes the words in the order of their bytes; returns [terms] the place of each in that
+    order."""
+    words = sorted(
+        (word.encode("utf-8", "surrogatepass"), term) for word, term in vocabulary.items()
+    )
     ranks = np.zeros(len(words), np.int64)
     ranks[[term for _, term in words]] = np.arange(len(words))
     np.save(folder / "words.npy", np.cumsum([len(word) for word, _ in words]))
@@ -189,7 +221,9 @@ def _save_postings(
     scores = np.lib.format.open_memmap(folder / "scores.npy", "w+", np.float32, (num,))
     free = starts[:-1].copy()
     for first in range(0, num, _POSTINGS):
-        some = np.fromfile(spill, _POSTING, min(_POSTINGS, num - first), offset=first * _POSTING.itemsize)
+        some = np.fromfile(
+            spill, _POSTING, min(_POSTINGS, num - first), offset=first * _POSTING.itemsize
+        )
         terms = ranks[some["term"]]
         order = np.argsort(terms, kind="stable")
         some, terms = some[order], terms[order]

@@ -1,10 +1,12 @@
-"""Nearest vectors: exactly by a matrix product, or about as well by lists around centroids (IVF) where there are many.
+"""Nearest vectors: exactly by a matrix product, or about as well by lists around centroids (IVF)
+where there are many.
 
-Up to `FLAT_LIMIT` eligible traces a search is exact. Above, a FAISS IVF index over 8-bit copies of the vectors proposes candidates,
-the rows behind its watermark are looked at exactly, and all of them are scored again with the stored vectors. What a search finds
-depends on the rows alone, never on when the index was built, on the route by which it grew, or on the other queries of a batch:
-the watermark and the rows that centroids are fitted to are functions of the number of rows, rows are assigned in fixed blocks,
-and every query is answered alone.
+Up to `FLAT_LIMIT` eligible traces a search is exact. Above, a FAISS IVF index over 8-bit copies of
+the vectors proposes candidates, the rows behind its watermark are looked at exactly, and all of
+them are scored again with the stored vectors. What a search finds depends on the rows alone, never
+on when the index was built, on the route by which it grew, or on the other queries of a batch: the
+watermark and the rows that centroids are fitted to are functions of the number of rows, rows are
+assigned in fixed blocks, and every query is answered alone.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from treegraft.traces.rows import Mask, Rows
 FLAT_LIMIT = 20_000
 """Eligible traces up to which a search is exact."""
 _MARGIN = 1e-4
-"""More than float32 matrix products of unit vectors differ by; what is nearer than this to the k-th best is scored again."""
+"""More than float32 matrix products of unit vectors differ by; what is nearer than this to the k-th
+best is scored again."""
 QUERIES = 64
 """Queries that share one matrix product."""
 
 BLOCK = 2_048
 """Rows that enter the index together."""
 LISTS_PER_ROOT = 2.5
-"""Lists for each square root of the rows that centroids are fitted to, rounded to a power of two: 1,024 for 160,000."""
+"""Lists for each square root of the rows that centroids are fitted to, rounded to a power of two:
+1,024 for 160,000."""
 POINTS_PER_LIST = 64
 """Rows of the sample that centroids are fitted to, for each list."""
 NUM_ROUNDS = 10
@@ -44,11 +48,18 @@ Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 NOTHING: Found = (np.zeros(0, np.int64), np.zeros(0, np.float64))
 
 
-def score(vectors: npt.NDArray[np.floating[Any]], rows: npt.NDArray[np.int64], query: npt.NDArray[np.float32], k: int) -> Found:
-    """Returns the k best of these rows: cosine to six decimals, best first, the earlier row where two are equal.
+def score(
+    vectors: npt.NDArray[np.floating[Any]],
+    rows: npt.NDArray[np.int64],
+    query: npt.NDArray[np.float32],
+    k: int,
+) -> Found:
+    """Returns the k best of these rows: cosine to six decimals, best first, the earlier row where
+    two are equal.
 
-    The sums run row by row in float64, so that a similarity is the same in whatever company it is computed; rounding takes off
-    what float32 vectors are not exactly of length 1, so that equal texts have 1.
+    The sums run row by row in float64, so that a similarity is the same in whatever company it is
+    computed; rounding takes off what float32 vectors are not exactly of length 1, so that equal
+    texts have 1.
     """
     products = vectors[rows].astype(np.float64) * query.astype(np.float64)
     similarities = np.clip(products.sum(axis=1).round(6), -1.0, 1.0)
@@ -57,9 +68,13 @@ def score(vectors: npt.NDArray[np.floating[Any]], rows: npt.NDArray[np.int64], q
 
 
 def search_exactly(
-    vectors: npt.NDArray[np.float32], queries: npt.NDArray[np.float32], eligible: Sequence[Mask], k: int
+    vectors: npt.NDArray[np.float32],
+    queries: npt.NDArray[np.float32],
+    eligible: Sequence[Mask],
+    k: int,
 ) -> list[Found]:
-    """Returns for each query the k nearest rows among its eligible ones; fewer where there are not so many.
+    """Returns for each query the k nearest rows among its eligible ones; fewer where there are not
+    so many.
 
     Args:
         vectors: [rows, dim] of unit length.
@@ -69,13 +84,19 @@ def search_exactly(
     found: list[Found] = []
     for first in range(0, len(queries), QUERIES):
         some = queries[first : first + QUERIES]
-        for query, row, mask in zip(some, some @ vectors.T, eligible[first : first + QUERIES], strict=True):
+        for query, row, mask in zip(
+            some, some @ vectors.T, eligible[first : first + QUERIES], strict=True
+        ):
             found.append(_best(vectors, query, row, mask, k))
     return found
 
 
 def _best(
-    vectors: npt.NDArray[np.float32], query: npt.NDArray[np.float32], rough: npt.NDArray[np.float32], eligible: Mask, k: int
+    vectors: npt.NDArray[np.float32],
+    query: npt.NDArray[np.float32],
+    rough: npt.NDArray[np.float32],
+    eligible: Mask,
+    k: int,
 ) -> Found:
     rough = np.where(eligible, rough, -np.inf)
     num = min(k, int(np.count_nonzero(eligible)))
@@ -86,17 +107,27 @@ def _best(
 
 
 def search_rows(
-    rows: Rows, index: IvfIndex | None, queries: npt.NDArray[np.float32], base: Mask, eligible: Sequence[Mask], k: int
+    rows: Rows,
+    index: IvfIndex | None,
+    queries: npt.NDArray[np.float32],
+    base: Mask,
+    eligible: Sequence[Mask],
+    k: int,
 ) -> list[Found]:
-    """Returns for each query the k nearest rows among its eligible ones, by the index where that pays.
+    """Returns for each query the k nearest rows among its eligible ones, by the index where that
+    pays.
 
     Args:
-        base: [rows] what is eligible before a query's own exclusions; every mask of `eligible` is a part of it.
+        base: [rows] what is eligible before a query's own exclusions; every mask of `eligible` is a
+            part of it.
         index: None means search exactly.
     """
     num = int(np.count_nonzero(base))
     if index is not None and num > FLAT_LIMIT:
-        return [index.search(rows, query, mask, k) for query, mask in zip(queries, eligible, strict=True)]
+        return [
+            index.search(rows, query, mask, k)
+            for query, mask in zip(queries, eligible, strict=True)
+        ]
     if 2 * num >= len(rows):
         return search_exactly(rows.vectors, queries, eligible, k)
     few = np.flatnonzero(base)
@@ -113,12 +144,14 @@ def num_indexed(num_rows: int) -> int:
 
 
 def num_fitted(num_rows: int) -> int:
-    """Returns how many of the first rows centroids are fitted to: the largest FLAT_LIMIT times a power of two."""
+    """Returns how many of the first rows centroids are fitted to: the largest FLAT_LIMIT times a
+    power of two."""
     return FLAT_LIMIT << ((num_rows // FLAT_LIMIT).bit_length() - 1)
 
 
 class IvfIndex:
-    """8-bit copies of the first rows in lists around centroids: a query looks at the lists nearest to it."""
+    """8-bit copies of the first rows in lists around centroids: a query looks at the lists nearest
+    to it."""
 
     def __init__(self, faiss_index: Any, fitted: int) -> None:
         self.faiss_index = faiss_index
@@ -126,11 +159,14 @@ class IvfIndex:
         self.num_fitted = fitted
 
     @classmethod
-    def build(cls, rows: Rows, before: IvfIndex | None, is_stopped: Callable[[], bool]) -> IvfIndex | None:
+    def build(
+        cls, rows: Rows, before: IvfIndex | None, is_stopped: Callable[[], bool]
+    ) -> IvfIndex | None:
         """Returns an index of the first `num_indexed` rows, or None where it was stopped.
 
         Args:
-            before: an index of fewer of the same rows; it is left as it is, and taken further where its centroids still serve.
+            before: an index of fewer of the same rows; it is left as it is, and taken further where
+                its centroids still serve.
             is_stopped: asked about every second.
         """
         faiss = _faiss()
@@ -159,7 +195,8 @@ class IvfIndex:
         return data
 
     def search(self, rows: Rows, query: npt.NDArray[np.float32], eligible: Mask, k: int) -> Found:
-        """Returns the k nearest eligible rows: nearly always the very nearest, and k of them wherever there are k."""
+        """Returns the k nearest eligible rows: nearly always the very nearest, and k of them
+        wherever there are k."""
         faiss = _faiss()
         bits = np.packbits(eligible[: self.num_rows], bitorder="little")
         selector = faiss.IDSelectorBitmap(bits)
@@ -173,7 +210,8 @@ class IvfIndex:
 
 
 def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) -> Any:
-    """Returns an empty FAISS index with centroids and 8-bit ranges fitted to these vectors, or None where it was stopped.
+    """Returns an empty FAISS index with centroids and 8-bit ranges fitted to these vectors, or None
+    where it was stopped.
 
     Only a sample of the vectors is read, so they may lie in a file.
     """
@@ -181,7 +219,9 @@ def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) 
     num, dim = vectors.shape
     num_lists = 1 << round(math.log2(LISTS_PER_ROOT * math.sqrt(num)))
     # Evenly spread instead of drawn: neighbours in the file are steps of one task.
-    sample = vectors[np.linspace(0, num - 1, min(num, POINTS_PER_LIST * num_lists)).astype(np.int64)].astype(np.float32)
+    sample = vectors[
+        np.linspace(0, num - 1, min(num, POINTS_PER_LIST * num_lists)).astype(np.int64)
+    ].astype(np.float32)
     centroids = sample[np.linspace(0, len(sample) - 1, num_lists).astype(np.int64)].copy()
     clustering = faiss.ClusteringParameters()
     clustering.spherical, clustering.niter, clustering.seed = True, 1, 1
@@ -209,7 +249,8 @@ def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) 
 
 
 def _faiss() -> Any:
-    """Returns the library: imported when it is first needed, and untyped, since its stubs know few of its arguments."""
+    """Returns the library: imported when it is first needed, and untyped, since its stubs know few
+    of its arguments."""
     import faiss
 
     return faiss

@@ -3,7 +3,8 @@
     POST /retrieve  {"queries": ["..."], "topk": 3, "return_scores": true}
     200             {"result": [[{"document": {"id": "12", "contents": "\\"Paris\\"\\nThe capital ..."}, "score": 0.7}]]}
 
-Without scores a server leaves out the inner object, and the documents stand there bare; both are understood.
+Without scores a server leaves out the inner object, and the documents stand there bare; both are
+understood.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def retrieve_url(url: str) -> str:
     parts = urlsplit(url.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise SettingError(
-            f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as http://127.0.0.1:8000/retrieve."
+            f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as"
+            " http://127.0.0.1:8000/retrieve."
         )
     return url.strip() if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"
 
@@ -41,7 +43,12 @@ class RemoteSearch:
         """Raises `SettingError` for what is no address."""
         self.url = retrieve_url(url)
         # Retrieval servers stand beside the run, where proxies do not lead.
-        self._service = Service(f"the retrieval server {self.url}", timeout_s=timeout_s, use_proxy=False, refusals_are_ours=True)
+        self._service = Service(
+            f"the retrieval server {self.url}",
+            timeout_s=timeout_s,
+            use_proxy=False,
+            refusals_are_ours=True,
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -49,7 +56,8 @@ class RemoteSearch:
         return f"retrieval server {self.url}"
 
     def check(self) -> None:
-        """Asks it one question, so that a server that is not there is noticed before the work begins.
+        """Asks it one question, so that a server that is not there is noticed before the work
+        begins.
 
         Raises:
             SettingError: it cannot be reached or does not speak the protocol.
@@ -60,7 +68,8 @@ class RemoteSearch:
             run_to_end(self._try())
         except ToolError as error:
             raise SettingError(
-                f"tools.search.url: {error}. Start one with `treegraft serve search CORPUS`, or correct the address."
+                f"tools.search.url: {error}. Start one with `treegraft serve search CORPUS`, or"
+                " correct the address."
             ) from error
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -74,9 +83,13 @@ class RemoteSearch:
         try:
             found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ToolUnavailable(f"{self._service.name} does not keep to the protocol: {error!r}") from error
+            raise ToolUnavailable(
+                f"{self._service.name} does not keep to the protocol: {error!r}"
+            ) from error
         if len(found) != len(queries):
-            raise ToolUnavailable(f"{self._service.name} gave {len(found)} answers to {len(queries)} queries")
+            raise ToolUnavailable(
+                f"{self._service.name} gave {len(found)} answers to {len(queries)} queries"
+            )
         return found
 
     async def close(self) -> None:
@@ -91,9 +104,15 @@ class RemoteSearch:
 
 
 def _passage(entry: Any) -> Passage:
-    document, score = (entry["document"], float(entry.get("score", 0.0))) if "document" in entry else (entry, 0.0)
+    document, score = (
+        (entry["document"], float(entry.get("score", 0.0))) if "document" in entry else (entry, 0.0)
+    )
     contents = document.get("contents")
     if contents is None:
         # Corpora with columns of their own.
-        contents = f'"{document["title"]}"\n{document["text"]}' if "title" in document else document["text"]
+        contents = (
+            f'"{document["title"]}"\n{document["text"]}'
+            if "title" in document
+            else document["text"]
+        )
     return Passage(document.get("id", ""), str(contents), score)

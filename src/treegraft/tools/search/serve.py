@@ -48,12 +48,20 @@ def search_app(backend: SearchBackend, *, default_top_k: int, hosts: list[str]) 
         try:
             found = await backend.search(queries, top_k)
         except ToolError as error:
-            return JSONResponse({"detail": str(error)}, status_code=503 if isinstance(error, ToolUnavailable) else 422)
+            return JSONResponse(
+                {"detail": str(error)},
+                status_code=503 if isinstance(error, ToolUnavailable) else 422,
+            )
         result = [
             [
-                {"document": {"id": passage.id, "contents": passage.contents}, "score": passage.score}
-                if with_scores
-                else {"id": passage.id, "contents": passage.contents}
+                (
+                    {
+                        "document": {"id": passage.id, "contents": passage.contents},
+                        "score": passage.score,
+                    }
+                    if with_scores
+                    else {"id": passage.id, "contents": passage.contents}
+                )
                 for passage in passages
             ]
             for passages in found
@@ -69,7 +77,11 @@ def search_app(backend: SearchBackend, *, default_top_k: int, hosts: list[str]) 
         await backend.close()
 
     routes = [Route("/retrieve", retrieve, methods=["POST"]), Route("/health", health)]
-    return Starlette(routes=routes, lifespan=lifespan, middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)])
+    return Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+    )
 
 
 async def _body(request: Request) -> bytes:
@@ -82,15 +94,22 @@ async def _body(request: Request) -> bytes:
 
 
 def _asked(body: bytes, default_top_k: int) -> tuple[list[str], int, bool]:
-    """Returns queries, passages wanted for each, and whether with scores. Raises ValueError for what is none of that."""
+    """Returns queries, passages wanted for each, and whether with scores. Raises ValueError for
+    what is none of that."""
     try:
         asked: Any = json.loads(body)
     except RecursionError as error:
         raise ValueError("the request is nested too deeply") from error
     if not isinstance(asked, dict):
-        raise ValueError('expected an object such as {"queries": ["..."], "topk": 3, "return_scores": true}')
+        raise ValueError(
+            'expected an object such as {"queries": ["..."], "topk": 3, "return_scores": true}'
+        )
     queries, top_k = asked.get("queries"), asked.get("topk")
-    if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries) or len(queries) > MAX_QUERIES:
+    if (
+        not isinstance(queries, list)
+        or not all(isinstance(query, str) for query in queries)
+        or len(queries) > MAX_QUERIES
+    ):
         raise ValueError(f"'queries': expected a list of at most {MAX_QUERIES} strings")
     top_k = default_top_k if top_k is None else top_k
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MAX_TOP_K:
@@ -105,7 +124,9 @@ def listen(host: str, port: int) -> socket.socket:
         SettingError: the address is unknown or in use.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
         listener = socket.socket(family, kind, protocol)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -116,7 +137,8 @@ def listen(host: str, port: int) -> socket.socket:
             raise
     except OSError as error:
         raise SettingError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or --port."
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or"
+            " --port."
         ) from error
     return listener
 
@@ -128,7 +150,8 @@ def url_of(listener: socket.socket) -> str:
 
 
 def accepted_hosts(host: str) -> list[str]:
-    """Returns what the Host header of a request may say: names of this machine for a loopback address, else anything.
+    """Returns what the Host header of a request may say: names of this machine for a loopback
+    address, else anything.
 
     A page in a browser can make its own name point to this machine, and would then be answered.
     """
@@ -140,7 +163,8 @@ def accepted_hosts(host: str) -> list[str]:
 
 
 class _Server(uvicorn.Server):
-    """Remembers Ctrl-C: uvicorn raises the signal again at its end, which does nothing where a script's `&` had it ignored."""
+    """Remembers Ctrl-C: uvicorn raises the signal again at its end, which does nothing where a
+    script's `&` had it ignored."""
 
     is_interrupted = False
 
@@ -155,7 +179,11 @@ def serve(app: Starlette, listener: socket.socket) -> None:
     Raises:
         KeyboardInterrupt: at the end, after Ctrl-C.
     """
-    server = _Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5))
+    server = _Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5
+        )
+    )
     with contextlib.closing(listener):
         server.run(sockets=[listener])
     if server.is_interrupted:

@@ -1,4 +1,5 @@
-"""Asks a web service for JSON: one attempt, with limits of time and size, and errors that say whose fault it was."""
+"""Asks a web service for JSON: one attempt, with limits of time and size, and errors that say whose
+fault it was."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ _AGENTS_FAULT = (400, 413, 414, 422)
 class Service:
     """One service over HTTP. Connections are kept for as long as an event loop lasts."""
 
-    def __init__(self, name: str, *, timeout_s: float, use_proxy: bool, refusals_are_ours: bool = False) -> None:
-        """Args:
-        name: how messages call it.
-        timeout_s: longest wait for a whole answer, in seconds.
-        use_proxy: whether HTTP_PROXY and its like count.
-        refusals_are_ours: whether a refused request (400, 422) is our mistake rather than that of whoever asks.
+    def __init__(
+        self, name: str, *, timeout_s: float, use_proxy: bool, refusals_are_ours: bool = False
+    ) -> None:
+        """Args: name: how messages call it. timeout_s: longest wait for a whole answer, in seconds.
+        use_proxy: whether HTTP_PROXY and its like count. refusals_are_ours: whether a refused
+        request (400, 422) is our mistake rather than that of whoever asks.
         """
         self.name = name
         self._timeout_s = timeout_s
@@ -35,22 +36,29 @@ class Service:
         """Returns the JSON of the answer.
 
         Raises:
-            ToolUnavailable: no connection, no whole answer in time, a busy or broken service, a refused key, or no JSON.
+            ToolUnavailable: no connection, no whole answer in time, a busy or broken service, a
+                refused key, or no JSON.
             ToolError: the service refuses this request.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
                 status, body = await self._read(method, url, request)
         except TimeoutError:
-            raise ToolUnavailable(f"{self.name} did not answer within {self._timeout_s:g} s") from None
+            raise ToolUnavailable(
+                f"{self.name} did not answer within {self._timeout_s:g} s"
+            ) from None
         except httpx.HTTPError as error:
-            raise ToolUnavailable(f"{self.name} cannot be reached: {str(error) or type(error).__name__}") from error
+            raise ToolUnavailable(
+                f"{self.name} cannot be reached: {str(error) or type(error).__name__}"
+            ) from error
         if status != 200:
             raise self._refusal(status, body)
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
-            raise ToolUnavailable(f"{self.name} answered with what is not JSON: {_beginning(body)}") from error
+            raise ToolUnavailable(
+                f"{self.name} answered with what is not JSON: {_beginning(body)}"
+            ) from error
 
     async def close(self) -> None:
         """Closes the connections."""
@@ -66,21 +74,31 @@ class Service:
             async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > MAX_BYTES:
-                    raise ToolUnavailable(f"{self.name} answered with more than {MAX_BYTES:,} bytes")
+                    raise ToolUnavailable(
+                        f"{self.name} answered with more than {MAX_BYTES:,} bytes"
+                    )
         return response.status_code, bytes(body)
 
     def _connection(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             limits = httpx.Limits(max_connections=64)
-            self._client = (loop, httpx.AsyncClient(timeout=None, limits=limits, trust_env=self._use_proxy))
+            self._client = (
+                loop,
+                httpx.AsyncClient(timeout=None, limits=limits, trust_env=self._use_proxy),
+            )
         return self._client[1]
 
     def _refusal(self, status: int, body: bytes) -> ToolError:
         what = f"{status} {_beginning(body)}".strip()
         if status in _AGENTS_FAULT and not self._refusals_are_ours:
             return ToolError(f"{self.name} refuses the query: {what}")
-        hint = {401: " (check the API key)", 402: " (no credit left)", 403: " (check the API key)", 429: " (too many requests)"}
+        hint = {
+            401: " (check the API key)",
+            402: " (no credit left)",
+            403: " (check the API key)",
+            429: " (too many requests)",
+        }
         return ToolUnavailable(f"{self.name} answered with an error{hint.get(status, '')}: {what}")
 
 

@@ -38,7 +38,8 @@ class SearchBackend(Protocol):
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
         """Returns for each query its best passages, best first, `top_k` at most.
 
-        Raises `ToolUnavailable` where the service behind it is down, and `ToolError` for a query that it refuses.
+        Raises `ToolUnavailable` where the service behind it is down, and `ToolError` for a query
+        that it refuses.
         """
         ...
 
@@ -51,7 +52,9 @@ class PassageIndex(Protocol):
     @property
     def offsets(self) -> npt.NDArray[np.uint64]: ...
 
-    def search(self, queries: Sequence[str], top_k: int) -> list[tuple[npt.NDArray[np.int64], Any]]: ...
+    def search(
+        self, queries: Sequence[str], top_k: int
+    ) -> list[tuple[npt.NDArray[np.int64], Any]]: ...
 
     def close(self) -> None: ...
 
@@ -67,8 +70,8 @@ class SearchTool:
 
     def __init__(self, source: SearchBackend | str, *, top_k: int = 3) -> None:
         """Args:
-            source: where passages come from, closed with the tool; the path of a corpus stands for BM25 over it.
-            top_k: passages returned by one search, at most.
+            source: where passages come from, closed with the tool; the path of a corpus stands for
+            BM25 over it. top_k: passages returned by one search, at most.
 
         Raises what `open_corpus` raises.
         """
@@ -86,7 +89,8 @@ class SearchTool:
         return f"{self.backend.fingerprint}, top {self.top_k}"
 
     async def __call__(self, body: str, task: Task) -> str:
-        """Returns one "Doc N: ..." line per passage, best first; equal scores in the order of the corpus.
+        """Returns one "Doc N: ..." line per passage, best first; equal scores in the order of the
+        corpus.
 
         Raises `ToolError` for an empty query, and what the backend raises.
         """
@@ -94,7 +98,10 @@ class SearchTool:
         if not query:
             raise ToolError("the search query is empty")
         (found,) = await self.backend.search([query], self.top_k)
-        lines = [f"Doc {rank}: {' '.join(passage.contents.split())}" for rank, passage in enumerate(found, start=1)]
+        lines = [
+            f"Doc {rank}: {' '.join(passage.contents.split())}"
+            for rank, passage in enumerate(found, start=1)
+        ]
         return "\n".join(lines) or NO_MATCH
 
     async def close(self) -> None:
@@ -103,11 +110,17 @@ class SearchTool:
 
 
 def open_corpus(
-    corpus: str, kind: Literal["bm25", "dense"] = "bm25", *, encoder: str = "minilm", index_dir: str = ""
+    corpus: str,
+    kind: Literal["bm25", "dense"] = "bm25",
+    *,
+    encoder: str = "minilm",
+    index_dir: str = "",
 ) -> CorpusSearch:
-    """Returns a search over a JSONL file of {"id", "contents"} rows; its index is made where there is none.
+    """Returns a search over a JSONL file of {"id", "contents"} rows; its index is made where there
+    is none.
 
-    A BM25 index of a corpus of up to 64 MiB is made anew each time, which takes seconds; others are kept (see `index_home`).
+    A BM25 index of a corpus of up to 64 MiB is made anew each time, which takes seconds; others are
+    kept (see `index_home`).
 
     Args:
         encoder: for "dense", as in [tools.search].
@@ -119,8 +132,12 @@ def open_corpus(
         ModelError: an encoder that cannot be loaded.
     """
     path = corpus_path(corpus)
-    index = _open_dense(path, encoder, index_dir) if kind == "dense" else _open_lexical(path, index_dir)
-    return CorpusSearch(Corpus(path, index.offsets), index, f"dense by {encoder}" if kind == "dense" else "bm25")
+    index = (
+        _open_dense(path, encoder, index_dir) if kind == "dense" else _open_lexical(path, index_dir)
+    )
+    return CorpusSearch(
+        Corpus(path, index.offsets), index, f"dense by {encoder}" if kind == "dense" else "bm25"
+    )
 
 
 def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
@@ -132,7 +149,11 @@ def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
             return LexicalIndex(Path(folder), mapped=False)
     home = index_home(path, "bm25", index_dir)
     recipe = {"kind": "bm25", "format": FORMAT}
-    return LexicalIndex(find_or_make(path, home, recipe, lambda folder: LexicalIndex.build(read_rows(path), folder, path)))
+    return LexicalIndex(
+        find_or_make(
+            path, home, recipe, lambda folder: LexicalIndex.build(read_rows(path), folder, path)
+        )
+    )
 
 
 def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
@@ -142,7 +163,12 @@ def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
     made = build_encoder(encoder, keeps="beginning")
     home = index_home(path, "dense", index_dir)
     recipe = {"kind": "dense", "format": FORMAT, "encoder": made.name, "dim": made.dim}
-    return DenseIndex(find_or_make(path, home, recipe, lambda folder: DenseIndex.build(read_rows(path), folder, made)), made)
+    return DenseIndex(
+        find_or_make(
+            path, home, recipe, lambda folder: DenseIndex.build(read_rows(path), folder, made)
+        ),
+        made,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +179,8 @@ class _Question:
 
 
 class CorpusSearch:
-    """Search over a corpus in this process: what is asked while a search is under way is answered together after it."""
+    """Search over a corpus in this process: what is asked while a search is under way is answered
+    together after it."""
 
     is_remote = False
 
@@ -205,7 +232,9 @@ class CorpusSearch:
                 # Those who gave up meanwhile are not searched for.
                 batch, self._waiting = [one for one in self._waiting if not one.answer.done()], []
                 try:
-                    found = await asyncio.get_running_loop().run_in_executor(self._thread, self._answer, batch)
+                    found = await asyncio.get_running_loop().run_in_executor(
+                        self._thread, self._answer, batch
+                    )
                 except Exception as error:  # each call that asked fails by it
                     for question in batch:
                         if not question.answer.done():
@@ -222,9 +251,17 @@ class CorpusSearch:
         # How many are wanted decides how many are looked at, so only equals are asked together.
         for top_k in {question.top_k for question in batch}:
             places = [place for place, question in enumerate(batch) if question.top_k == top_k]
-            found = iter(self._index.search([query for place in places for query in batch[place].queries], top_k))
+            found = iter(
+                self._index.search(
+                    [query for place in places for query in batch[place].queries], top_k
+                )
+            )
             for place in places:
                 for _ in batch[place].queries:
                     rows, scores = next(found)
-                    answers[place].append(self._corpus.read([int(row) for row in rows], [float(score) for score in scores]))
+                    answers[place].append(
+                        self._corpus.read(
+                            [int(row) for row in rows], [float(score) for score in scores]
+                        )
+                    )
         return answers

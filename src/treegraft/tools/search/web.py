@@ -117,27 +117,37 @@ class WebSearch:
             base_url: the server that answers like the provider; empty means the provider's own.
 
         Raises:
-            SettingError: an unknown provider, no key in the environment, or a base URL that is no address.
+            SettingError: an unknown provider, no key in the environment, or a base URL that is no
+                address.
         """
         if provider not in PROVIDERS:
             raise SettingError(
-                f"tools.search.provider: got '{provider}', expected one of {', '.join(PROVIDERS)}.{nearest(provider, PROVIDERS)}"
+                f"tools.search.provider: got '{provider}', expected one of"
+                f" {', '.join(PROVIDERS)}.{nearest(provider, PROVIDERS)}"
             )
         self._provider = PROVIDERS[provider]
         base = base_url.strip() or self._provider.base_url
         if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).hostname:
-            raise SettingError(f"tools.search.base_url: got {base_url!r}, expected an address such as {self._provider.base_url}.")
+            raise SettingError(
+                f"tools.search.base_url: got {base_url!r}, expected an address such as"
+                f" {self._provider.base_url}."
+            )
         key = os.environ.get(self._provider.key_variable, "").strip()
         if not key:
             raise SettingError(
-                f"tools.search.provider is '{provider}', but the environment variable {self._provider.key_variable} is not set; "
-                "set it to your API key."
+                f"tools.search.provider is '{provider}', but the environment variable"
+                f" {self._provider.key_variable} is not set; set it to your API key."
             )
         if not (key.isascii() and key.isprintable()):
-            raise SettingError(f"the environment variable {self._provider.key_variable} holds characters that no API key has.")
+            raise SettingError(
+                f"the environment variable {self._provider.key_variable} holds characters that no"
+                " API key has."
+            )
         self._url = base.rstrip("/") + self._provider.path
         self._headers = self._provider.headers(key)
-        self._service = Service(f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True)
+        self._service = Service(
+            f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True
+        )
 
     @property
     def fingerprint(self) -> str:
@@ -148,7 +158,8 @@ class WebSearch:
         """Returns for each query its results, in the provider's order, as "title | address | text".
 
         Raises:
-            ToolUnavailable: the provider is down, busy or refuses the key, or its answer has another shape.
+            ToolUnavailable: the provider is down, busy or refuses the key, or its answer has
+                another shape.
             ToolError: it refuses the query.
         """
         return list(await asyncio.gather(*(self._search(query, top_k) for query in queries)))
@@ -161,9 +172,13 @@ class WebSearch:
         request = self._provider.ask(query, min(top_k, self._provider.max_results))
         answer = await self._service.ask(url=self._url, headers=self._headers, **request)
         try:
-            found = [tuple(map(_plain, result)) for result in self._provider.results(answer)][:top_k]
+            found = [tuple(map(_plain, result)) for result in self._provider.results(answer)][
+                :top_k
+            ]
         except (AttributeError, TypeError, KeyError) as error:
-            raise ToolUnavailable(f"{self._service.name} answered in another shape than expected: {error!r}") from error
+            raise ToolUnavailable(
+                f"{self._service.name} answered in another shape than expected: {error!r}"
+            ) from error
         return [
             Passage(address, " | ".join(part for part in (title, address, text) if part), 1 / rank)
             for rank, (title, address, text) in enumerate(found, start=1)
@@ -172,4 +187,8 @@ class WebSearch:
 
 def _plain(text: Any) -> str:
     """Returns the text without the markup that some providers set around found words."""
-    return " ".join(html.unescape(re.sub(r"</?(?:strong|b|em|i|mark)\b[^<>]{0,80}>", "", str(text or ""))).split())
+    return " ".join(
+        html.unescape(
+            re.sub(r"</?(?:strong|b|em|i|mark)\b[^<>]{0,80}>", "", str(text or ""))
+        ).split()
+    )

@@ -1,4 +1,5 @@
-"""Means and 95 % intervals: over runs with other seeds (Student's t), and of a share of tasks (Wilson)."""
+"""Means and 95 % intervals: over runs with other seeds (Student's t), and of a share of tasks
+(Wilson)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _Z = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A mean over runs at one place: Point(x=10, mean=0.5, low=0.4, high=0.6, num=3); low and high None: no interval."""
+    """A mean over runs at one place: Point(x=10, mean=0.5, low=0.4, high=0.6, num=3); low and high
+    None: no interval."""
 
     x: float
     mean: float
@@ -31,14 +33,17 @@ class Point:
 
 
 def point(x: float, values: Sequence[float]) -> Point:
-    """Returns the mean of runs' values at one place with its interval. Raises ValueError: no values."""
+    """Returns the mean of runs' values at one place with its interval. Raises ValueError: no
+    values."""
     return Point(x, *student(values), len(values), min(values), max(values))
 
 
 def student(values: Sequence[float]) -> tuple[float, float | None, float | None]:
-    """Returns (mean, low, high): mean ± t(n-1, 0.975) s / √n, the 95 % interval for the mean of runs with other seeds.
+    """Returns (mean, low, high): mean ± t(n-1, 0.975) s / √n, the 95 % interval for the mean of
+    runs with other seeds.
 
-    s is the sample standard deviation (n - 1). One value has no interval. Raises ValueError: no values.
+    s is the sample standard deviation (n - 1). One value has no interval. Raises ValueError: no
+    values.
     """
     from scipy.stats import t
 
@@ -47,14 +52,20 @@ def student(values: Sequence[float]) -> tuple[float, float | None, float | None]
     mean = statistics.fmean(values)
     if len(values) == 1:
         return mean, None, None
-    half = float(t.ppf(0.5 + LEVEL / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    half = (
+        float(t.ppf(0.5 + LEVEL / 2, len(values) - 1))
+        * statistics.stdev(values)
+        / math.sqrt(len(values))
+    )
     return mean, mean - half, mean + half
 
 
 def wilson(share: float, num: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share of `num` tasks: (p + z²/2n ± z √(p (1 - p)/n + z²/4n²)) / (1 + z²/n).
+    """Returns the 95 % interval of a share of `num` tasks: (p + z²/2n ± z √(p (1 - p)/n + z²/4n²))
+    / (1 + z²/n).
 
-    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
+    E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22
+    (1927).
     """
     if num < 1:
         raise ValueError(f"wilson: got {num} tasks; expected at least one")
@@ -71,7 +82,8 @@ def values_at(lines: Sequence[Line], key: str) -> dict[int, float]:
 
 
 def band(records: Sequence[Record], key: str) -> list[Point]:
-    """Returns the mean of a metric with its interval, at the updates that all runs with this metric have reached."""
+    """Returns the mean of a metric with its interval, at the updates that all runs with this metric
+    have reached."""
     series = [found for record in records if (found := values_at(record.lines, key))]
     if not series:
         return []
@@ -80,12 +92,15 @@ def band(records: Sequence[Record], key: str) -> list[Point]:
 
 
 def accuracy_band(records: Sequence[Record], key: str) -> list[Point]:
-    """The same of an accuracy; of one run alone the interval is Wilson's over its held-out tasks, where their number is known."""
+    """The same of an accuracy; of one run alone the interval is Wilson's over its held-out tasks,
+    where their number is known."""
     found = band(records, key)
     num_eval = next((record.num_eval for record in records if values_at(record.lines, key)), None)
     if not num_eval:
         return found
-    return [one if one.num > 1 else _with_interval(one, *wilson(one.mean, num_eval)) for one in found]
+    return [
+        one if one.num > 1 else _with_interval(one, *wilson(one.mean, num_eval)) for one in found
+    ]
 
 
 def _with_interval(one: Point, low: float, high: float) -> Point:
@@ -108,7 +123,8 @@ def last_accuracy(record: Record, key: str) -> float | None:
 
 
 def paired(own: Sequence[Record], base: Sequence[Record], key: str) -> list[float]:
-    """Returns for each seed that both have the difference of their last accuracies, at the last update that both evaluated."""
+    """Returns for each seed that both have the difference of their last accuracies, at the last
+    update that both evaluated."""
     by_seed = {record.seed: record for record in base if record.seed is not None}
     found = []
     for record in own:

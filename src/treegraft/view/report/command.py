@@ -18,7 +18,13 @@ from treegraft.view.report.shape import LeftOut, Made
 ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
 """Which accuracy is drawn: the one that most runs recorded, of equals the first."""
 FIGURES = (
-    *("training-dynamics", "efficiency", "accuracy-against-cost", "final-accuracy", "on-policy-against-hybrid"),
+    *(
+        "training-dynamics",
+        "efficiency",
+        "accuracy-against-cost",
+        "final-accuracy",
+        "on-policy-against-hybrid",
+    ),
     *("semantic-diversity", "trajectory-map", "noise-rate", "off-policy-source"),
 )
 """Names of figures, in the order of the page."""
@@ -26,7 +32,8 @@ FIGURES = (
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a report wrote: Written(page=Path("runs/a/report.html"), figures=("efficiency",), left_out=("no ...",), notes=())"""
+    """What a report wrote: Written(page=Path("runs/a/report.html"), figures=("efficiency",),
+    left_out=("no ...",), notes=())"""
 
     page: Path
     figures: tuple[str, ...]
@@ -64,11 +71,17 @@ def write_report(
     records = read_records(paths)
     if not any(record.lines for record in records):
         names = ", ".join(record.name for record in records[:3])
-        raise DataError(f"nothing to report: {names} recorded no metrics yet; expected lines in metrics.jsonl. Wait for an update.")
+        raise DataError(
+            f"nothing to report: {names} recorded no metrics yet; expected lines in metrics.jsonl."
+            " Wait for an update."
+        )
     groups = group(records)
     labels = list(dict.fromkeys(one.label for one in groups))
     if baseline is not None and baseline not in labels:
-        raise SettingError(f"--baseline '{baseline}' is no group.{nearest(baseline, labels)} There are: {', '.join(labels)}")
+        raise SettingError(
+            f"--baseline '{baseline}' is no group.{nearest(baseline, labels)} There are:"
+            f" {', '.join(labels)}"
+        )
     scene = Scene(groups, _accuracy(records), baseline, encoder)
     notes = group_notes(groups)
     made = _draw(scene, notes, only, place / "figures")
@@ -78,7 +91,10 @@ def write_report(
         page=place / "report.html",
         figures=tuple(one.name for one in made if isinstance(one, Made)),
         left_out=tuple(f"no {one.name}: {one.reason}" for one in made if isinstance(one, LeftOut)),
-        notes=(*notes, *(f"{one.name}: {note}" for one in made if isinstance(one, Made) for note in one.notes)),
+        notes=(
+            *notes,
+            *(f"{one.name}: {note}" for one in made if isinstance(one, Made) for note in one.notes),
+        ),
     )
 
 
@@ -88,29 +104,40 @@ def _check_installed() -> None:
         import sklearn  # noqa: F401
     except ImportError as error:
         raise SettingError(
-            f"reports need the package '{error.name}', which is not installed; run: pip install 'treegraft[report]'"
+            f"reports need the package '{error.name}', which is not installed; run: pip install"
+            " 'treegraft[report]'"
         ) from error
 
 
 def _check_names(only: Sequence[str]) -> None:
     for name in only:
         if name not in FIGURES:
-            raise SettingError(f"--only '{name}' is no figure.{nearest(name, FIGURES)} There are: {', '.join(FIGURES)}")
+            raise SettingError(
+                f"--only '{name}' is no figure.{nearest(name, FIGURES)} There are:"
+                f" {', '.join(FIGURES)}"
+            )
 
 
 def _place(paths: Sequence[str], out: Path | None) -> Path:
     if out is not None:
         if out.exists() and not out.is_dir():
-            raise SettingError(f"--out {out}: there is a file of that name; expected a folder, or a name that is free")
+            raise SettingError(
+                f"--out {out}: there is a file of that name; expected a folder, or a name that is"
+                " free"
+            )
         return out
     folder = next((path for _, path in map(split_label, paths) if path.is_dir()), None)
     if folder is None and all(path.is_file() for _, path in map(split_label, paths)):
-        raise SettingError("a study has no folder of its own; say with --out DIR where the report goes")
+        raise SettingError(
+            "a study has no folder of its own; say with --out DIR where the report goes"
+        )
     return folder or Path()
 
 
 def _accuracy(records: Sequence[Record]) -> str | None:
-    counts = Counter(key for record in records for key in ACCURACIES if any(key in line for line in record.lines))
+    counts = Counter(
+        key for record in records for key in ACCURACIES if any(key in line for line in record.lines)
+    )
     return max(ACCURACIES, key=lambda key: counts[key]) if counts else None
 
 
@@ -118,7 +145,9 @@ def _title(records: Sequence[Record]) -> str:
     return f"Report on {records[0].name}" if len(records) == 1 else f"Report on {len(records)} runs"
 
 
-def _draw(scene: Scene, notes: list[str], only: Sequence[str], folder: Path) -> list[Made | LeftOut]:
+def _draw(
+    scene: Scene, notes: list[str], only: Sequence[str], folder: Path
+) -> list[Made | LeftOut]:
     """Draws and writes the figures; of an earlier report only those stay that are written again."""
     from treegraft.view.report.bars import efficiency, final_accuracy, noise_rate, off_policy_source
     from treegraft.view.report.curves import against_cost, dynamics
@@ -128,12 +157,22 @@ def _draw(scene: Scene, notes: list[str], only: Sequence[str], folder: Path) -> 
     wanted = [name for name in FIGURES if not only or name in only]
     with styled():
         makers = (dynamics, efficiency, against_cost, final_accuracy)
-        made = [maker(scene) for maker, name in zip(makers, FIGURES, strict=False) if name in wanted]
+        made = [
+            maker(scene) for maker, name in zip(makers, FIGURES, strict=False) if name in wanted
+        ]
         if set(wanted) & set(FIGURES[4:7]):
             scans = scan(scene.groups, notes)
             made += [hybrid(scene, scans)] if FIGURES[4] in wanted else []
-            made += [one for one in diversity(scene, scans) if one.name in wanted] if set(wanted) & set(FIGURES[5:7]) else []
-        made += [maker(scene) for maker, name in ((noise_rate, FIGURES[7]), (off_policy_source, FIGURES[8])) if name in wanted]
+            made += (
+                [one for one in diversity(scene, scans) if one.name in wanted]
+                if set(wanted) & set(FIGURES[5:7])
+                else []
+            )
+        made += [
+            maker(scene)
+            for maker, name in ((noise_rate, FIGURES[7]), (off_policy_source, FIGURES[8]))
+            if name in wanted
+        ]
         folder.mkdir(parents=True, exist_ok=True)
         for name in wanted:
             for kind in ("svg", "png", "csv"):

@@ -1,8 +1,10 @@
-"""Semantic diversity of trajectories: embeddings, their first two principal components, clusters by DBSCAN.
+"""Semantic diversity of trajectories: embeddings, their first two principal components, clusters by
+DBSCAN.
 
-Sets that are compared have equal numbers of trajectories, since more points make more clusters. DBSCAN (Ester, Kriegel, Sander
-& Xu, KDD 1996) runs on each set by itself, on cosine distances, with `MIN_SAMPLES` and one radius for all of them, found as its
-authors propose (sec. 4.2) from the distances to the neighbour that makes a core point: their median, so that half of all are core
+Sets that are compared have equal numbers of trajectories, since more points make more clusters.
+DBSCAN (Ester, Kriegel, Sander & Xu, KDD 1996) runs on each set by itself, on cosine distances, with
+`MIN_SAMPLES` and one radius for all of them, found as its authors propose (sec. 4.2) from the
+distances to the neighbour that makes a core point: their median, so that half of all are core
 points.
 """
 
@@ -26,7 +28,8 @@ _Matrix = npt.NDArray[np.float32]
 
 
 class Reservoir:
-    """An even sample of what passes by, of a size fixed ahead (Vitter's algorithm R); the same for the same stream."""
+    """An even sample of what passes by, of a size fixed ahead (Vitter's algorithm R); the same for
+    the same stream."""
 
     def __init__(self, size: int = MOST_EACH) -> None:
         self.items: list[Seen] = []
@@ -44,7 +47,8 @@ class Reservoir:
 
 @dataclass(frozen=True, slots=True)
 class Clusters:
-    """How many ways of acting: Clusters(num=50, clusters=7, noise=0.1, distance=0.4, within=0.05)"""
+    """How many ways of acting: Clusters(num=50, clusters=7, noise=0.1, distance=0.4,
+    within=0.05)"""
 
     num: int
     """Trajectories."""
@@ -65,7 +69,10 @@ def phase_of(update: int, num_updates: int) -> int:
 def choose_encoder(name: str) -> tuple[Encoder, str]:
     """Returns an encoder and a line on it. Raises SettingError, ModelError: as `build_encoder`."""
     encoder = build_encoder(name)
-    about = {"hashing": "hashed words and triples of words (no model)", "minilm": "all-MiniLM-L6-v2"}
+    about = {
+        "hashing": "hashed words and triples of words (no model)",
+        "minilm": "all-MiniLM-L6-v2",
+    }
     return encoder, about.get(encoder.name, encoder.name)
 
 
@@ -73,7 +80,8 @@ def embed(encoder: Encoder, texts: Sequence[str]) -> _Matrix:
     """Returns [texts, dim] of unit length; an empty text is a vector like others."""
     vectors = encoder.encode(texts)
     if encoder.name == "hashing":
-        # Its second half is about the newest step of a history; trajectories are one line each, and have none.
+        # Its second half is about the newest step of a history; trajectories are one line each, and
+        # have none.
         vectors = vectors[:, : vectors.shape[1] // 2] * np.float32(np.sqrt(2.0))
     return vectors
 
@@ -86,18 +94,26 @@ def distances(vectors: _Matrix) -> _Matrix:
 
 
 def radius_of(vectors: Sequence[_Matrix]) -> float:
-    """Returns the median over all trajectories of the distance to the neighbour of its set that makes it a core point."""
-    nearest = [np.sort(distances(one), axis=1)[:, MIN_SAMPLES - 1] for one in vectors if len(one) >= MIN_SAMPLES]
+    """Returns the median over all trajectories of the distance to the neighbour of its set that
+    makes it a core point."""
+    nearest = [
+        np.sort(distances(one), axis=1)[:, MIN_SAMPLES - 1]
+        for one in vectors
+        if len(one) >= MIN_SAMPLES
+    ]
     return float(np.median(np.concatenate(nearest))) if nearest else 0.0
 
 
 def count(vectors: _Matrix, trees: Sequence[str], radius: float) -> Clusters:
-    """Returns the clusters of some trajectories, neighbours being at most `radius` apart; `trees` says what each is of."""
+    """Returns the clusters of some trajectories, neighbours being at most `radius` apart; `trees`
+    says what each is of."""
     from sklearn.cluster import DBSCAN
 
     matrix = distances(vectors)
     # Rounding keeps equal texts a little apart.
-    labels = DBSCAN(eps=max(radius, 1e-5), min_samples=MIN_SAMPLES, metric="precomputed").fit_predict(matrix)
+    labels = DBSCAN(
+        eps=max(radius, 1e-5), min_samples=MIN_SAMPLES, metric="precomputed"
+    ).fit_predict(matrix)
     first, second = np.triu_indices(len(vectors), 1)
     of = np.unique(np.asarray(trees), return_inverse=True)[1]
     pairs, shared = matrix[first, second], of[first] == of[second]
@@ -110,8 +126,11 @@ def count(vectors: _Matrix, trees: Sequence[str], radius: float) -> Clusters:
     )
 
 
-def project(sets: Mapping[str, _Matrix]) -> tuple[dict[str, npt.NDArray[np.float64]], tuple[float, float]]:
-    """Returns the first two principal components of all sets together, and their shares of the variance."""
+def project(
+    sets: Mapping[str, _Matrix],
+) -> tuple[dict[str, npt.NDArray[np.float64]], tuple[float, float]]:
+    """Returns the first two principal components of all sets together, and their shares of the
+    variance."""
     from sklearn.decomposition import PCA
 
     together = np.concatenate(list(sets.values())).astype(np.float64)
@@ -119,4 +138,7 @@ def project(sets: Mapping[str, _Matrix]) -> tuple[dict[str, npt.NDArray[np.float
         return {name: np.zeros((len(one), 2)) for name, one in sets.items()}, (0.0, 0.0)
     model = PCA(n_components=2, svd_solver="full").fit(together)
     shares = model.explained_variance_ratio_
-    return {name: model.transform(one.astype(np.float64)) for name, one in sets.items()}, (float(shares[0]), float(shares[1]))
+    return {name: model.transform(one.astype(np.float64)) for name, one in sets.items()}, (
+        float(shares[0]),
+        float(shares[1]),
+    )

@@ -1,4 +1,5 @@
-"""Which runs are one method with other seeds, what such a group is called, and which groups may be compared at all."""
+"""Which runs are one method with other seeds, what such a group is called, and which groups may be
+compared at all."""
 
 from __future__ import annotations
 
@@ -31,15 +32,23 @@ class Group:
 def group(records: Sequence[Record]) -> list[Group]:
     """Returns the groups in the order in which their first runs were given.
 
-    Runs with one label of the user's are one group; of the others those whose settings are equal but for `NOT_SETTINGS`.
+    Runs with one label of the user's are one group; of the others those whose settings are equal
+    but for `NOT_SETTINGS`.
     """
     panels = _panels(records)
     by_key: dict[tuple[str, str], list[Record]] = {}
     for record, panel in zip(records, panels, strict=True):
-        own = f"label {record.label}" if record.label is not None else f"settings {_frozen(record.settings)}"
+        own = (
+            f"label {record.label}"
+            if record.label is not None
+            else f"settings {_frozen(record.settings)}"
+        )
         by_key.setdefault((panel, own), []).append(record)
     labels = _labels(list(by_key.values()), [panel for panel, _ in by_key])
-    return [Group(label, panel, tuple(members)) for label, (panel, _), members in zip(labels, by_key, by_key.values(), strict=True)]
+    return [
+        Group(label, panel, tuple(members))
+        for label, (panel, _), members in zip(labels, by_key, by_key.values(), strict=True)
+    ]
 
 
 def _frozen(settings: Mapping[str, Any]) -> str:
@@ -50,38 +59,54 @@ def _frozen(settings: Mapping[str, Any]) -> str:
 
 
 def _panels(records: Sequence[Record]) -> list[str]:
-    """A study says its worlds; of folders those with other tasks are apart, whatever the agent learned from."""
-    tasks = [{n: v for n, v in record.settings.items() if n.startswith("tasks.") and n not in EXPERT} for record in records]
-    names = differing([found for found, record in zip(tasks, records, strict=True) if record.world is None])
+    """A study says its worlds; of folders those with other tasks are apart, whatever the agent
+    learned from."""
+    tasks = [
+        {n: v for n, v in record.settings.items() if n.startswith("tasks.") and n not in EXPERT}
+        for record in records
+    ]
+    names = differing(
+        [found for found, record in zip(tasks, records, strict=True) if record.world is None]
+    )
     found = []
     for record in records:
-        own = ", ".join(f"{short(name, names)} = {show(record.settings.get(name))}" for name in names)
+        own = ", ".join(
+            f"{short(name, names)} = {show(record.settings.get(name))}" for name in names
+        )
         found.append(own if record.world is None else record.world)
     return found
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names whose values differ among these settings, missing counting as a value, in order."""
+    """Returns the names whose values differ among these settings, missing counting as a value, in
+    order."""
     names = dict.fromkeys(name for one in settings for name in one)
     return [name for name in names if len({_value(one, name) for one in settings}) > 1]
 
 
 def _value(settings: Mapping[str, Any], name: str) -> str:
-    return json.dumps(settings[name], sort_keys=True, default=str) if name in settings else "missing"
+    return (
+        json.dumps(settings[name], sort_keys=True, default=str) if name in settings else "missing"
+    )
 
 
 # ---------------------------------------------------------------------- labels
 
 
 def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[str]:
-    """A group is named by the settings in which it differs from what most groups have, or from each other."""
+    """A group is named by the settings in which it differs from what most groups have, or from each
+    other."""
     firsts = [members[0] for members in groups]
     unnamed = [record for record in firsts if record.label is None]
     names = differing([record.settings for record in unnamed])
-    common = {name: _majority([_value(record.settings, name) for record in unnamed]) for name in names}
+    common = {
+        name: _majority([_value(record.settings, name) for record in unnamed]) for name in names
+    }
     by_panel = [name for name in names if name.startswith("tasks.") and name not in EXPERT]
     names = [name for name in names if name not in by_panel]
-    labels = [one[0].label if one[0].label is not None else _label(one, names, common) for one in groups]
+    labels = [
+        one[0].label if one[0].label is not None else _label(one, names, common) for one in groups
+    ]
     return list(_unique(labels, panels))
 
 
@@ -90,12 +115,21 @@ def _majority(values: Sequence[str]) -> str | None:
     return value if count > len(values) / 2 else None
 
 
-def _label(members: Sequence[Record], names: Sequence[str], common: Mapping[str, str | None]) -> str:
+def _label(
+    members: Sequence[Record], names: Sequence[str], common: Mapping[str, str | None]
+) -> str:
     record = members[0]
     if not names:
         return record.name if len(members) == 1 else "equal settings"
-    own = [name for name in names if common[name] is None or _value(record.settings, name) != common[name]]
-    said = ", ".join(f"{short(name, names)} = {show(record.settings.get(name))}" for name in own) or "common settings"
+    own = [
+        name
+        for name in names
+        if common[name] is None or _value(record.settings, name) != common[name]
+    ]
+    said = (
+        ", ".join(f"{short(name, names)} = {show(record.settings.get(name))}" for name in own)
+        or "common settings"
+    )
     return said if len(said) <= _MOST else said[: _MOST - 1] + "…"
 
 
@@ -107,7 +141,8 @@ def _unique(labels: Sequence[str], panels: Sequence[str]) -> Iterator[str]:
 
 
 def short(name: str, names: Sequence[str]) -> str:
-    """Returns the shortest end of a dotted name that no other of `names` has: "lr" of "learn.lr" beside "loss.clip_low"."""
+    """Returns the shortest end of a dotted name that no other of `names` has: "lr" of "learn.lr"
+    beside "loss.clip_low"."""
     parts = name.split(".")
     for start in range(len(parts) - 1, -1, -1):
         end = ".".join(parts[start:])
@@ -117,7 +152,8 @@ def short(name: str, names: Sequence[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """Returns a setting's value as it stands in a label: the end of a path, a list's parts with a plus."""
+    """Returns a setting's value as it stands in a label: the end of a path, a list's parts with a
+    plus."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -141,10 +177,11 @@ def pooled_differences(members: Group) -> list[str]:
 
 
 def vary(groups: Sequence[Group], names: Sequence[str]) -> list[list[Group]]:
-    """Returns sets of groups that differ in one or more of `names` and in nothing else, over all panels.
+    """Returns sets of groups that differ in one or more of `names` and in nothing else, over all
+    panels.
 
-    What differs within a group of the user's label (the warm-up that each seed began with, say) does not count; a group within
-    which one of `names` differs stands in no set.
+    What differs within a group of the user's label (the warm-up that each seed began with, say)
+    does not count; a group within which one of `names` differs stands in no set.
     """
     pooled = {name for one in groups for name in pooled_differences(one)}
     sets: dict[str, dict[str, Group]] = {}
@@ -152,7 +189,13 @@ def vary(groups: Sequence[Group], names: Sequence[str]) -> list[list[Group]]:
         settings = one.records[0].settings
         if not any(name in settings for name in names) or set(names) & set(pooled_differences(one)):
             continue
-        rest = _frozen({name: value for name, value in settings.items() if name not in names and name not in pooled})
+        rest = _frozen(
+            {
+                name: value
+                for name, value in settings.items()
+                if name not in names and name not in pooled
+            }
+        )
         own = _frozen({name: settings.get(name) for name in names})
         sets.setdefault(rest, {}).setdefault(own, one)
     return [list(found.values()) for found in sets.values() if len(found) > 1]

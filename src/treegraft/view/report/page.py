@@ -1,4 +1,5 @@
-"""The page: one HTML file with the figures inside it, that asks the network for nothing and runs no script."""
+"""The page: one HTML file with the figures inside it, that asks the network for nothing and runs no
+script."""
 
 from __future__ import annotations
 
@@ -32,11 +33,21 @@ td { border-bottom: 1px solid #e6e6e6; } td.n { text-align: right; white-space: 
 a { color: #0059a0; } code { font-size: 0.85em; }
 @media print { details { display: none; } }
 """
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action"
+    " 'none'"
+)
 
 
-def page(groups: Sequence[Group], made: Sequence[Made | LeftOut], folder: Path, notes: Sequence[str], title: str) -> str:
-    """Returns the page; `folder` holds the figures as `style.save` wrote them, and is called so in the links."""
+def page(
+    groups: Sequence[Group],
+    made: Sequence[Made | LeftOut],
+    folder: Path,
+    notes: Sequence[str],
+    title: str,
+) -> str:
+    """Returns the page; `folder` holds the figures as `style.save` wrote them, and is called so in
+    the links."""
     figures = [one for one in made if isinstance(one, Made)]
     left = [one for one in made if isinstance(one, LeftOut)]
     parts = [
@@ -46,12 +57,17 @@ def page(groups: Sequence[Group], made: Sequence[Made | LeftOut], folder: Path, 
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{_text(title)}</h1>",
-        "<nav>" + " ".join(f'<a href="#{one.name}">{_text(one.title)}</a>' for one in figures) + "</nav>",
+        "<nav>"
+        + " ".join(f'<a href="#{one.name}">{_text(one.title)}</a>' for one in figures)
+        + "</nav>",
         "<h2>Runs</h2>",
         _table(_runs(groups)),
         *[f'<p class="note">{_text(note)}</p>' for note in notes],
     ]
-    parts += [_figure(one, (folder / f"{one.name}.svg").read_text(encoding="utf-8"), folder.name) for one in figures]
+    parts += [
+        _figure(one, (folder / f"{one.name}.svg").read_text(encoding="utf-8"), folder.name)
+        for one in figures
+    ]
     if left:
         parts.append("<h2>Left out</h2><ul>")
         parts += [f"<li>{_text(one.title)}: {_text(one.reason)}</li>" for one in left]
@@ -60,22 +76,27 @@ def page(groups: Sequence[Group], made: Sequence[Made | LeftOut], folder: Path, 
 
 
 def _text(text: str) -> str:
-    """Foreign text as text: control characters visible, markup escaped, lone surrogates replaced."""
+    """Foreign text as text: control characters visible, markup escaped, lone surrogates
+    replaced."""
     return escape(plain(text).encode("utf-8", "replace").decode("utf-8"))
 
 
 def _figure(one: Made, svg: str, folder: str) -> str:
-    links = " · ".join(f'<a href="{folder}/{one.name}.{kind}">{kind.upper()}</a>' for kind in ("svg", "png", "csv"))
+    links = " · ".join(
+        f'<a href="{folder}/{one.name}.{kind}">{kind.upper()}</a>' for kind in ("svg", "png", "csv")
+    )
     notes = "".join(f'<p class="note">{_text(note)}</p>' for note in one.notes)
     return (
-        f'<section id="{one.name}"><h2>{_text(one.title)}</h2><figure>{inline(svg, one.name, one.title)}'
-        f"<figcaption>{_text(one.caption)}</figcaption></figure>{notes}"
-        f"<details><summary>The numbers ({len(one.table.rows):,} rows) · {links}</summary>{_table(one.table)}</details></section>"
+        "<section"
+        f' id="{one.name}"><h2>{_text(one.title)}</h2><figure>{inline(svg, one.name, one.title)}<figcaption>{_text(one.caption)}</figcaption></figure>{notes}<details><summary>The'
+        f" numbers ({len(one.table.rows):,} rows) ·"
+        f" {links}</summary>{_table(one.table)}</details></section>"
     )
 
 
 def inline(svg: str, name: str, title: str) -> str:
-    """Returns an SVG file as part of a page: without its head, its ids made its own, with a name for screen readers."""
+    """Returns an SVG file as part of a page: without its head, its ids made its own, with a name
+    for screen readers."""
     body = svg[svg.index("<svg") :]
     body = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', body)
     body = re.sub(r'\b((?:xlink:)?href)="#', rf'\1="#{name}-', body)
@@ -85,11 +106,21 @@ def inline(svg: str, name: str, title: str) -> str:
 
 def _runs(groups: Sequence[Group]) -> Table:
     rows = [
-        (group.panel, group.label, record.name, record.seed, record.state, len(record.lines), "; ".join(record.notes))
+        (
+            group.panel,
+            group.label,
+            record.name,
+            record.seed,
+            record.state,
+            len(record.lines),
+            "; ".join(record.notes),
+        )
         for group in groups
         for record in group.records
     ]
-    return Table(("panel", "group", "run", "seed", "state", "lines of metrics", "remarks"), _only_told(rows))
+    return Table(
+        ("panel", "group", "run", "seed", "state", "lines of metrics", "remarks"), _only_told(rows)
+    )
 
 
 def _only_told(rows: Sequence[tuple[Cell, ...]]) -> list[tuple[Cell, ...]]:
@@ -97,12 +128,19 @@ def _only_told(rows: Sequence[tuple[Cell, ...]]) -> list[tuple[Cell, ...]]:
 
 
 def _table(table: Table) -> str:
-    told = [n for n in range(len(table.columns)) if any(row[n] not in (None, "") for row in table.rows)]
+    told = [
+        n for n in range(len(table.columns)) if any(row[n] not in (None, "") for row in table.rows)
+    ]
     head = "".join(f"<th>{_text(table.columns[n])}</th>" for n in told)
-    rows = "".join("<tr>" + "".join(_cell(row[n]) for n in told) + "</tr>" for row in table.rows[:_MOST_ROWS])
+    rows = "".join(
+        "<tr>" + "".join(_cell(row[n]) for n in told) + "</tr>" for row in table.rows[:_MOST_ROWS]
+    )
     more = len(table.rows) - _MOST_ROWS
     said = f'<p class="note">{more:,} further rows stand in the CSV file.</p>' if more > 0 else ""
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{said}'
+    return (
+        "<div"
+        f' class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{said}'
+    )
 
 
 def _cell(value: Cell) -> str:
@@ -112,7 +150,8 @@ def _cell(value: Cell) -> str:
 
 
 def group_notes(groups: Sequence[Group]) -> list[str]:
-    """Returns what a reader has to know of the groups: what was pooled by hand, seeds that come twice, interrupted runs."""
+    """Returns what a reader has to know of the groups: what was pooled by hand, seeds that come
+    twice, interrupted runs."""
     found = []
     for group in groups:
         where = f"{group.label} ({group.panel})" if group.panel else group.label
@@ -120,12 +159,16 @@ def group_notes(groups: Sequence[Group]) -> list[str]:
         if pooled:
             more = f" and {len(pooled) - 4} more" if len(pooled) > 4 else ""
             found.append(
-                f"{where}: its runs differ in {', '.join(pooled[:4])}{more} too; they are one group because of their label."
+                f"{where}: its runs differ in {', '.join(pooled[:4])}{more} too; they are one group"
+                " because of their label."
             )
         seeds = [record.seed for record in group.records if record.seed is not None]
         twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
         if twice:
-            found.append(f"{where}: seed {', '.join(map(str, twice))} comes more than once; such runs are not independent.")
+            found.append(
+                f"{where}: seed {', '.join(map(str, twice))} comes more than once; such runs are"
+                " not independent."
+            )
         found += [f"{record.name} {record.state}." for record in group.records if _is_open(record)]
     return found
 

@@ -1,4 +1,5 @@
-"""Parts that figures share: bands, labels at the ends of lines, bars with their values, panels side by side."""
+"""Parts that figures share: bands, labels at the ends of lines, bars with their values, panels side
+by side."""
 
 from __future__ import annotations
 
@@ -36,11 +37,15 @@ class Scene:
     def of_panel(self, panel: str) -> list[Group]:
         """Returns a panel's groups, in the same order in all panels."""
         order = list(dict.fromkeys(group.label for group in self.groups))
-        return sorted((group for group in self.groups if group.panel == panel), key=lambda group: order.index(group.label))
+        return sorted(
+            (group for group in self.groups if group.panel == panel),
+            key=lambda group: order.index(group.label),
+        )
 
     @property
     def drawn(self) -> list[str]:
-        """Returns the labels that get a curve and a colour of their own, in order: no more than can be told apart.
+        """Returns the labels that get a curve and a colour of their own, in order: no more than can
+        be told apart.
 
         Where there are more, those with most runs in a panel come first.
         """
@@ -51,12 +56,14 @@ class Scene:
         return [label for label in runs if label in chosen]
 
     def look(self, label: str) -> int | None:
-        """Returns the number of a label's look, the same in all figures; None for one that is not drawn as a curve."""
+        """Returns the number of a label's look, the same in all figures; None for one that is not
+        drawn as a curve."""
         drawn = self.drawn
         return drawn.index(label) if label in drawn else None
 
     def curves(self, panel: str, fits: Callable[[Group], bool]) -> tuple[list[Group], list[str]]:
-        """Returns the groups of a panel whose curves are drawn, and a line on those for which there is no room."""
+        """Returns the groups of a panel whose curves are drawn, and a line on those for which there
+        is no room."""
         drawn, fitting = self.drawn, [group for group in self.of_panel(panel) if fits(group)]
         left = [group.label for group in fitting if group.label not in drawn]
         where = f" in panel {panel}" if panel else ""
@@ -69,14 +76,23 @@ def how_many(groups: Sequence[Group], *, is_accuracy: bool = False) -> str:
     counts = sorted({len(group.records) for group in groups})
     span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     if counts[-1] > 1:
-        said = f"n = {span} runs with other seeds; bands and whiskers: {INTERVAL_SEEDS}, cut at the panels' edges."
+        said = (
+            f"n = {span} runs with other seeds; bands and whiskers: {INTERVAL_SEEDS}, cut at the"
+            " panels' edges."
+        )
         return said + (f" Where n = 1: {INTERVAL_TASKS}." if is_accuracy and counts[0] == 1 else "")
     return f"n = 1 run each. Bands and whiskers: {INTERVAL_TASKS}; what other seeds would give is not known." if is_accuracy else (
         "n = 1 run each: no interval, what other seeds would give is not known."
     )  # fmt: skip
 
 
-def draw_band(axes: Any, points: Sequence[Point], label: str, look: Mapping[str, Any], x: Sequence[float] | None = None) -> None:
+def draw_band(
+    axes: Any,
+    points: Sequence[Point],
+    label: str,
+    look: Mapping[str, Any],
+    x: Sequence[float] | None = None,
+) -> None:
     """Draws a mean with its interval; `x` in place of the points' own."""
     places = [point.x for point in points] if x is None else list(x)
     every = max(1, len(points) // _NUM_MARKERS)
@@ -88,9 +104,13 @@ def draw_band(axes: Any, points: Sequence[Point], label: str, look: Mapping[str,
 
 
 def fit_y(axes: Any, points: Sequence[Point]) -> None:
-    """Sets a panel's height by the runs themselves, with 0 in it: intervals of few runs are wide, and would flatten the curves."""
+    """Sets a panel's height by the runs themselves, with 0 in it: intervals of few runs are wide,
+    and would flatten the curves."""
     if points:
-        low, high = min(0.0, *(one.least for one in points)), max(0.0, *(one.most for one in points))
+        low, high = (
+            min(0.0, *(one.least for one in points)),
+            max(0.0, *(one.most for one in points)),
+        )
         room = 0.05 * ((high - low) or 1.0)
         axes.set_ylim(low - (room if low < 0 else 0.0), high + room)
 
@@ -101,7 +121,8 @@ def fits_direct(labels: Sequence[str]) -> bool:
 
 
 def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None:
-    """Writes labels to the right of a panel at the ends of their lines, moved apart where they would meet.
+    """Writes labels to the right of a panel at the ends of their lines, moved apart where they
+    would meet.
 
     Args:
         ends: (x, y, label, colour) of each line's last point.
@@ -109,7 +130,9 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None
     low, high = axes.get_ylim()
     height = axes.get_window_extent().height / axes.figure.dpi * 72
     gap = 9.5 / max(height, 1.0)
-    wanted = sorted((((y - low) / (high - low)), x, y, label, colour) for x, y, label, colour in ends)
+    wanted = sorted(
+        (((y - low) / (high - low)), x, y, label, colour) for x, y, label, colour in ends
+    )
     places = [place for place, *_ in wanted]
     for n in range(1, len(places)):
         places[n] = max(places[n], places[n - 1] + gap)
@@ -127,7 +150,13 @@ def label_ends(axes: Any, ends: Sequence[tuple[float, float, str, str]]) -> None
             va="center",
             fontweight="bold",
             fontsize=7.5,
-            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "shrinkA": 1, "shrinkB": 3},
+            arrowprops={
+                "arrowstyle": "-",
+                "color": colour,
+                "linewidth": 0.6,
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
         )
 
 
@@ -160,32 +189,61 @@ class Bar:
 
 
 def draw_bars(
-    axes: Any, bars: Sequence[Bar], *, shows_names: bool, said: Callable[[float], str] = brief, most: float | None = None
+    axes: Any,
+    bars: Sequence[Bar],
+    *,
+    shows_names: bool,
+    said: Callable[[float], str] = brief,
+    most: float | None = None,
 ) -> None:
-    """Draws horizontal bars of values from 0 on, the first on top, each with its whiskers, its runs as dots and its value.
+    """Draws horizontal bars of values from 0 on, the first on top, each with its whiskers, its runs
+    as dots and its value.
 
     Args:
-        most: largest value that there can be; whiskers are cut there, and at 0. None: cut at 0 only.
+        most: largest value that there can be; whiskers are cut there, and at 0. None: cut at 0
+            only.
     """
     top = math.inf if most is None else most
     bars = [
-        bar if bar.low is None or bar.high is None else replace(bar, low=max(0.0, bar.low), high=min(top, bar.high)) for bar in bars
+        (
+            bar
+            if bar.low is None or bar.high is None
+            else replace(bar, low=max(0.0, bar.low), high=min(top, bar.high))
+        )
+        for bar in bars
     ]
     for place, bar in enumerate(bars):
-        colour, hatch = ("#8a8a8a", "") if bar.look is None else (COLOURS[bar.look % MOST_LINES], HATCHES[bar.look % MOST_LINES])
-        axes.barh(place, bar.value, height=0.68, facecolor=tint(colour), hatch=hatch, edgecolor=colour, linewidth=0.8)
+        colour, hatch = (
+            ("#8a8a8a", "")
+            if bar.look is None
+            else (COLOURS[bar.look % MOST_LINES], HATCHES[bar.look % MOST_LINES])
+        )
+        axes.barh(
+            place,
+            bar.value,
+            height=0.68,
+            facecolor=tint(colour),
+            hatch=hatch,
+            edgecolor=colour,
+            linewidth=0.8,
+        )
         if bar.low is not None and bar.high is not None:
             axes.errorbar(bar.value, place, xerr=[[bar.value - bar.low], [bar.high - bar.value]], color="black", capsize=2.5,
                           linewidth=0.9)  # fmt: skip
         if len(bar.dots) > 1:
             axes.plot(bar.dots, [place] * len(bar.dots), "o", color="white", markeredgecolor="black", markersize=2.6,
                       markeredgewidth=0.6, linestyle="none", zorder=3)  # fmt: skip
-    reach = [max([bar.value, *([] if bar.high is None else [bar.high]), *bar.dots, 0.0]) for bar in bars]
+    reach = [
+        max([bar.value, *([] if bar.high is None else [bar.high]), *bar.dots, 0.0]) for bar in bars
+    ]
     span = max(max(reach), 1e-9)
     for place, (bar, end) in enumerate(zip(bars, reach, strict=True)):
         axes.text(end + 0.045 * span, place, said(bar.value), va="center", ha="left", fontsize=7.5)
     axes.set_xlim(0, 1.27 * span)
     axes.set_ylim(len(bars) - 0.45, -0.55)
-    axes.set_yticks(range(len(bars)), [printable(bar.label, 26) for bar in bars] if shows_names else [""] * len(bars))
+    axes.set_yticks(
+        range(len(bars)),
+        [printable(bar.label, 26) for bar in bars] if shows_names else [""] * len(bars),
+    )
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False, axis="y")

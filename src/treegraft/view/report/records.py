@@ -1,8 +1,10 @@
-"""What a report is made of: run folders, and studies, whose lines are finished runs in short. Both become `Record`s.
+"""What a report is made of: run folders, and studies, whose lines are finished runs in short. Both
+become `Record`s.
 
-A study is a .jsonl file such as `benchmarks/methods.jsonl`: one object a run, with "method" (its label), "seed", "world" (what is
-compared with each other; optional), "settings" (what tells it from other runs, by dotted name; optional), "num_eval" (held-out
-tasks; optional) and "curve": at each evaluation {"update": n, "accuracy": share, any metric summed so far ...}.
+A study is a .jsonl file such as `benchmarks/methods.jsonl`: one object a run, with "method" (its
+label), "seed", "world" (what is compared with each other; optional), "settings" (what tells it from
+other runs, by dotted name; optional), "num_eval" (held-out tasks; optional) and "curve": at each
+evaluation {"update": n, "accuracy": share, any metric summed so far ...}.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ _CURVE_ONLY = ("update", "accuracy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One run, of a folder or of a study's line: Record(name="first", seed=0, lines=({"update": 1, "reward/mean": 0.5},))"""
+    """One run, of a folder or of a study's line: Record(name="first", seed=0, lines=({"update": 1,
+    "reward/mean": 0.5},))"""
 
     name: str
     label: str | None = None
-    """What the user or the study calls its method; None leaves that to what tells the settings apart."""
+    """What the user or the study calls its method; None leaves that to what tells the settings
+    apart."""
     world: str | None = None
     """Only runs of one world are compared; None leaves that to the settings of the tasks."""
     seed: int | None = None
@@ -37,7 +41,8 @@ class Record:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """By dotted name, without those that only name a run."""
     lines: Sequence[Line] = ()
-    """One line of metrics an update, in order, numbers only; costs are those since the line before."""
+    """One line of metrics an update, in order, numbers only; costs are those since the line
+    before."""
     num_eval: int | None = None
     """Held-out tasks; None: not known."""
     run: Run | None = None
@@ -49,7 +54,8 @@ class Record:
 
 
 def read_records(paths: Sequence[str]) -> list[Record]:
-    """Returns the runs of folders and of studies, each PATH or LABEL=PATH, which gives its runs that label.
+    """Returns the runs of folders and of studies, each PATH or LABEL=PATH, which gives its runs
+    that label.
 
     What is given twice counts once.
 
@@ -65,7 +71,9 @@ def read_records(paths: Sequence[str]) -> list[Record]:
             continue
         seen.add((path.resolve(), label))
         if any(path.resolve() == known for known, other in seen if other != label):
-            raise DataError(f"'{path}' is given with two labels; a run belongs to one. Give it once.")
+            raise DataError(
+                f"'{path}' is given with two labels; a run belongs to one. Give it once."
+            )
         records += list(read_study(path, label)) if path.is_file() else [read_run(path, label)]
     return _with_unique_names(records)
 
@@ -102,7 +110,8 @@ def read_run(path: Path, label: str | None = None) -> Record:
     """
     if not path.is_dir():
         raise CheckpointError(
-            f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g. benchmarks/methods.jsonl"
+            f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g."
+            " benchmarks/methods.jsonl"
         )
     run = Run(path)
     settings = flatten(run.config())
@@ -119,7 +128,11 @@ def read_run(path: Path, label: str | None = None) -> Record:
         lines=lines,
         num_eval=_num_eval(run, settings),
         run=run,
-        state="finished" if is_done else f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}",
+        state=(
+            "finished"
+            if is_done
+            else f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}"
+        ),
         notes=notes,
     )
 
@@ -147,13 +160,22 @@ def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]
         if not isinstance(update, int | float):
             notes.append("a line of metrics.jsonl without a number of its update was left out")
             continue
-        numbers = {key: float(value) for key, value in line.items() if isinstance(value, int | float)}
-        unusable += [f"{key} of update {int(update)} is {value}" for key, value in line.items() if isinstance(value, str)]
+        numbers = {
+            key: float(value) for key, value in line.items() if isinstance(value, int | float)
+        }
+        unusable += [
+            f"{key} of update {int(update)} is {value}"
+            for key, value in line.items()
+            if isinstance(value, str)
+        ]
         if int(update) in by_update:
             repeated.append(int(update))
         by_update[int(update)] = numbers
     if repeated:
-        notes.append(f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the later lines count")
+        notes.append(
+            f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the"
+            " later lines count"
+        )
     if unusable:
         more = f", and {len(unusable) - 3} more" if len(unusable) > 3 else ""
         notes.append(f"left out: {'; '.join(unusable[:3])}{more}")
@@ -170,7 +192,8 @@ def _num_eval(run: Run, settings: Mapping[str, Any]) -> int | None:
 
 
 def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
-    """Gives the runs of a study, in order; one that stands there twice counts once, as it stands last.
+    """Gives the runs of a study, in order; one that stands there twice counts once, as it stands
+    last.
 
     Raises:
         DataError: it is not UTF-8, or a line is no run.
@@ -178,14 +201,18 @@ def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"'{path}' cannot be read as a study ({error}); expected .jsonl, one run a line") from error
+        raise DataError(
+            f"'{path}' cannot be read as a study ({error}); expected .jsonl, one run a line"
+        ) from error
     found: dict[tuple[Any, ...], Record] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip():
             record = _study_line(line, f"'{path}', line {number}", label)
             found[(record.world, record.label, record.seed)] = record
     if not found:
-        raise DataError(f"'{path}' holds no run; expected one a line, as benchmarks/methods.py writes them")
+        raise DataError(
+            f"'{path}' holds no run; expected one a line, as benchmarks/methods.py writes them"
+        )
     yield from found.values()
 
 
@@ -198,8 +225,8 @@ def _study_line(line: str, where: str, label: str | None) -> Record:
         accuracies = [(int(point["update"]), point["accuracy"]) for point in curve]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{where} is no run ({type(error).__name__}: {error}); expected an object with method, seed and curve, "
-            'a list of {"update": n, "accuracy": share}'
+            f"{where} is no run ({type(error).__name__}: {error}); expected an object with method,"
+            ' seed and curve, a list of {"update": n, "accuracy": share}'
         ) from error
     costs = {key for point in curve for key in point} - set(_CURVE_ONLY)
     lines, before = [], dict.fromkeys(costs, 0.0)

@@ -1,4 +1,5 @@
-"""What a figure is before it is written: drawing, caption and table, or the one line that says why there is none."""
+"""What a figure is before it is written: drawing, caption and table, or the one line that says why
+there is none."""
 
 from __future__ import annotations
 
@@ -22,12 +23,18 @@ class Table:
     rows: Sequence[tuple[Cell, ...]]
 
     def as_csv(self) -> str:
-        """Returns it as CSV, numbers in full; texts that a spreadsheet would take for formulas get a quote in front."""
+        """Returns it as CSV, numbers in full; texts that a spreadsheet would take for formulas get
+        a quote in front."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
         writer.writerow(self.columns)
         for row in self.rows:
-            writer.writerow(["" if cell is None else _safe(cell) if isinstance(cell, str) else cell for cell in row])
+            writer.writerow(
+                [
+                    "" if cell is None else _safe(cell) if isinstance(cell, str) else cell
+                    for cell in row
+                ]
+            )
         return out.getvalue()
 
 

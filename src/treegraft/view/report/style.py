@@ -1,4 +1,5 @@
-"""How figures look: fonts, colours that the colour-blind can tell apart, line styles and markers that a grey print keeps apart."""
+"""How figures look: fonts, colours that the colour-blind can tell apart, line styles and markers
+that a grey print keeps apart."""
 
 from __future__ import annotations
 
@@ -13,7 +14,15 @@ from treegraft.cli.display import plain
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 """Okabe & Ito, "Color universal design" (2008), without the yellow, which is faint on white."""
-DASHES: Sequence[Any] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)), (0, (3, 1)), (0, (8, 2)), (0, (2, 2)))
+DASHES: Sequence[Any] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1.2, 1.2)),
+    (0, (6, 1.5, 1.2, 1.5)),
+    (0, (3, 1)),
+    (0, (8, 2)),
+    (0, (2, 2)),
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++")
 MOST_LINES = len(COLOURS)
@@ -56,13 +65,17 @@ def styled() -> Iterator[None]:
     import matplotlib
 
     with warnings.catch_warnings(), matplotlib.rc_context(_RC):
-        # A name in a script that the font does not have is drawn as boxes; the tables have it whole.
+        # A name in a script that the font does not have is drawn as boxes; the tables have it
+        # whole.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 
 
-def new_figure(rows: int, columns: int, height: float, *, top: float = 0.0, width: float = WIDTH) -> tuple[Any, list[Any]]:
-    """Returns a figure with its panels row by row, sizes in inches; `top`: kept free above for a legend."""
+def new_figure(
+    rows: int, columns: int, height: float, *, top: float = 0.0, width: float = WIDTH
+) -> tuple[Any, list[Any]]:
+    """Returns a figure with its panels row by row, sizes in inches; `top`: kept free above for a
+    legend."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height + top), layout="constrained")
@@ -72,16 +85,20 @@ def new_figure(rows: int, columns: int, height: float, *, top: float = 0.0, widt
 
 
 def printable(text: str, width: int | None = None, lines: int = 3) -> str:
-    """Returns foreign text as a figure can hold it: control characters visible, wrapped to `width`, cut after `lines` lines."""
+    """Returns foreign text as a figure can hold it: control characters visible, wrapped to `width`,
+    cut after `lines` lines."""
     clean = plain(text).encode("utf-8", "replace").decode("utf-8").replace("\n", " ")
     if width is None:
         return clean
     wrapped = textwrap.wrap(clean, width) or [""]
-    return "\n".join([*wrapped[: lines - 1], wrapped[lines - 1] + " …"] if len(wrapped) > lines else wrapped)
+    return "\n".join(
+        [*wrapped[: lines - 1], wrapped[lines - 1] + " …"] if len(wrapped) > lines else wrapped
+    )
 
 
 def tint(colour: str) -> str:
-    """Returns a colour half way to white, solid: hatches on it are seen in SVG too, where transparency would drown them."""
+    """Returns a colour half way to white, solid: hatches on it are seen in SVG too, where
+    transparency would drown them."""
     parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
     return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
 
@@ -111,7 +128,8 @@ def legend_height(labels: Sequence[str]) -> float:
     longest = max((max(len(part) for part in label.split("\n")) for label in labels), default=1)
     columns = max(1, min(len(labels), int(118 // (longest + 8))))
     num_lines = sum(
-        max(label.count("\n") + 1 for label in labels[start : start + columns]) for start in range(0, len(labels), columns)
+        max(label.count("\n") + 1 for label in labels[start : start + columns])
+        for start in range(0, len(labels), columns)
     )
     return 0.17 * num_lines + 0.1
 
@@ -124,5 +142,14 @@ def save(figure: Any, path: Path) -> None:
 
 __all__ = [
     *("COLOURS", "DASHES", "HATCHES", "MARKERS", "MOST_LINES", "WIDTH"),
-    *("legend_above", "legend_height", "looks", "new_figure", "printable", "save", "styled", "tint"),
+    *(
+        "legend_above",
+        "legend_height",
+        "looks",
+        "new_figure",
+        "printable",
+        "save",
+        "styled",
+        "tint",
+    ),
 ]

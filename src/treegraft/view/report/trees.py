@@ -1,6 +1,8 @@
-"""What a report takes from recorded trees, one line of a file in memory at a time: trajectories with and without grafts.
+"""What a report takes from recorded trees, one line of a file in memory at a time: trajectories
+with and without grafts.
 
-Long runs are looked at in `MOST_FILES` updates spread evenly, so that neither time nor memory grows with the run.
+Long runs are looked at in `MOST_FILES` updates spread evenly, so that neither time nor memory grows
+with the run.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _POLICY = int(Origin.POLICY)
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One trajectory of training: Seen(update=3, group="3/t/1", is_hybrid=True, num_sampled=40, num_calls=2, reward=1.0, ...)"""
+    """One trajectory of training: Seen(update=3, group="3/t/1", is_hybrid=True, num_sampled=40,
+    num_calls=2, reward=1.0, ...)"""
 
     update: int
     group: str
@@ -42,14 +45,20 @@ class Seen:
 
 
 def spread(total: int, most: int) -> list[int]:
-    """Returns at most `most` of the numbers 0 .. total - 1, evenly spread, first and last included."""
+    """Returns at most `most` of the numbers 0 .. total - 1, evenly spread, first and last
+    included."""
     if total <= most:
         return list(range(total))
-    return sorted({round(n * (total - 1) / (most - 1)) for n in range(most)}) if most > 1 else [total - 1]
+    return (
+        sorted({round(n * (total - 1) / (most - 1)) for n in range(most)})
+        if most > 1
+        else [total - 1]
+    )
 
 
 def read_trajectories(run: Run, notes: list[str]) -> Iterator[Seen]:
-    """Gives the trajectories of the updates looked at, in order; what cannot be read is said in `notes`, once a file."""
+    """Gives the trajectories of the updates looked at, in order; what cannot be read is said in
+    `notes`, once a file."""
     files = [file for file in run.files() if file.kind == "update"]
     for place in spread(len(files), MOST_FILES):
         damaged = 0
@@ -62,12 +71,18 @@ def read_trajectories(run: Run, notes: list[str]) -> Iterator[Seen]:
         except (OSError, ValueError) as error:  # a resume has just cut it away
             notes.append(f"{run.name}: {files[place].name} cannot be read ({error})")
         if damaged:
-            notes.append(f"{run.name}: {files[place].name} has {damaged} lines that are no tree; they were left out")
+            notes.append(
+                f"{run.name}: {files[place].name} has {damaged} lines that are no tree; they were"
+                " left out"
+            )
 
 
 def _trajectories(tree: Mapping[str, Any], update: int) -> list[Seen]:
     steps = {step["id"]: step for step in tree["steps"]}
-    return [_seen(tree["group_id"], leaf, _path(steps, leaf["step_id"]), update) for leaf in tree["leaves"]]
+    return [
+        _seen(tree["group_id"], leaf, _path(steps, leaf["step_id"]), update)
+        for leaf in tree["leaves"]
+    ]
 
 
 def _path(steps: Mapping[str, Mapping[str, Any]], step_id: str) -> list[Mapping[str, Any]]:
@@ -80,13 +95,17 @@ def _is_graft(step: Mapping[str, Any]) -> bool:
     return step["cause"] is not None and step["cause"]["kind"] == "graft"
 
 
-def _seen(group: str, leaf: Mapping[str, Any], path: Sequence[Mapping[str, Any]], update: int) -> Seen:
+def _seen(
+    group: str, leaf: Mapping[str, Any], path: Sequence[Mapping[str, Any]], update: int
+) -> Seen:
     own = [step for step in path if not _is_graft(step)]
     return Seen(
         update=update,
         group=group,
         is_hybrid=len(own) < len(path),
-        num_sampled=sum(count for step in own for origin, count in step["origins"] if origin == _POLICY),
+        num_sampled=sum(
+            count for step in own for origin, count in step["origins"] if origin == _POLICY
+        ),
         num_retrieved=sum(len(step["token_ids"]) for step in path if _is_graft(step)),
         num_calls=sum(len(step["content"]["observations"]) for step in own),
         reward=leaf["reward"],
