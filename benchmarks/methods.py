@@ -137,7 +137,7 @@ def run_job(job: Job, out: Path) -> None:
     """Makes or continues one run, unless it is finished."""
     import logging
 
-    from treegraft.policy.checkpoint import latest_checkpoint
+    from treegraft.runs.checkpoint import latest_checkpoint
     from treegraft.settings.load import load_config
     from treegraft.train import train
 

@@ -13,7 +13,7 @@ import transformers
 from tests.trees import VOCABULARY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from treegraft.policy.load import build_word_tokenizer
+from treegraft.policy.tiny import build_word_tokenizer
 
 SHAPE: Mapping[str, Any] = {
     "vocab_size": VOCABULARY,

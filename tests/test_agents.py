@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.test_build_traces import SCORER, format, world
 
+from treegraft.core.chat_client import api_key_from, api_root
 from treegraft.core.errors import ModelError, SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import StepContent, Task, Tree
@@ -32,8 +33,6 @@ from treegraft.traces.agents import (
     CheckpointAgent,
     EndpointAgent,
     EndpointSettings,
-    api_key_from,
-    api_root,
     served_model,
 )
 from treegraft.traces.buffer import TraceBuffer

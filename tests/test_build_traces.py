@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from treegraft.core.errors import EngineError
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
-from treegraft.policy.load import build_word_tokenizer
+from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.settings.config import RewardSettings, SearchWorldSettings
 from treegraft.tasks.rewards import RewardScorer

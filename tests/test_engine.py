@@ -33,7 +33,7 @@ from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.kernels.engine import kernels_for
-from treegraft.policy.load import weights_fingerprint
+from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.config import EngineSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

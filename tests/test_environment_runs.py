@@ -220,7 +220,7 @@ def word_model(folder: Path) -> Path:
     """A tiny model whose tokenizer knows the words of the rows."""
     import transformers
 
-    from treegraft.policy.load import build_word_tokenizer
+    from treegraft.policy.tiny import build_word_tokenizer
 
     tags = [f"<{slash}{name}>" for name in ("take", "unlock", "enter") for slash in ("", "/")]
     tokenizer = build_word_tokenizer(["e1", "e2", "?", "e5", *tags])

@@ -34,7 +34,7 @@ from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
-from treegraft.policy.load import build_word_tokenizer
+from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.settings.tools import EnvironmentSettings

@@ -394,8 +394,8 @@ def test_changed_settings_are_refused(
 ) -> None:
     into = tmp_path / "e"
     plan = SuitePlan(suite="bamboogle,webwalker", data_dir=agent[1], num_samples=2, into=into)
-    from treegraft.evals.evaluate import open_checkpoint
     from treegraft.evals.run import _asked
+    from treegraft.runs.start import open_checkpoint
 
     config, place = open_checkpoint(agent[0], None, ["engine.max_rows=4"])
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
@@ -405,8 +405,8 @@ def test_changed_settings_are_refused(
 
 
 def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Path) -> None:
-    from treegraft.evals.evaluate import open_checkpoint
     from treegraft.evals.run import _asked
+    from treegraft.runs.start import open_checkpoint
 
     plan = SuitePlan(suite="bamboogle", data_dir=agent[1])
     slow = open_checkpoint(agent[0], None, ["rollout.deadline_s=7200", "engine.deadline_s=7200"])

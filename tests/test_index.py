@@ -71,7 +71,7 @@ def rows(vectors: Vectors) -> Rows:
 
 @pytest.fixture(scope="module")
 def built(rows: Rows) -> IvfIndex:
-    index = IvfIndex.build(rows, None, lambda: False)
+    index = IvfIndex.build(rows.vectors, None, lambda: False)
     assert index is not None
     return index
 
@@ -105,9 +105,9 @@ def test_what_is_found_does_not_depend_on_the_company(
 ) -> None:
     queries, base = vectors[NUM : NUM + 100], np.arange(NUM) % 3 > 0
     for index, k in ((None, 1), (None, 7), (built, 7)):
-        together = search_rows(rows, index, queries, base, [base] * 100, k)
+        together = search_rows(rows.vectors, index, queries, base, [base] * 100, k)
         for query, (places, similarities) in zip(queries[:20], together, strict=False):
-            alone = search_rows(rows, index, query[None], base, [base], k)[0]
+            alone = search_rows(rows.vectors, index, query[None], base, [base], k)[0]
             assert (alone[0] == places).all() and (alone[1] == similarities).all()
 
 
@@ -117,7 +117,7 @@ def test_few_eligible_rows_are_searched_exactly(
     base = np.arange(NUM) % 1000 == 7
     queries = vectors[NUM : NUM + 20]
     exact = search_exactly(rows.vectors, queries, [base] * 20, 3)
-    found = search_rows(rows, built, queries, base, [base] * 20, 3)
+    found = search_rows(rows.vectors, built, queries, base, [base] * 20, 3)
     assert all(
         (a[0] == b[0]).all() and (a[1] == b[1]).all() for a, b in zip(exact, found, strict=True)
     )
@@ -146,14 +146,14 @@ def test_the_index_finds_the_nearest_nearly_always(
     assert built.num_rows == num_indexed(NUM) < NUM
     queries, everything = vectors[NUM:], np.ones(NUM, bool)
     exact = search_exactly(rows.vectors, queries, [everything] * 200, 1)
-    found = [built.search(rows, query, everything, 1) for query in queries]
+    found = [built.search(rows.vectors, query, everything, 1) for query in queries]
     hits = sum(int(a[1][0] == b[1][0]) for a, b in zip(exact, found, strict=True))
     assert hits >= 195
 
 
 def test_rows_behind_the_index_are_found(rows: Rows, built: IvfIndex) -> None:
     for row in (built.num_rows, NUM - 1):
-        places, similarities = built.search(rows, rows.vectors[row], np.ones(NUM, bool), 1)
+        places, similarities = built.search(rows.vectors, rows.vectors[row], np.ones(NUM, bool), 1)
         assert (places[0], similarities[0]) == (row, 1.0)
 
 
@@ -164,12 +164,12 @@ def test_only_eligible_rows_are_found_and_as_many_as_wanted(
     for share in (0.5, 0.01, 0.0002):
         mask = draw.random(NUM) < share
         for query in vectors[NUM : NUM + 10]:
-            places, similarities = built.search(rows, query, mask, 5)
+            places, similarities = built.search(rows.vectors, query, mask, 5)
             assert mask[places].all() and len(set(places)) == len(places) == min(
                 5, np.count_nonzero(mask)
             )
             assert list(similarities) == sorted(similarities, reverse=True)
-    assert len(built.search(rows, vectors[NUM], np.zeros(NUM, bool), 5)[0]) == 0
+    assert len(built.search(rows.vectors, vectors[NUM], np.zeros(NUM, bool), 5)[0]) == 0
 
 
 def test_every_way_of_growing_ends_in_the_same_index(
@@ -177,21 +177,21 @@ def test_every_way_of_growing_ends_in_the_same_index(
 ) -> None:
     index: IvfIndex | None = None
     for num in (20_500, 24_000, 40_100, NUM):
-        index = IvfIndex.build(rows_of(vectors[:num]), index, lambda: False)
+        index = IvfIndex.build(vectors[:num], index, lambda: False)
         assert index is not None and index.num_rows == num_indexed(num)
     assert index is not None and index.to_bytes().tobytes() == built.to_bytes().tobytes()
     again = IvfIndex.from_bytes(built.to_bytes(), built.num_fitted)
     everything = np.ones(NUM, bool)
     for query in vectors[NUM : NUM + 20]:
         assert (
-            again.search(rows, query, everything, 9)[0]
-            == built.search(rows, query, everything, 9)[0]
+            again.search(rows.vectors, query, everything, 9)[0]
+            == built.search(rows.vectors, query, everything, 9)[0]
         ).all()
 
 
 def test_building_stops_when_told(rows: Rows) -> None:
     answers: Iterator[bool] = iter([False, False, True, True, True])
-    assert IvfIndex.build(rows, None, lambda: next(answers)) is None
+    assert IvfIndex.build(rows.vectors, None, lambda: next(answers)) is None
 
 
 # ---------------------------------------------------------------------- the keeper and its file

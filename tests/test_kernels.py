@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from tests.families import build_model
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from treegraft.policy.engine import kernels as module
 from treegraft.policy.engine.blocks import BlockPool, PathCache
 from treegraft.policy.engine.forward import (
     FusedForward,
@@ -25,10 +24,11 @@ from treegraft.policy.engine.forward import (
     shape_problem,
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
+from treegraft.policy.head import max_context
 from treegraft.policy.hook import AttentionOptions
+from treegraft.policy.kernels import engine as module
 from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass, kernels_for, padded_width
 from treegraft.policy.kernels.library import load_library, shares_runtime
-from treegraft.policy.load import max_context
 
 
 def compiled(width: int, dtype: torch.dtype = torch.float32) -> Kernels:

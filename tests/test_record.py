@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from tests.trees import Part, build_tree, recorded_trees
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.files import write_atomically
 from treegraft.core.types import BranchCause, BranchDecision, Task, Tree
 from treegraft.runs.record import (
     RunFolder,
@@ -19,7 +20,6 @@ from treegraft.runs.record import (
     read_trees,
     tree_from_json,
     tree_to_json,
-    write_atomically,
     write_trees,
 )
 

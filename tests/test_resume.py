@@ -21,8 +21,8 @@ from tests.tiny_parts import SlowSearch
 from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.interrupt import run_to_end
-from treegraft.policy.checkpoint import latest_checkpoint, read_state
 from treegraft.policy.learn.learner import Learner
+from treegraft.runs.checkpoint import latest_checkpoint, read_state
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.train import RunResult, sft, train
 
@@ -53,9 +53,9 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
     ),
     "learned, not published": ("treegraft.policy.learn.drift:DriftGuard.publish", 3, "before"),
     # The settings, two evaluations, the first update, two evaluations, the second update.
-    "half of the trees written": ("treegraft.runs.record:write_atomically", 7, "half"),
+    "half of the trees written": ("treegraft.core.files:write_atomically", 7, "half"),
     "in an evaluation between": ("treegraft.train:write_trees", 5, "before"),
-    "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:_checksums", 8, "after"),
+    "a checkpoint written, not renamed": ("treegraft.runs.checkpoint:_checksums", 8, "after"),
     "a checkpoint renamed, old ones not removed": (
         "treegraft.train:prune_checkpoints",
         7,

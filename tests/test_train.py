@@ -18,11 +18,11 @@ from treegraft.core import interrupt
 from treegraft.core.errors import DataError, DriftError, EngineError
 from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
 from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
-from treegraft.policy.checkpoint import read_state
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
-from treegraft.policy.load import build_word_tokenizer
+from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.runs.checkpoint import read_state
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.config import Config, WarmupSettings

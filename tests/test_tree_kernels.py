@@ -18,13 +18,13 @@ from tests.families import build_model
 from tests.test_learner import example_trees
 
 from treegraft.policy.hook import AttentionOptions
-from treegraft.policy.kernels.trees import TreeKernels, TreeRuns, tree_kernels
-from treegraft.policy.learn import attention
-from treegraft.policy.learn import kernels as module
+from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
+from treegraft.policy.learn import tree_attention as attention
+from treegraft.policy.learn import tree_attention as module
 from treegraft.policy.learn.dense import subtree_ends
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import Node, PackedTree, pack_trees
-from treegraft.policy.learn.tree_attention import PackedPlan
+from treegraft.policy.learn.tree_attention import PackedPlan, tree_kernels
 from treegraft.settings.config import LearnSettings, LossSettings
 
 

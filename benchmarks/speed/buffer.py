@@ -220,7 +220,7 @@ def _kinds(stage: Stage) -> Iterator[Row]:
             f"left out: kinds of index, which begin above {index_module.FLAT_LIMIT:,} traces"
         )
         return
-    ivf = IvfIndex.build(table.rows, None, lambda: False)
+    ivf = IvfIndex.build(table.rows.vectors, None, lambda: False)
     assert ivf is not None, "nothing stopped its building"
     hnsw = faiss.IndexHNSWFlat(DIM, 32, faiss.METRIC_INNER_PRODUCT)
     hnsw.hnsw.efConstruction = 100

@@ -25,7 +25,7 @@ from benchmarks.speed.stage import OurEngine, Stage
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.forward import FusedForward, build_forward, model_kernels
 from treegraft.policy.engine.packed import PackedLinears, Product, product_kind
-from treegraft.policy.load import base_model
+from treegraft.policy.head import base_model
 
 PROMPT, TOKENS = 200, 128
 GROUPS = (16, 64)

@@ -364,14 +364,16 @@ def _buffer(stage: Stage) -> Iterator[Row]:
                 [str(n) for n in every],
             )
         )
-        index = IvfIndex.build(table.rows, None, lambda: False) if size > FLAT_LIMIT else None
+        index = (
+            IvfIndex.build(table.rows.vectors, None, lambda: False) if size > FLAT_LIMIT else None
+        )
         eligible = np.ones(size, bool)
 
         def search(
             _: int, rows: Any = table.rows, index: Any = index, eligible: Any = eligible
         ) -> None:
             for query in queries:
-                search_rows(rows, index, query[None], eligible, [eligible], 1)
+                search_rows(rows.vectors, index, query[None], eligible, [eligible], 1)
 
         sides[f"{size:,} traces"] = Side(search)
     seconds = alternate(sides, stage.num_runs)

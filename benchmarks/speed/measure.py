@@ -14,7 +14,7 @@ from typing import Any
 
 from treegraft.cli.machine import load_average, number
 from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.runs.record import write_atomically
+from treegraft.core.files import write_atomically
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

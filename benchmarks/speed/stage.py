@@ -18,7 +18,8 @@ from benchmarks.speed.peers import VllmServer, missing, peer_python
 from treegraft.core.errors import EngineError
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.policy.load import base_model, limit_threads, load_model
+from treegraft.policy.head import base_model
+from treegraft.policy.load import limit_threads, load_model
 from treegraft.settings.config import EngineSettings, ModelSettings, TinySettings
 
 Result = TypeVar("Result")

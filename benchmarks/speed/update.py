@@ -25,10 +25,10 @@ from benchmarks.speed.measure import Case, Row, Side, alternate, time_row
 from benchmarks.speed.stage import Stage, passage
 from treegraft.core.errors import EngineError
 from treegraft.core.types import Leaf, Origin, Status, Step, Task, Tree
+from treegraft.policy.head import Head, base_model, decoder, head_width
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.scores import chunked_scores
-from treegraft.policy.load import Head, base_model, decoder, head_width
 from treegraft.settings.config import LearnSettings, LossSettings
 
 MICRO_BATCH = 8

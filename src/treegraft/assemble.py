@@ -91,7 +91,8 @@ def assemble(
         TreegraftError: what cannot be had, before any work starts.
     """
     from treegraft.policy.checkpoint import with_saved_adapter
-    from treegraft.policy.load import end_token_ids, limit_threads, load_model, with_adapters
+    from treegraft.policy.head import end_token_ids
+    from treegraft.policy.load import limit_threads, load_model, with_adapters
 
     limit_threads(config.run.num_threads)
     tasks = source or build_tasks(config.tasks, config.run.seed)
@@ -156,7 +157,7 @@ def assemble(
 def _room_for_prompts(config: Config, model: Any) -> int | None:
     """The longest prompt that leaves room for a completion, in tokens; None where the model names
     no limit."""
-    from treegraft.policy.load import max_context
+    from treegraft.policy.head import max_context
 
     limit = max_context(model)
     if limit is None:

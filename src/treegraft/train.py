@@ -31,12 +31,7 @@ from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Status, Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
-from treegraft.policy.checkpoint import (
-    checkpoint_name,
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-)
+from treegraft.policy.checkpoint import load_checkpoint, save_checkpoint
 from treegraft.policy.learn.credit import credit_trees, find_credit_rule
 from treegraft.policy.learn.drift import DriftGuard
 from treegraft.policy.learn.learner import Learner
@@ -44,6 +39,7 @@ from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics
 from treegraft.rollout.unused import unused_metrics
+from treegraft.runs.checkpoint import checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import read_trees, write_trees
 from treegraft.runs.start import Source, Start, new_start, resumed_start, update_latest
@@ -60,7 +56,7 @@ from treegraft.traces.supply import (
 )
 
 if TYPE_CHECKING:
-    from treegraft.cli.display import Display
+    from treegraft.core.interfaces import Display
 
 Result = TypeVar("Result")
 
@@ -216,7 +212,8 @@ class _Run:
         """Everything, from the first warm-up step to the last checkpoint."""
         try:
             with self.stop.on_ctrl_c(self._announce_stop):
-                self._show("started", self.folder.path, self.config)
+                title = f"{self.config.model.path} on {self.config.tasks.kind}"
+                self._show("started", self.folder.path, title, self.config.run.num_updates)
                 if self.health.standing:
                     self._show(
                         "note",

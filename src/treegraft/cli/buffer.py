@@ -125,6 +125,7 @@ def build(
 
     The same command goes on where an earlier one stopped: tasks that left traces are skipped.
     """
+    from treegraft.cli.display import make_display
     from treegraft.settings.load import load_config
     from treegraft.traces.fill import AgentChoice, BufferBuild
 
@@ -144,7 +145,8 @@ def build(
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
     with _no_empty_file(out):
         try:
-            work.run(keep, min_reward, num_tasks, to_stderr=as_json)
+            display = make_display(sys.stderr if as_json else None)
+            work.run(keep, min_reward, num_tasks, display=display)
         except EngineError:
             _print_report(work, out, as_json)
             raise
@@ -167,7 +169,7 @@ def build(
 
 def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
     """The most frequent reasons, each with its count."""
-    from treegraft.cli.display import plain
+    from treegraft.core.text import plain
 
     ordered = sorted(failures.items(), key=lambda item: (-item[1], item[0]))
     lines = [f"{count} x {plain(reason, 200)}" for reason, count in ordered[:most]]
@@ -300,7 +302,7 @@ def _encoder_for(path: Path, encoder: str | None) -> str | None:
 
 
 def _print_import(report: ImportReport, title: str) -> None:
-    from treegraft.cli.display import plain
+    from treegraft.core.text import plain
 
     kept = report.num_trajectories - report.num_too_low - report.num_surplus
     rows = {
@@ -468,7 +470,7 @@ def search(
 
 
 def _print_trace(trace: Trace, similarity: float) -> None:
-    from treegraft.cli.display import plain
+    from treegraft.core.text import plain
 
     of = (
         f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}, reward"

@@ -73,7 +73,7 @@ def check(
 
 
 def _say(text: str, style: str = "") -> None:
-    from treegraft.cli.display import plain
+    from treegraft.core.text import plain
 
     Console().print(Text(" ".join(plain(text).split()), style), soft_wrap=True)
 
@@ -130,7 +130,7 @@ def show(
 
 
 def _print_view(found: FileView) -> None:
-    from treegraft.cli.display import plain
+    from treegraft.core.text import plain
 
     asked, reference = found.question_column or "none found", found.reference_column or "none found"
     _say(

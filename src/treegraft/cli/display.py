@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,184 +21,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.core.interfaces import Tokenizer
-from treegraft.core.types import Observation, Origin, Status, Step, StepContent, Trajectory, Tree
-from treegraft.settings.config import Config
-
-
-class Display(Protocol):
-    """Where a run says what it is doing. Methods return at once and never raise for what the run
-    did."""
-
-    def started(self, run_dir: Path, config: Config) -> None:
-        """The run folder exists and work begins."""
-        ...
-
-    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """`done` of `total` parts of the phase are done (total 0: unknown); `detail` says what is
-        being waited for."""
-        ...
-
-    def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
-        """An update has ended."""
-        ...
-
-    def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
-        """An evaluation has ended; `name` says of what ("update 5", "start")."""
-        ...
-
-    def sample(self, tree: Tree) -> None:
-        """A scored tree to show one trajectory of."""
-        ...
-
-    def warn(self, text: str) -> None:
-        """Something is not as it should be, and the run goes on."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Something worth a line that is no warning."""
-        ...
-
-    def finished(
-        self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
-    ) -> None:
-        """The run is complete."""
-        ...
-
-    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
-        """The run was stopped, and what was done is saved or not."""
-        ...
-
-    def close(self) -> None:
-        """Gives the terminal back; may be called twice."""
-        ...
-
+from treegraft.core.interfaces import Display
+from treegraft.core.text import plain
+from treegraft.core.types import Trajectory, Tree
+from treegraft.view.transcript import _outcome, pick_sample, transcript
 
 # --- one trajectory as text -----------------------------------------------------------------------
-
-_VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-_VISIBLE |= {127: "\u2421"} | dict.fromkeys(
-    [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"
-)
-"""Control characters, C1 codes and direction overrides -> a visible stand-in."""
-
-_STATUS_STYLE: Mapping[Status, str] = {
-    Status.COMPLETED: "green",
-    Status.TRUNCATED: "yellow",
-    Status.FORMAT_VIOLATION: "red",
-    Status.FAILED: "bold red",
-}
-
-
-def plain(text: str, limit: int | None = None) -> str:
-    """Returns foreign text with control characters made visible, cut to `limit` characters."""
-    clean = text.translate(_VISIBLE)
-    if limit is not None and len(clean) > limit:
-        return f"{clean[:limit]} … ({len(clean) - limit} more characters)"
-    return clean
-
-
-def _labelled(label: str, body: str, style: str) -> Table:
-    """Returns a label with its text in a column beside it."""
-    grid = Table.grid(padding=(0, 1))
-    grid.add_column(width=9, style=style)
-    grid.add_column(overflow="fold")
-    grid.add_row(Text(label, overflow="ellipsis", no_wrap=True), Text(body))
-    return grid
-
-
-def _observation(observation: Observation, limit: int | None) -> Table:
-    marks = [
-        mark
-        for mark, is_set in (
-            ("error", observation.is_error),
-            ("cut", observation.is_truncated),
-            ("cached", observation.is_cached),
-        )
-        if is_set
-    ]
-    body = plain(observation.text, limit) + (f"  [{', '.join(marks)}]" if marks else "")
-    return _labelled("result", body, "red" if observation.is_error else "magenta")
-
-
-def _content(content: StepContent, limit: int | None) -> list[RenderableType]:
-    parts: list[RenderableType] = []
-    if content.thought.strip():
-        parts.append(_labelled("think", plain(content.thought.strip(), limit), "dim"))
-    for place, call in enumerate(content.calls):
-        parts.append(_labelled(plain(call.name), plain(call.body.strip(), limit), "cyan"))
-        if place < len(content.observations):
-            parts.append(_observation(content.observations[place], limit))
-    if content.answer is not None:
-        parts.append(_labelled("answer", plain(content.answer, limit), "bold green"))
-    return parts
-
-
-def _step(step: Step, tokenizer: Tokenizer | None, limit: int | None) -> list[RenderableType]:
-    parts = _content(step.content, limit)
-    if step.violation is not None:
-        parts.append(_labelled("violation", plain(step.violation), "red"))
-    if tokenizer is not None and (step.violation is not None or not parts):
-        sampled = [
-            token
-            for token, origin in zip(step.token_ids, step.origins, strict=True)
-            if origin is Origin.POLICY
-        ]
-        parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
-    if not parts:
-        parts.append(
-            _labelled("wrote", f"{len(step.token_ids)} tokens, nothing the format knows", "yellow")
-        )
-    return parts
-
-
-def _outcome(trajectory: Trajectory) -> Text:
-    leaf = trajectory.leaf
-    parts = [str(leaf.status).replace("_", " ")]
-    if leaf.reward is not None:
-        parts.append(f"reward {leaf.reward:g}")
-    if leaf.is_correct is not None:
-        parts.append("correct" if leaf.is_correct else "wrong")
-    if leaf.advantage is not None:
-        parts.append(f"advantage {leaf.advantage:+.2f}")
-    if leaf.error:
-        parts.append(plain(leaf.error, 300))
-    if trajectory.task.reference and not leaf.is_correct:
-        parts.append(f"expected {plain(' or '.join(trajectory.task.reference), 200)}")
-    return Text(", ".join(parts), style=_STATUS_STYLE[leaf.status])
-
-
-def transcript(
-    trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, limit: int | None = None
-) -> RenderableType:
-    """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
-
-    Args:
-        tokenizer: shows what the agent wrote to the letter where the format could not read it; None
-            shows its length.
-        limit: longest text of one part, in characters; None shows all.
-    """
-    parts: list[RenderableType] = [
-        _labelled("question", plain(trajectory.task.question, limit), "bold")
-    ]
-    for number, step in enumerate(trajectory.steps[1:], start=1):
-        author = "" if step.origin is Origin.POLICY else f", {step.origin.name.lower()}"
-        parts.append(Text(f"step {number}{author}", style="bold blue"))
-        parts.extend(_step(step, tokenizer, limit))
-    parts.append(_outcome(trajectory))
-    return Group(*parts)
-
-
-def pick_sample(tree: Tree) -> Trajectory | None:
-    """Returns the trajectory worth showing: the best rewarded, of equals the one with most calls,
-    then the first."""
-    trajectories = tree.trajectories()
-    if not trajectories:
-        return None
-    return max(
-        trajectories,
-        key=lambda t: (t.reward if t.reward is not None else float("-inf"), t.num_tool_calls),
-    )
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -357,11 +185,8 @@ class PlainDisplay:
     def _line(self, text: str) -> None:
         print(text, file=self._file, flush=True)
 
-    def started(self, run_dir: Path, config: Config) -> None:
-        self._line(
-            f"run {run_dir}: {config.model.path} on {config.tasks.kind}, {config.run.num_updates}"
-            " updates"
-        )
+    def started(self, run_dir: Path, title: str, num_updates: int) -> None:
+        self._line(f"run {run_dir}: {title}, {num_updates} updates")
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
         # Only what takes long is worth a line; the first report of a phase that ends soon would be
@@ -508,12 +333,12 @@ class RichDisplay:
             )
         return Group(*parts)
 
-    def started(self, run_dir: Path, config: Config) -> None:
+    def started(self, run_dir: Path, title: str, num_updates: int) -> None:
         self._started_s = self._clock()
-        self._updates = (0, config.run.num_updates)
+        self._updates = (0, num_updates)
         self._phase = None
         self.close()
-        self._say(Text(f"run {run_dir}: {config.model.path} on {config.tasks.kind}", style="bold"))
+        self._say(Text(f"run {run_dir}: {title}", style="bold"))
         self._refresh()
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:

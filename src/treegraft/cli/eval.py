@@ -199,8 +199,9 @@ def _judge(url: str | None, model: str | None, key_env: str | None) -> JudgeSett
     if url is None:
         _refuse_without("--judge", {"judge-model": model, "judge-key-env": key_env})
         return None
+    from treegraft.core.chat_client import api_key_from
     from treegraft.evals.judge import JudgeSettings
-    from treegraft.traces.agents import api_key_from, served_model
+    from treegraft.traces.agents import served_model
 
     key = api_key_from(key_env, "--judge-key-env")
     name = model or served_model(url, key, option="--judge", model_option="--judge-model")
@@ -284,7 +285,7 @@ def _console() -> Console:
 
 
 def _write_json(path: Path | None, values: Mapping[str, Any]) -> None:
-    from treegraft.runs.record import write_atomically
+    from treegraft.core.files import write_atomically
 
     if path is not None:
         write_atomically(path, json.dumps(values, indent=1) + "\n")

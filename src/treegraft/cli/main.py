@@ -36,8 +36,8 @@ from treegraft.core.errors import (
 )
 
 if TYPE_CHECKING:
-    from treegraft.cli.display import Display
     from treegraft.cli.doctor import Finding
+    from treegraft.core.interfaces import Display
     from treegraft.settings.config import Config
 
 app = typer.Typer(
@@ -178,9 +178,9 @@ def run(
     overrides: Overrides = None,
 ) -> None:
     """Ask an agent; print each of its steps."""
-    from treegraft.cli.display import transcript
     from treegraft.evals.evaluate import answer_question
     from treegraft.settings.load import refuse_ignored
+    from treegraft.view.transcript import transcript
 
     refuse_ignored(overrides or [], "run")
     trajectory, tokenizer = answer_question(checkpoint, question, overrides or [])
@@ -297,7 +297,7 @@ def report(
     Runs that differ in name and seed alone are one group; seeds become bands. Writes report.html
     and figures/.
     """
-    from treegraft.cli.display import plain
+    from treegraft.core.text import plain
     from treegraft.view.report.command import write_report
 
     written = write_report(runs, out=out, baseline=baseline, encoder=encoder, only=only or ())
@@ -455,7 +455,7 @@ def main() -> None:
     try:
         app()
     except TreegraftError as error:
-        from treegraft.cli.display import plain
+        from treegraft.core.text import plain
 
         Console(stderr=True).print(Text(f"error: {plain(str(error))}", style="red"), soft_wrap=True)
         sys.exit(exit_code(error))

@@ -32,10 +32,11 @@ from rich.console import Console
 
 import treegraft.train as story
 from treegraft.cli.machine import load_average, machine, number
+from treegraft.core.files import write_atomically
 from treegraft.policy.learn.drift import DriftGuard
 from treegraft.policy.learn.learner import Learner
 from treegraft.rollout.loop import Grower, Watch
-from treegraft.runs.record import RunFolder, read_metrics, write_atomically
+from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.settings.config import Config
 
 INTERVAL_S = 0.002

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from treegraft.core.types import (
@@ -458,3 +459,51 @@ __all__ = [
     "TreeScorer",
     "signature_of",
 ]
+
+
+class Display(Protocol):
+    """Where a run says what it is doing. Methods return at once and never raise for what the run
+    did."""
+
+    def started(self, run_dir: Path, title: str, num_updates: int) -> None:
+        """The run folder exists and work begins; `title` names model and tasks."""
+        ...
+
+    def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
+        """`done` of `total` parts of the phase are done (total 0: unknown); `detail` says what is
+        being waited for."""
+        ...
+
+    def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
+        """An update has ended."""
+        ...
+
+    def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
+        """An evaluation has ended; `name` says of what ("update 5", "start")."""
+        ...
+
+    def sample(self, tree: Tree) -> None:
+        """A scored tree to show one trajectory of."""
+        ...
+
+    def warn(self, text: str) -> None:
+        """Something is not as it should be, and the run goes on."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something worth a line that is no warning."""
+        ...
+
+    def finished(
+        self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
+    ) -> None:
+        """The run is complete."""
+        ...
+
+    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
+        """The run was stopped, and what was done is saved or not."""
+        ...
+
+    def close(self) -> None:
+        """Gives the terminal back; may be called twice."""
+        ...

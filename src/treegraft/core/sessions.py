@@ -113,6 +113,14 @@ class Sessions:
         """Lets all sessions opened from here on fail for this reason."""
 
 
+class SessionOpener(Protocol):
+    """Opens the sessions of a tree: the tool box, or whatever else runs an agent's calls."""
+
+    def sessions(self, task: Task) -> Sessions:
+        """Returns the sessions of one tree of the task."""
+        ...
+
+
 class _Here:
     """A session without a state is everybody's."""
 

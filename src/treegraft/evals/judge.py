@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from treegraft.core.chat_client import api_root
 from treegraft.core.errors import EngineError
 from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import Task
-from treegraft.traces.agents import api_root
 
 if TYPE_CHECKING:
     import httpx

@@ -12,7 +12,6 @@ from treegraft.assemble import Parts, assemble, check_prompts, eval_limits
 from treegraft.core.errors import SettingError
 from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.types import Task, Tree
-from treegraft.evals.evaluate import open_checkpoint
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
 from treegraft.evals.numbers import SuiteReport, Verdicts, report_suite
@@ -20,11 +19,12 @@ from treegraft.evals.scores import answer_of, suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.loop import Watch
+from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.idle import EVALUATION_IGNORES
 
 if TYPE_CHECKING:
-    from treegraft.cli.display import Display
+    from treegraft.core.interfaces import Display
 
 _NO_MATTER = (
     *(
@@ -184,7 +184,7 @@ def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 def _weights_id(place: Path | str) -> str:
     """Returns a checksum of a folder's weights, or the name of a model that is no folder."""
-    from treegraft.policy.checkpoint import file_checksum
+    from treegraft.runs.checkpoint import file_checksum
 
     if not isinstance(place, Path):
         return str(place)

@@ -9,7 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.cli.display import plain
+from treegraft.core.text import plain
 from treegraft.evals.numbers import SetReport, SuiteReport
 from treegraft.evals.scores import Interval
 from treegraft.evals.versus import Comparison, Flip

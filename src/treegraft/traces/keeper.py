@@ -120,7 +120,7 @@ class IndexKeeper:
                     self._thread = None
                     return
             try:
-                built = IvfIndex.build(rows, self.current, self._stopping.is_set)
+                built = IvfIndex.build(rows.vectors, self.current, self._stopping.is_set)
                 if built is not None:
                     self.current = built
                     self._save(built, rows)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Mask = npt.NDArray[np.bool_]
+from treegraft.tools.search.nearest import Mask
 
 
 @dataclass(frozen=True, slots=True)

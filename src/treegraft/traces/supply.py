@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.types import Origin, Status, Trace, Trajectory, Tree
-from treegraft.runs.record import write_atomically
 from treegraft.settings.config import Config
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent

@@ -7,14 +7,15 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree as Drawing
 
-from treegraft.cli.display import plain, transcript
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Tokenizer
+from treegraft.core.text import plain
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, Tree
 from treegraft.runs.record import tree_from_json
 from treegraft.view.pieces import Pieces
 from treegraft.view.runs import Run
 from treegraft.view.shapes import best_leaf
+from treegraft.view.transcript import transcript
 
 _STYLES = {
     "policy": "cyan",

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from treegraft.policy.head import head_width
 from treegraft.policy.kernels.engine import BLOCK, padded_width
-from treegraft.policy.load import head_width
 
 FIRST_BLOCKS = 64
 """Blocks that the pool begins with; it doubles until it reaches its limit."""

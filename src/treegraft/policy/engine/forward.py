@@ -25,6 +25,7 @@ from treegraft.policy.engine.packed import (
     take_over,
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
+from treegraft.policy.head import decoder, head_problem, head_width
 from treegraft.policy.hook import (
     AttentionOptions,
     AttentionPlan,
@@ -33,7 +34,6 @@ from treegraft.policy.hook import (
     tree_attention,
 )
 from treegraft.policy.kernels.engine import Kernels, kernels_for
-from treegraft.policy.load import decoder, head_problem, head_width
 
 _log = logging.getLogger(__name__)
 

@@ -30,7 +30,8 @@ from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
 from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
 from treegraft.policy.engine.stops import StopFinder
-from treegraft.policy.load import Head, end_token_ids, max_context, weights_fingerprint
+from treegraft.policy.head import Head, end_token_ids, max_context
+from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.config import EngineSettings
 
 MIN_SHARED = 32

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from treegraft.core.errors import KernelError
-from treegraft.policy.kernels.library import ThreadCount, load_library
-from treegraft.policy.learn.dense import PROBE, distance_from_dense, is_exact
-from treegraft.policy.learn.pack import Node
-
-_log = logging.getLogger(__name__)
+from treegraft.policy.kernels.library import ThreadCount
 
 RUN = 64
 """Most tokens of a node that are taken together as columns."""
@@ -45,14 +38,16 @@ class TreeRuns:
     """The columns of a batch: every node in runs of at most 64 tokens, dealt out to shares, one for
     each thread and at most 16."""
 
-    def __init__(self, nodes: Sequence[Node], num_tokens: int, num_threads: int) -> None:
+    def __init__(
+        self, nodes: Sequence[tuple[int, int, int]], num_tokens: int, num_threads: int
+    ) -> None:
         """Args:
-        nodes: in their order, trees one after another.
+        nodes: (first token, end, end of the subtree) each, in their order.
         """
         runs = [
-            (at, min(RUN, node.end - at), node.subtree_end)
-            for node in nodes
-            for at in range(node.start, node.end, RUN)
+            (at, min(RUN, end - at), subtree_end)
+            for start, end, subtree_end in nodes
+            for at in range(start, end, RUN)
         ]
         self.num_tokens = num_tokens
         self.num_shares = min(num_threads, MAX_SHARES, len(runs))
@@ -213,39 +208,3 @@ def _check(has_failed: int) -> None:
         raise MemoryError(
             "learner: no memory for attention over a pack; lower learn.max_pack_tokens"
         )
-
-
-def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | None:
-    """Returns the kernels for heads of `width`; None where there are none: another device, type or
-    processor, no compiler."""
-    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or width % 2:
-        return None
-    return _tree_kernels(width, dtype)
-
-
-@functools.cache
-def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
-    try:
-        kernels = TreeKernels(*load_library("trees", width, dtype))
-    except KernelError as error:
-        _log.warning(
-            "learner: attention over trees takes torch's operators, which is slower: %s", error
-        )
-        return None
-    # One thread of ours is no match for many of torch's.
-    if not kernels.is_usable or kernels.num_threads() < torch.get_num_threads():
-        return None
-    runs = TreeRuns(PROBE.nodes, PROBE.end, kernels.num_threads())
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return kernels.attend(query, key, value, runs, width**-0.5).transpose(0, 1)
-
-    gap = distance_from_dense(attend, width, dtype, torch.device("cpu"))
-    if is_exact(gap, dtype):
-        return kernels
-    _log.warning(
-        "learner: attention over trees takes torch's operators, which is slower: our kernels are"
-        " off by %.3g",
-        gap,
-    )
-    return None

@@ -7,9 +7,9 @@ from typing import Any
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import Engine
-from treegraft.policy.checkpoint import TrainState
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.load import weights_fingerprint
+from treegraft.policy.weights import weights_fingerprint
+from treegraft.runs.checkpoint import TrainState
 
 FLOAT32_LIMIT = 1e-4
 """Nats; float32 log-probabilities of engine and learner differ by rounding alone, about 1e-6."""

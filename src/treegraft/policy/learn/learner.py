@@ -25,6 +25,7 @@ from treegraft.algo.losses import (
 from treegraft.algo.rapo import graft_neighbours, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Trajectory, Tree
+from treegraft.policy.head import Head, base_model, head_problem
 from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
@@ -45,7 +46,6 @@ from treegraft.policy.learn.scores import (
     packing_problem,
     rowwise_hidden,
 )
-from treegraft.policy.load import Head, base_model, head_problem
 from treegraft.settings.config import LearnSettings, LossSettings
 
 DEFAULT_CHUNK = 2048

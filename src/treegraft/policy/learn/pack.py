@@ -21,15 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from treegraft.core.types import Leaf, Origin, Step, Trajectory, Tree
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A chain of steps without branches between them."""
 
     start: int

@@ -11,10 +11,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from treegraft.policy.head import Head, base_model, decoder
 from treegraft.policy.hook import ATTENTION, tree_attention
 from treegraft.policy.learn.pack import Lessons, Node, PackedTree, TreeBatch
 from treegraft.policy.learn.tree_attention import PackedPlan
-from treegraft.policy.load import Head, base_model, decoder
 
 Scores = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,14 +13,25 @@ the merged ones.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from treegraft.core.errors import KernelError
 from treegraft.policy.hook import AttentionOptions
-from treegraft.policy.kernels.trees import TreeKernels, TreeRuns, tree_kernels
-from treegraft.policy.learn.dense import dense_attend, subtree_ends, tree_mask
+from treegraft.policy.kernels.library import load_library
+from treegraft.policy.kernels.trees import TreeKernels, TreeRuns
+from treegraft.policy.learn.dense import (
+    PROBE,
+    dense_attend,
+    distance_from_dense,
+    is_exact,
+    subtree_ends,
+    tree_mask,
+)
 from treegraft.policy.learn.flex import MIN_TOKENS, Flex, flex_attend, proven_flex, tree_block_mask
 from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch
 
@@ -30,6 +41,8 @@ two cores about 250)."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+_log = logging.getLogger(__name__)
 
 
 class PackedPlan:
@@ -249,3 +262,39 @@ class _FlashTree(torch.autograd.Function):
             for t, x in zip(totals, inputs, strict=True)
         )
         return (*grouped, None, None)
+
+
+def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | None:
+    """Returns the kernels for heads of `width`; None where there are none: another device, type or
+    processor, no compiler."""
+    if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or width % 2:
+        return None
+    return _tree_kernels(width, dtype)
+
+
+@functools.cache
+def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
+    try:
+        kernels = TreeKernels(*load_library("trees", width, dtype))
+    except KernelError as error:
+        _log.warning(
+            "learner: attention over trees takes torch's operators, which is slower: %s", error
+        )
+        return None
+    # One thread of ours is no match for many of torch's.
+    if not kernels.is_usable or kernels.num_threads() < torch.get_num_threads():
+        return None
+    runs = TreeRuns(PROBE.nodes, PROBE.end, kernels.num_threads())
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return kernels.attend(query, key, value, runs, width**-0.5).transpose(0, 1)
+
+    gap = distance_from_dense(attend, width, dtype, torch.device("cpu"))
+    if is_exact(gap, dtype):
+        return kernels
+    _log.warning(
+        "learner: attention over trees takes torch's operators, which is slower: our kernels are"
+        " off by %.3g",
+        gap,
+    )
+    return None

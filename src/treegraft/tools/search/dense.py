@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.runs.record import write_atomically
+from treegraft.core.files import write_atomically
 from treegraft.tools.search.corpus import Row
 from treegraft.tools.search.encoders import Encoder
 from treegraft.tools.search.nearest import (

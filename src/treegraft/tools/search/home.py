@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError
-from treegraft.runs.record import write_atomically
+from treegraft.core.files import write_atomically
 from treegraft.tools.search.corpus import checksum
 
 SMALL_BYTES = 1 << 26

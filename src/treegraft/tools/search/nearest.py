@@ -18,8 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.traces.rows import Mask, Rows
-
 FLAT_LIMIT = 20_000
 """Eligible traces up to which a search is exact."""
 _MARGIN = 1e-4
@@ -42,6 +40,10 @@ NUM_PROBES = 32
 NUM_CANDIDATES = 32
 """Rows that are scored again, besides four for each one wanted."""
 
+Mask = npt.NDArray[np.bool_]
+"""[rows] which of them count."""
+Vectors = npt.NDArray[np.float32]
+"""[rows, dim] of unit length."""
 Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 """Rows, best first, and their similarities."""
 
@@ -107,7 +109,7 @@ def _best(
 
 
 def search_rows(
-    rows: Rows,
+    vectors: Vectors,
     index: IvfIndex | None,
     queries: npt.NDArray[np.float32],
     base: Mask,
@@ -125,13 +127,13 @@ def search_rows(
     num = int(np.count_nonzero(base))
     if index is not None and num > FLAT_LIMIT:
         return [
-            index.search(rows, query, mask, k)
+            index.search(vectors, query, mask, k)
             for query, mask in zip(queries, eligible, strict=True)
         ]
-    if 2 * num >= len(rows):
-        return search_exactly(rows.vectors, queries, eligible, k)
+    if 2 * num >= len(vectors):
+        return search_exactly(vectors, queries, eligible, k)
     few = np.flatnonzero(base)
-    found = search_exactly(rows.vectors[few], queries, [mask[few] for mask in eligible], k)
+    found = search_exactly(vectors[few], queries, [mask[few] for mask in eligible], k)
     return [(few[places], similarities) for places, similarities in found]
 
 
@@ -160,7 +162,7 @@ class IvfIndex:
 
     @classmethod
     def build(
-        cls, rows: Rows, before: IvfIndex | None, is_stopped: Callable[[], bool]
+        cls, vectors: Vectors, before: IvfIndex | None, is_stopped: Callable[[], bool]
     ) -> IvfIndex | None:
         """Returns an index of the first `num_indexed` rows, or None where it was stopped.
 
@@ -172,16 +174,16 @@ class IvfIndex:
         faiss = _faiss()
         # Of this thread only; a sum over several would depend on their number.
         faiss.omp_set_num_threads(1)
-        end, fitted = num_indexed(len(rows)), num_fitted(len(rows))
+        end, fitted = num_indexed(len(vectors)), num_fitted(len(vectors))
         if before is not None and before.num_fitted == fitted:
             index, start = faiss.clone_index(before.faiss_index), before.num_rows
         else:
-            index, start = fit(rows.vectors[:fitted], is_stopped), 0
+            index, start = fit(vectors[:fitted], is_stopped), 0
         for first in range(start, end, BLOCK):
             if is_stopped():
                 return None
             # The same blocks on every route: how a product is cut up decides its last bits.
-            index.add(rows.vectors[first : first + BLOCK])
+            index.add(vectors[first : first + BLOCK])
         return cls(index, fitted)
 
     @classmethod
@@ -194,7 +196,9 @@ class IvfIndex:
         data: npt.NDArray[np.uint8] = _faiss().serialize_index(self.faiss_index)
         return data
 
-    def search(self, rows: Rows, query: npt.NDArray[np.float32], eligible: Mask, k: int) -> Found:
+    def search(
+        self, vectors: Vectors, query: npt.NDArray[np.float32], eligible: Mask, k: int
+    ) -> Found:
         """Returns the k nearest eligible rows: nearly always the very nearest, and k of them
         wherever there are k."""
         faiss = _faiss()
@@ -205,8 +209,8 @@ class IvfIndex:
         newest = self.num_rows + np.flatnonzero(eligible[self.num_rows :])
         candidates = np.concatenate([near[0][near[0] >= 0], newest])
         if len(candidates) < k:
-            return search_exactly(rows.vectors, query[None], [eligible], k)[0]
-        return score(rows.vectors, candidates, query, k)
+            return search_exactly(vectors, query[None], [eligible], k)[0]
+        return score(vectors, candidates, query, k)
 
 
 def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) -> Any:

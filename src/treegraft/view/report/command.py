@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.runs.record import write_atomically
+from treegraft.core.files import write_atomically
 from treegraft.view.report.groups import group
 from treegraft.view.report.page import group_notes, page
 from treegraft.view.report.pieces import Scene

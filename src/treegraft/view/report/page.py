@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 
-from treegraft.cli.display import plain
+from treegraft.core.text import plain
 from treegraft.view.report.groups import Group, pooled_differences
 from treegraft.view.report.records import Record
 from treegraft.view.report.shape import Cell, LeftOut, Made, Table, number

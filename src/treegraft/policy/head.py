@@ -1,0 +1,97 @@
+"""A model's parts: decoder, head, end tokens, longest context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from treegraft.core.interfaces import Tokenizer
+
+
+def base_model(model: nn.Module) -> Any:
+    """Returns the transformers model itself, without a LoRA wrapper (adapters stay inside it)."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+
+
+def decoder(model: nn.Module) -> Any:
+    """Returns the part of the model that ends in hidden states."""
+    return base_model(model).base_model
+
+
+class Head:
+    """From hidden states to logits, with the model's own tail (scale, soft-cap), found by comparing
+    on a few tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        inner = base_model(model)
+        self._project = inner.get_output_embeddings()
+        config = inner.config.get_text_config()
+        # Granite divides, Cohere multiplies.
+        self._divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(
+            getattr(config, "logit_scale", None) or 1.0
+        )
+        self._softcap = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns [rows, vocabulary] for hidden [rows, width]."""
+        logits: torch.Tensor = (
+            self._project(hidden) / self._divisor if self._divisor != 1.0 else self._project(hidden)
+        )
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+
+@torch.no_grad()
+def head_problem(model: nn.Module) -> str | None:
+    """Returns why `Head` does not reproduce the model's logits, or None where it does."""
+    inner = base_model(model)
+    ids = torch.arange(8, device=inner.device)[None] % inner.config.get_text_config().vocab_size
+    whole = inner(input_ids=ids, use_cache=False).logits[0].float()
+    ours = Head(model)(decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
+    gap = float((whole - ours).abs().max())
+    limit = 1e-3 if whole.dtype == torch.float32 and inner.dtype == torch.float32 else 0.25
+    return (
+        None
+        if gap <= limit
+        else f"logits differ by up to {gap:.3g} from hidden states times output embeddings"
+    )
+
+
+def end_token_ids(model: nn.Module, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns every token that ends a completion: the tokenizer's and those of the model's
+    generation settings."""
+    generation = getattr(base_model(model), "generation_config", None)
+    listed = getattr(generation, "eos_token_id", None)
+    more = listed if isinstance(listed, list) else [listed]
+    return tuple(sorted({token for token in (tokenizer.eos_token_id, *more) if token is not None}))
+
+
+def head_width(config: Any) -> int | None:
+    """Returns the width of an attention head, by the configuration of the text model; None where it
+    has no attention heads."""
+    heads = getattr(config, "num_attention_heads", None)
+    width: int | None = getattr(config, "head_dim", None) or (
+        config.hidden_size // heads if heads else None
+    )
+    return width
+
+
+def max_context(model: nn.Module) -> int | None:
+    """Returns the longest path in tokens, or None where the model names none.
+
+    Where positions past a first stretch change the rotation of all others ("longrope"), that
+    stretch is the limit: keys of one path would depend on how long another one is.
+    """
+    config = base_model(model).config.get_text_config()
+    value = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    first = (
+        rope.get("original_max_position_embeddings")
+        if rope.get("rope_type") == "longrope"
+        else None
+    )
+    limits = [int(limit) for limit in (value, first) if limit]
+    return min(limits, default=None)

@@ -1,0 +1,123 @@
+"""One trajectory as text in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from treegraft.core.interfaces import Tokenizer
+from treegraft.core.text import plain
+from treegraft.core.types import Observation, Origin, Status, Step, StepContent, Trajectory, Tree
+
+_STATUS_STYLE: Mapping[Status, str] = {
+    Status.COMPLETED: "green",
+    Status.TRUNCATED: "yellow",
+    Status.FORMAT_VIOLATION: "red",
+    Status.FAILED: "bold red",
+}
+
+
+def _labelled(label: str, body: str, style: str) -> Table:
+    """Returns a label with its text in a column beside it."""
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(width=9, style=style)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(label, overflow="ellipsis", no_wrap=True), Text(body))
+    return grid
+
+
+def _observation(observation: Observation, limit: int | None) -> Table:
+    marks = [
+        mark
+        for mark, is_set in (
+            ("error", observation.is_error),
+            ("cut", observation.is_truncated),
+            ("cached", observation.is_cached),
+        )
+        if is_set
+    ]
+    body = plain(observation.text, limit) + (f"  [{', '.join(marks)}]" if marks else "")
+    return _labelled("result", body, "red" if observation.is_error else "magenta")
+
+
+def _content(content: StepContent, limit: int | None) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if content.thought.strip():
+        parts.append(_labelled("think", plain(content.thought.strip(), limit), "dim"))
+    for place, call in enumerate(content.calls):
+        parts.append(_labelled(plain(call.name), plain(call.body.strip(), limit), "cyan"))
+        if place < len(content.observations):
+            parts.append(_observation(content.observations[place], limit))
+    if content.answer is not None:
+        parts.append(_labelled("answer", plain(content.answer, limit), "bold green"))
+    return parts
+
+
+def _step(step: Step, tokenizer: Tokenizer | None, limit: int | None) -> list[RenderableType]:
+    parts = _content(step.content, limit)
+    if step.violation is not None:
+        parts.append(_labelled("violation", plain(step.violation), "red"))
+    if tokenizer is not None and (step.violation is not None or not parts):
+        sampled = [
+            token
+            for token, origin in zip(step.token_ids, step.origins, strict=True)
+            if origin is Origin.POLICY
+        ]
+        parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
+    if not parts:
+        parts.append(
+            _labelled("wrote", f"{len(step.token_ids)} tokens, nothing the format knows", "yellow")
+        )
+    return parts
+
+
+def _outcome(trajectory: Trajectory) -> Text:
+    leaf = trajectory.leaf
+    parts = [str(leaf.status).replace("_", " ")]
+    if leaf.reward is not None:
+        parts.append(f"reward {leaf.reward:g}")
+    if leaf.is_correct is not None:
+        parts.append("correct" if leaf.is_correct else "wrong")
+    if leaf.advantage is not None:
+        parts.append(f"advantage {leaf.advantage:+.2f}")
+    if leaf.error:
+        parts.append(plain(leaf.error, 300))
+    if trajectory.task.reference and not leaf.is_correct:
+        parts.append(f"expected {plain(' or '.join(trajectory.task.reference), 200)}")
+    return Text(", ".join(parts), style=_STATUS_STYLE[leaf.status])
+
+
+def transcript(
+    trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, limit: int | None = None
+) -> RenderableType:
+    """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
+
+    Args:
+        tokenizer: shows what the agent wrote to the letter where the format could not read it; None
+            shows its length.
+        limit: longest text of one part, in characters; None shows all.
+    """
+    parts: list[RenderableType] = [
+        _labelled("question", plain(trajectory.task.question, limit), "bold")
+    ]
+    for number, step in enumerate(trajectory.steps[1:], start=1):
+        author = "" if step.origin is Origin.POLICY else f", {step.origin.name.lower()}"
+        parts.append(Text(f"step {number}{author}", style="bold blue"))
+        parts.extend(_step(step, tokenizer, limit))
+    parts.append(_outcome(trajectory))
+    return Group(*parts)
+
+
+def pick_sample(tree: Tree) -> Trajectory | None:
+    """Returns the trajectory worth showing: the best rewarded, of equals the one with most calls,
+    then the first."""
+    trajectories = tree.trajectories()
+    if not trajectories:
+        return None
+    return max(
+        trajectories,
+        key=lambda t: (t.reward if t.reward is not None else float("-inf"), t.num_tool_calls),
+    )
