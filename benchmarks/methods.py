@@ -200,13 +200,14 @@ def imperfect_buffer(out: Path, seed: int) -> Path:
 def imitate(config: object, place: Path) -> None:
     """Supervised fine-tuning on the buffer's trajectories: as many optimiser steps and evaluations
     as the other methods."""
+    from treegraft.traces.supply import open_buffer
+
     from treegraft.assemble import assemble
     from treegraft.core.keyed import keyed_int
     from treegraft.evals.evaluate import evaluate
     from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.sft import demonstration_tree, imitation_step
     from treegraft.settings.config import Config
-    from treegraft.traces.supply import open_buffer
 
     assert isinstance(config, Config)
     parts = assemble(config)

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from treegraft.traces.supply import check_buffer, open_buffer
+
 from benchmarks.speed.measure import Case, Row, time_row
 from benchmarks.speed.stage import Stage
 from treegraft.assemble import Parts, assemble, build_explorer, max_live_trees, training_limits
@@ -33,7 +35,6 @@ from treegraft.policy.learn.pack import num_tree_tokens
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.traces.retrieve import BufferRetriever
-from treegraft.traces.supply import check_buffer, open_buffer
 from treegraft.train import sample_tasks, sft
 
 METHODS = {"GRPO": '["independent"]', "RAPO": '["graft"]', "ARPO": '["entropy"]'}
