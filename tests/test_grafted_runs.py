@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from tests.tiny import differing, tiny
 from tests.tiny_parts import SlowSearch
-from treegraft.traces.supply import OWN_FILE
 
 from treegraft.core.errors import (
     CheckpointError,
@@ -25,6 +24,7 @@ from treegraft.core.types import BranchCause, GraftCause, Origin, StepContent, T
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.run_buffer import OWN_FILE
 from treegraft.train import RunResult, train
 
 BOTH: dict[str, Any] = {
