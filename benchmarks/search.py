@@ -102,6 +102,9 @@ class Uncached:
 class OneAtATime:
     """The other server's search: a flat index, one query after another."""
 
+    is_remote = False
+    fingerprint = ""
+
     def __init__(self, corpus: Corpus, blocks: Iterable[Vectors], encoder: Encoder) -> None:
         import faiss
 
@@ -220,7 +223,8 @@ def ask_all(url: str, queries: list[str]) -> list[list[Any]]:
     request."""
 
     async def work() -> list[list[Any]]:
-        waiting, found = list(enumerate(queries)), [[] for _ in queries]
+        waiting = list(enumerate(queries))
+        found: list[list[Any]] = [[] for _ in queries]
 
         async def client(connection: httpx.AsyncClient) -> None:
             while waiting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -278,7 +279,8 @@ def test_the_best_checkpoint_is_kept_beside_the_latest(
     async def measured(run: Run, parts: Any, watch: Any) -> dict[str, float]:
         return {"eval/accuracy": accuracies[run.state.update], "time/eval_s": 0.0}
 
-    monkeypatch.setattr("treegraft.train.evaluate_update", measured)
+    story = importlib.import_module("treegraft.train")  # the attribute is the function
+    monkeypatch.setattr(story, "evaluate_update", measured)
     run = start(
         tmp_path,
         run={"num_updates": 3},
