@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.types import StepContent, Task
-from treegraft.settings.config import SearchWorldSettings, TasksSettings
+from treegraft.settings.tasks import SearchWorldSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import exact_match, is_mathematical
 from treegraft.tasks.search_words import NAMES, RELATIONS, English, Symbols
@@ -168,7 +168,7 @@ class EmptySource:
 
 def test_a_source_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "treegraft.tasks.build.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
+        "treegraft.core.plugins.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
     )
     with pytest.raises(SettingError, match="without train_tasks"):
         build_tasks(TasksSettings(kind="mine:Empty"), seed=0)

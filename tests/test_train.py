@@ -25,8 +25,9 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.checkpoint import read_state
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
-from treegraft.settings.config import Config, WarmupSettings
+from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import WarmupSettings
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 from treegraft.train import RunResult, _Run, sample_tasks, train
 

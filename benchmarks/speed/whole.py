@@ -24,7 +24,7 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import EngineError
 from treegraft.core.types import Completion, Leaf, Origin, Status, Step, Task, Tree
 from treegraft.policy.learn.learner import Learner
-from treegraft.settings.config import CreditSettings, LearnSettings, LossSettings
+from treegraft.settings.policy import CreditSettings, LearnSettings, LossSettings
 
 PROMPT, GROUP = 200, 16
 LENGTHS = (64, 256)

@@ -31,7 +31,8 @@ from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.loop import Grower, Limits
-from treegraft.settings.config import Config, EvalSettings, ExploreSettings, RolloutSettings
+from treegraft.settings.config import Config, EvalSettings, RolloutSettings
+from treegraft.settings.explore import ExploreSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
 from treegraft.tools.build import build_tools, open_environments

@@ -25,7 +25,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.keyed import keyed_choice, keyed_int, keyed_unit
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_words import NAMES, RELATIONS, Wording, wording
 
 MAX_HOPS = 5

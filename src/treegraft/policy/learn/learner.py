@@ -46,7 +46,7 @@ from treegraft.policy.learn.scores import (
     packing_problem,
     rowwise_hidden,
 )
-from treegraft.settings.config import LearnSettings, LossSettings
+from treegraft.settings.policy import LearnSettings, LossSettings
 
 DEFAULT_CHUNK = 2048
 
