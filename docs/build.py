@@ -25,7 +25,7 @@ INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 
 SETTINGS_HEAD = """# Settings
 
-Every setting of a recipe, made from `src/treegraft/settings/config.py`. `treegraft config RECIPE` prints those of one recipe. On the command
+Every setting of a recipe, made from the declarations in `src/treegraft/settings/`. `treegraft config RECIPE` prints those of one recipe. On the command
 line a setting is named with its table, such as `learn.lr=1e-5`; its last part will do where only one setting has it. Naming one
 there that would do nothing beside the others is an error."""
 METRICS_HEAD = """# Metrics
@@ -134,6 +134,7 @@ def type_name(annotation: Any) -> str:
     """Returns a type as a reader of recipes says it: texts, numbers, one of several names."""
     is_plain = isinstance(annotation, type) and not hasattr(annotation, "__args__")
     text = annotation.__name__ if is_plain else str(annotation)
+    text = re.sub(r"typing\.Annotated\[(\w+), .*?\]\)\]", r"\1", text)
     text = re.sub(
         r"typing\.Literal\[(.*?)\]",
         lambda found: found[1].replace("'", '"').replace(", ", " or "),

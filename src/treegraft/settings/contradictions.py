@@ -54,12 +54,6 @@ def _model_wrong(config: Config) -> Iterator[str]:
 
 
 def _tasks_wrong(config: Config) -> Iterator[str]:
-    hops = config.tasks.search_world.hops
-    if not hops or not all(1 <= n <= 5 for n in hops):
-        yield (
-            f"tasks.search_world.hops: got {hops}, expected one or more lengths from 1 to 5, such"
-            " as [1, 2, 3]."
-        )
     if (
         config.tasks.kind in ("arithmetic", "dataset")
         and not (config.tools.use or config.tools.mcp or config.environment.kind)
@@ -75,8 +69,6 @@ def _tasks_wrong(config: Config) -> Iterator[str]:
             "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
             " tools.cache on."
         )
-    if not config.reward.funcs:
-        yield "reward.funcs: got none, expected at least one, such as exact_match."
     yield from _mcp_wrong(config)
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
@@ -98,16 +90,12 @@ def _mcp_wrong(config: Config) -> Iterator[str]:
                 f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
                 " them."
             )
-        unused = (
-            "token_env"
-            if server.command and server.token_env
-            else "env"
-            if server.url and server.env
-            else ""
-        )
-        if unused:
-            kind = "command" if server.command else "url"
-            yield f"tools.mcp: server '{server.name}': {unused} would have no effect beside {kind}."
+        for kind, unused in (("command", "token_env"), ("url", "env")):
+            if getattr(server, kind) and getattr(server, unused):
+                yield (
+                    f"tools.mcp: server '{server.name}': {unused} would have no effect beside"
+                    f" {kind}."
+                )
 
 
 def _run_wrong(config: Config) -> Iterator[str]:
@@ -118,60 +106,37 @@ def _run_wrong(config: Config) -> Iterator[str]:
             " made."
         )
     yield from _explore_wrong(config)
-    if config.explore.num_leaves > config.engine.max_rows:
-        yield (
-            f"explore.num_leaves: got {config.explore.num_leaves}, expected at most"
-            f" engine.max_rows, which is {config.engine.max_rows}, so that the leaves of one tree"
-            " fit in the engine together."
-        )
-    if config.learn.num_minibatches > config.run.tasks_per_update:
-        yield (
-            f"learn.num_minibatches: got {config.learn.num_minibatches}, expected at most"
-            f" run.tasks_per_update, which is {config.run.tasks_per_update}: a mini-batch holds"
-            " whole trees."
-        )
-    if not all(0 <= beta < 1 for beta in config.learn.betas):
-        yield (
-            f"learn.betas: got {list(config.learn.betas)}, expected two numbers from 0 up to, not"
-            " including, 1."
-        )
+    fit = ", so that the leaves of one tree fit in the engine together"
+    yield from _above(config, "explore.num_leaves", "engine.max_rows", fit)
+    whole = ": a mini-batch holds whole trees"
+    yield from _above(config, "learn.num_minibatches", "run.tasks_per_update", whole)
     evaluates = config.eval.every or config.eval.at_start or config.eval.at_end
     if evaluates and not config.eval.greedy and not config.eval.num_samples:
         yield (
             "eval: neither greedy nor samples are measured; set eval.greedy = true or"
             " eval.num_samples to at least 1."
         )
-    probabilities = config.warmup.continue_prob
-    if not probabilities or not all(0 <= p <= 1 for p in probabilities):
-        yield (
-            f"warmup.continue_prob: got {probabilities}, expected one or more probabilities from 0"
-            " to 1."
-        )
+
+
+def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[str]:
+    value, limit = value_of(config, name), value_of(config, other)
+    if value > limit:
+        yield f"{name}: got {value}, expected at most {other}, which is {limit}{why}."
 
 
 def _explore_wrong(config: Config) -> Iterator[str]:
     explore = config.explore
-    if not explore.explorers:
-        yield "explore.explorers: got none, expected at least one, such as independent."
-    if "entropy" in explore.explorers and explore.entropy.num_starts > explore.num_leaves:
-        yield (
-            f"explore.entropy.num_starts: got {explore.entropy.num_starts}, expected at most"
-            f" explore.num_leaves, which is {explore.num_leaves}: starts are leaves, and branches"
-            " take what they leave."
-        )
+    if "entropy" in explore.explorers:
+        rest = ": starts are leaves, and branches take the others"
+        yield from _above(config, "explore.entropy.num_starts", "explore.num_leaves", rest)
     if "entropy" in explore.explorers[1:]:
         yield (
             f"explore.explorers: got {explore.explorers}, where the first one opens all leaves and"
             ' leaves nothing to branch; expected "entropy" in the first place.'
         )
-    if "graft" not in explore.explorers:
-        return
-    if explore.graft.num_hybrid > explore.num_leaves:
-        yield (
-            f"explore.graft.num_hybrid: got {explore.graft.num_hybrid}, expected at most"
-            f" explore.num_leaves, which is {explore.num_leaves}."
-        )
-    yield from _buffer_wrong(config)
+    if "graft" in explore.explorers:
+        yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
+        yield from _buffer_wrong(config)
 
 
 def _buffer_wrong(config: Config) -> Iterator[str]:
@@ -179,10 +144,9 @@ def _buffer_wrong(config: Config) -> Iterator[str]:
     if settings.encoder not in ("hashing", "minilm") and not any(
         sign in settings.encoder for sign in "/:~."
     ):
-        known = ("hashing", "minilm")
         yield (
             f'buffer.encoder: got \'{settings.encoder}\', expected "minilm", "hashing", a folder, a'
-            f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, known)}'
+            f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, ("hashing", "minilm"))}'
         )
     if settings.grow.num_best and settings.sources and "self" not in settings.sources:
         yield (

@@ -84,7 +84,9 @@ class GraftSettings(Settings):
 
 
 class ExploreSettings(Settings):
-    explorers: list[str] = setting(["independent"], built_in=("independent", "entropy", "graft"))
+    explorers: list[str] = setting(
+        ["independent"], min_length=1, built_in=("independent", "entropy", "graft")
+    )
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), or import paths "package.module:Explorer". Starts come from the first, grafts
     from the first that wants one, branches from all."""

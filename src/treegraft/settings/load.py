@@ -221,6 +221,7 @@ def _type_fault(
         .removeprefix("Value error, ")
     )
     expected = expected.replace("an object", "a table").replace("a valid array", "a list")
+    expected = expected.removeprefix("List should have ").removesuffix(" after validation, not 0")
     fault = (
         f"{where(name)}: setting '{name}{items}': got {got!r}, expected"
         f" {expected[0].lower() + expected[1:]}."

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from treegraft.settings.explore import with_branches, with_graft
 from treegraft.settings.table import Condition, Settings, setting, takes_path, value_of, when
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 def _clips(config: Settings) -> str:
@@ -184,7 +189,7 @@ class LossSettings(Settings):
 class LearnSettings(Settings):
     lr: float = setting(3e-4, ge=0, aliases=("learning_rate",))
     """Peak learning rate of AdamW."""
-    betas: tuple[float, float] = setting((0.9, 0.95), aliases=("adam_beta1", "adam_beta2"))
+    betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95), aliases=("adam_beta1", "adam_beta2"))
     """AdamW's decay rates."""
     weight_decay: float = setting(0.0, ge=0)
     """AdamW's decoupled weight decay, per optimiser step times lr."""
@@ -224,7 +229,9 @@ class WarmupSettings(Settings):
     """Share of demonstrations in which the decision to go on or to answer is shown, following
     `continue_prob`; in the others the demonstration is complete and the deciding token carries no
     loss. 0 shows complete demonstrations with full loss."""
-    continue_prob: list[float] = setting([1.0], idle_unless=when("warmup.decision_frac"))
+    continue_prob: list[Probability] = setting(
+        [1.0], min_length=1, idle_unless=when("warmup.decision_frac")
+    )
     """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from
     there on); otherwise the agent answers too early. This sets how willing it is to explore without
     touching its skill."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from treegraft.settings.table import Settings, has, setting, takes_path, when
 
 
 class SearchWorldSettings(Settings):
-    hops: list[int] = [1, 2, 3]
+    hops: list[Annotated[int, Field(ge=1, le=5)]] = setting([1, 2, 3], min_length=1)
     """Question lengths, in facts to look up, in equal shares; 1 to 5 each."""
     num_entities: int = setting(64, ge=8)
     """Entities of a world, one word each; with `words` at most 96."""
@@ -89,6 +91,7 @@ class RewardSettings(Settings):
         ["hierarchical"],
         built_in=("hierarchical", "exact_match", "f1", "math", "environment"),
         aliases=("reward_funcs",),
+        min_length=1,
     )
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or
     import paths "package.module:function"."""
