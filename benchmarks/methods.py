@@ -290,7 +290,8 @@ def metrics_of(job: Job, out: Path) -> list[dict[str, float]]:
 def told_apart(job: Job) -> Line:
     """Returns the settings in which the runs differ, by dotted name: what `treegraft report`
     compares them by."""
-    from treegraft.settings.load import known_settings, load_config
+    from treegraft.settings.config import known_settings
+    from treegraft.settings.load import load_config
 
     is_flawed = job.world == "imperfect" and uses_buffer(job.method)
     every = [*METHODS.values(), *ABLATIONS.values(), *WORLDS.values(), IMPERFECT]

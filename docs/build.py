@@ -25,7 +25,7 @@ INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
 
 SETTINGS_HEAD = """# Settings
 
-Every setting of a recipe, made from `src/treegraft/settings/config.py`. `treegraft config RECIPE` prints those of one recipe. On the command
+Every setting of a recipe, made from the declarations in `src/treegraft/settings/`. `treegraft config RECIPE` prints those of one recipe. On the command
 line a setting is named with its table, such as `learn.lr=1e-5`; its last part will do where only one setting has it. Naming one
 there that would do nothing beside the others is an error."""
 METRICS_HEAD = """# Metrics
@@ -34,7 +34,7 @@ The keys of `metrics.jsonl`, made from `src/treegraft/runs/metrics.py`: one line
 `_s` seconds; names in braces stand for what a recipe decides. `time/*` is outside all promises of reproducibility."""
 NAMES_HEAD = """# Names of other frameworks
 
-What TRL and verl call a setting, and what it is called here, made from `src/treegraft/settings/foreign.py`. An error for an unknown setting
+What TRL and verl call a setting, and what it is called here, made from the declarations in `src/treegraft/settings/`. An error for an unknown setting
 names ours where one of theirs was typed.
 
 | there | here |
@@ -83,16 +83,16 @@ def references() -> dict[str, str]:
 def settings_page() -> str:
     """Returns every setting with its type, default and meaning, a table for each table of a
     recipe."""
-    from treegraft.settings.config import Config
-    from treegraft.settings.load import describe, known_settings
+    from treegraft.settings.config import Config, known_settings
+    from treegraft.settings.load import describe
 
-    fields = known_settings()
+    known = known_settings()
     lines = [SETTINGS_HEAD]
     tables: dict[str, list[str]] = {}
     for row in describe(Config()):
         table, _, name = row.name.rpartition(".")
         default = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-        kind = type_name(fields[row.name].annotation)
+        kind = type_name(known[row.name].field.annotation)
         tables.setdefault(table, []).append(
             f"| `{name}` | {code(kind)} | {code(default)} | {cell(row.meaning)} |"
         )
@@ -111,7 +111,7 @@ def settings_page() -> str:
 def servers_table() -> str:
     """Returns the table of what one entry of tools.mcp holds: a table inside a list has no dotted
     name."""
-    from treegraft.settings.config import McpSettings
+    from treegraft.settings.tools import McpSettings
 
     rows = [
         "",
@@ -134,6 +134,7 @@ def type_name(annotation: Any) -> str:
     """Returns a type as a reader of recipes says it: texts, numbers, one of several names."""
     is_plain = isinstance(annotation, type) and not hasattr(annotation, "__args__")
     text = annotation.__name__ if is_plain else str(annotation)
+    text = re.sub(r"typing\.Annotated\[(\w+), .*?\]\)\]", r"\1", text)
     text = re.sub(
         r"typing\.Literal\[(.*?)\]",
         lambda found: found[1].replace("'", '"').replace(", ", " or "),
@@ -173,10 +174,10 @@ def metrics_page() -> str:
 
 def names_page() -> str:
     """Returns what settings of other frameworks are called here."""
-    from treegraft.settings.foreign import FOREIGN_NAMES
+    from treegraft.settings.config import foreign_names
 
     lines = [NAMES_HEAD]
-    for there, here in FOREIGN_NAMES.items():
+    for there, here in foreign_names().items():
         ours = " ".join(word if word in ("and", "or") else code(word) for word in here.split())
         lines.append(f"| `{there}` | {ours} |")
     return "\n".join(lines) + "\n"

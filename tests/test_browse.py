@@ -17,8 +17,7 @@ from tests.test_remote_search import Answer, web_server
 
 from treegraft.core.errors import ToolError
 from treegraft.core.types import Task
-from treegraft.settings.config import ToolsSettings
-from treegraft.settings.tools import BrowseToolSettings
+from treegraft.settings.tools import BrowseToolSettings, ToolsSettings
 from treegraft.tools.browse.extract import ExtractPool
 from treegraft.tools.browse.fetch import Fetcher, NotFetched, Page, is_public
 from treegraft.tools.browse.robots import Robots

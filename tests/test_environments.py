@@ -38,7 +38,7 @@ from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
-from treegraft.settings.config import EntropySettings, GraftSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments

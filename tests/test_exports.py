@@ -174,7 +174,7 @@ def test_scores_of_packed_trees_come_per_trajectory() -> None:
     from treegraft.policy.learn.learner import token_scores
     from treegraft.policy.learn.pack import pack_trees
     from treegraft.policy.tiny import build_tiny_model
-    from treegraft.settings.config import TinySettings
+    from treegraft.settings.policy import TinySettings
 
     def step(name: str, parent: str | None, tokens: tuple[int, ...], origin: Origin) -> Step:
         count = len(tokens)

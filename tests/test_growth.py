@@ -38,7 +38,7 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.settings.config import EntropySettings, GraftSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 

@@ -24,7 +24,7 @@ import pytest
 
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
 from treegraft.core.types import Task
-from treegraft.settings.config import ToolsSettings
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.search.remote import RemoteSearch, retrieve_url
 from treegraft.tools.search.serve import accepted_hosts, listen, search_app, url_of

@@ -29,8 +29,9 @@ from treegraft.runs.checkpoint import read_state
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.runs.run import Run
-from treegraft.settings.config import Config, WarmupSettings
+from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import WarmupSettings
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 from treegraft.train import RunResult, sample_tasks, train
 

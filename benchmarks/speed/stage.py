@@ -20,7 +20,7 @@ from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.head import base_model
 from treegraft.policy.load import limit_threads, load_model
-from treegraft.settings.config import EngineSettings, ModelSettings, TinySettings
+from treegraft.settings.policy import EngineSettings, ModelSettings, TinySettings
 
 Result = TypeVar("Result")
 

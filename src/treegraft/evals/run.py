@@ -22,23 +22,7 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.runs.start import open_checkpoint
-from treegraft.settings.config import Config
-from treegraft.settings.idle import EVALUATION_IGNORES
-
-_NO_MATTER = (
-    *(
-        *EVALUATION_IGNORES,
-        "run.dir",
-        "eval.greedy",
-        "eval.num_samples",
-        "track.",
-        "reward.",
-        "model.path",
-    ),
-    *("rollout.deadline_s", "engine.deadline_s"),
-)
-"""Settings that a suite's trajectories do not depend on: the model is told apart by its weights,
-and what a deadline cut off is run again, so that a machine found too slow is given more time."""
+from treegraft.settings.config import Config, settings_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +145,11 @@ def _asked(
     config: Config, place: Path | str, plan: SuitePlan, temperature: float
 ) -> dict[str, Any]:
     """Everything that a trajectory depends on, by name."""
+    no_matter = settings_with("ignored_by_eval", "same_answers")
     values = {
         name: value
         for name, value in _flat(config.model_dump(mode="json"), "")
-        if not name.startswith(_NO_MATTER)
+        if not name.startswith(no_matter)
     }
     return values | {
         "weights": _weights_id(place),

@@ -25,10 +25,8 @@ from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.keyed import keyed_choice, keyed_int, keyed_unit
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_words import NAMES, RELATIONS, Wording, wording
-
-MAX_HOPS = 5
 
 _LANES: Final = ("train", "eval", "warmup")
 """A world's number modulo 4 is its lane, so worlds of different purposes are never the same."""
@@ -103,13 +101,7 @@ class SearchWorld:
     def __init__(
         self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int
     ) -> None:
-        """Raises SettingError for lengths outside 1..5, or for more entities or relations than
-        English has words."""
-        if not settings.hops or not all(1 <= hops <= MAX_HOPS for hops in settings.hops):
-            raise SettingError(
-                f"tasks.search_world.hops is {settings.hops}; expected one or more question"
-                f" lengths, each 1..{MAX_HOPS}"
-            )
+        """Raises SettingError for more entities or relations than English has words."""
         if settings.words:
             _check_words("num_entities", settings.num_entities, len(NAMES))
             _check_words("num_relations", settings.num_relations, len(RELATIONS))

@@ -14,7 +14,7 @@ from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
-from treegraft.settings.config import BufferSettings
+from treegraft.settings.explore import BufferSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
 
