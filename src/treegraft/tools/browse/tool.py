@@ -8,9 +8,6 @@ import json
 import re
 from collections.abc import Iterator
 
-import bm25s
-import numpy as np
-
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
@@ -18,7 +15,7 @@ from treegraft.settings.tools import BrowseToolSettings
 from treegraft.tools.browse.extract import ExtractPool, Text
 from treegraft.tools.browse.fetch import Fetcher
 from treegraft.tools.own_thread import run_in_thread
-from treegraft.tools.search.lexical import words_of
+from treegraft.tools.search.lexical import best_texts
 
 GAP = "[...]"
 """Stands where passages of a page were left out."""
@@ -152,15 +149,6 @@ def _parts(text: str, max_chars: int) -> Iterator[str]:
 
 
 def most_relevant(passages: list[str], query: str, num: int) -> list[int]:
-    """Returns which passages match the query best by BM25, ascending; the first ones where none
-    does."""
-    words = words_of(passages)
-    if any(words):
-        index = bm25s.BM25(method="lucene", backend="numpy")
-        index.index(words, show_progress=False)
-        known = [word for word in words_of([query])[0] if word in index.vocab_dict]
-        if known:
-            scores = np.asarray(index.get_scores(known))
-            order = np.argsort(-scores, kind="stable")[:num]
-            return sorted(int(number) for number in order if scores[number] > 0)
-    return list(range(min(num, len(passages))))
+    """Returns the numbers of the passages that match the query best by BM25, ascending; the first
+    ones where none does."""
+    return sorted(best_texts(passages, query, num)) or list(range(min(num, len(passages))))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -144,14 +143,15 @@ def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
     from treegraft.tools.search.lexical import FORMAT, LexicalIndex
 
     if path.stat().st_size <= SMALL_BYTES:
-        with tempfile.TemporaryDirectory(prefix="treegraft-bm25-") as folder:
-            LexicalIndex.build(read_rows(path), Path(folder), path)
-            return LexicalIndex(Path(folder), mapped=False)
+        return LexicalIndex.build(read_rows(path), path)
     home = index_home(path, "bm25", index_dir)
     recipe = {"kind": "bm25", "format": FORMAT}
-    return LexicalIndex(
+    return LexicalIndex.load(
         find_or_make(
-            path, home, recipe, lambda folder: LexicalIndex.build(read_rows(path), folder, path)
+            path,
+            home,
+            recipe,
+            lambda folder: LexicalIndex.build(read_rows(path), path).save(folder),
         )
     )
 
