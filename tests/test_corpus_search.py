@@ -1,5 +1,5 @@
-"""Search over a corpus: rows by their place, BM25 against its formula, dense against sorting, indexes
-that survive kills and changes."""
+"""Search over a corpus: rows by their place, BM25 against its formula, dense against sorting,
+indexes that survive kills and changes."""
 
 from __future__ import annotations
 

@@ -17,14 +17,15 @@ import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import httpx
 
 from treegraft.core.errors import ToolError
-from treegraft.tools.browse.robots import MAX_BYTES as ROBOTS_BYTES
-from treegraft.tools.browse.robots import Robots
+
+if TYPE_CHECKING:
+    from protego import Protego
 
 CONTENT_TYPES = (
     "text/html",
@@ -36,6 +37,9 @@ CONTENT_TYPES = (
 """What can be read as text; a page that does not say is looked at."""
 KEPT_ROBOTS = 1_000
 """Sites whose robots.txt is remembered, for as long as the tool lives."""
+ROBOTS_BYTES = 500 * 1024
+"""What must be read of a robots.txt (RFC 9309, 2.5); the rest is ignored."""
+_USER_AGENT = re.compile(r"\s*user(?:-|\s*)agent\s*:?\s*([\w-]+|\*)?.*", re.IGNORECASE)
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -79,7 +83,7 @@ class Fetcher:
         self._respect_robots = respect_robots
         self._user_agent = user_agent
         self._agent = re.split(r"[/\s]", user_agent.strip())[0]
-        self._robots: OrderedDict[str, Robots] = OrderedDict()
+        self._robots: OrderedDict[str, Protego] = OrderedDict()
         self._tls = ssl.create_default_context()
 
     async def fetch(self, url: str) -> Page:
@@ -97,7 +101,7 @@ class Fetcher:
 
     async def _follow(self, url: str) -> Page:
         for _ in range(self._max_redirects + 1):
-            if self._respect_robots and not (await self._rules(url)).allows(url):
+            if self._respect_robots and not (await self._rules(url)).can_fetch(url, self._agent):
                 raise NotFetched(
                     f"{url} must not be fetched by programs, says the site's robots.txt"
                 )
@@ -107,7 +111,7 @@ class Fetcher:
             url = _checked(urljoin(url, headers["location"]))
         raise NotFetched(f"{url} lies behind more than {self._max_redirects} redirects")
 
-    async def _rules(self, url: str) -> Robots:
+    async def _rules(self, url: str) -> Protego:
         parts = urlsplit(url)
         site = f"{parts.scheme}://{parts.netloc}"
         if site not in self._robots:
@@ -116,7 +120,7 @@ class Fetcher:
                 self._robots.popitem(last=False)
         return self._robots[site]
 
-    async def _read_rules(self, url: str) -> Robots:
+    async def _read_rules(self, url: str) -> Protego:
         for _ in range(self._max_redirects + 1):
             status, headers, body = await self._get(url, ROBOTS_BYTES, None)
             if status in _REDIRECTS and "location" in headers:
@@ -128,12 +132,8 @@ class Fetcher:
                 raise NotFetched(
                     f"{url} answered with status {status}, so the site is left alone for now"
                 )
-            return (
-                Robots.parse(body.decode("utf-8", "replace"), self._agent)
-                if status == 200
-                else Robots()
-            )
-        return Robots()
+            return read_robots(body if status == 200 else b"", self._agent)
+        return read_robots(b"", self._agent)
 
     async def _get(
         self,
@@ -193,6 +193,25 @@ class Fetcher:
                     " fetched"
                 )
         return addresses[0]
+
+
+def read_robots(body: bytes, agent: str) -> Protego:
+    """Returns the rules of a robots.txt (RFC 9309) for one program.
+
+    Args:
+        agent: the program's name, compared without regard to case; the groups that name it count,
+            or else those for all programs.
+    """
+    from protego import Protego
+
+    def own_name(line: re.Match[str]) -> str:
+        # Some sites write "Name/1.0". All others share one name, since a file that names thousands
+        # would cost the product of its names and its rules.
+        name = (line[1] or "").lower()
+        return f"user-agent: {name if name in (agent.lower(), '*') else 'another program'}"
+
+    lines = body.decode("utf-8-sig", "replace").splitlines()
+    return Protego.parse("\n".join(_USER_AGENT.sub(own_name, line, count=1) for line in lines))
 
 
 def is_public(address: str) -> bool:

@@ -40,7 +40,7 @@ class BrowseTool:
 
         Raises `SettingError` where a package is missing.
         """
-        for package in ("trafilatura", "pypdf"):
+        for package in ("protego", "pypdf", "trafilatura"):
             if importlib.util.find_spec(package) is None:
                 raise SettingError(
                     f"tools.use: 'browse' needs the package '{package}', which is not installed;"
