@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from treegraft.core.batches import Batcher
 from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
@@ -131,12 +130,11 @@ def open_corpus(
         ModelError: an encoder that cannot be loaded.
     """
     path = corpus_path(corpus)
-    index = (
-        _open_dense(path, encoder, index_dir) if kind == "dense" else _open_lexical(path, index_dir)
-    )
-    return CorpusSearch(
-        Corpus(path, index.offsets), index, f"dense by {encoder}" if kind == "dense" else "bm25"
-    )
+    if kind == "dense":
+        index = _open_dense(path, encoder, index_dir)
+        return CorpusSearch(Corpus(path, index.offsets), index, f"dense by {encoder}")
+    index = _open_lexical(path, index_dir)
+    return CorpusSearch(Corpus(path, index.offsets), index, "bm25")
 
 
 def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
@@ -144,16 +142,13 @@ def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
 
     if path.stat().st_size <= SMALL_BYTES:
         return LexicalIndex.build(read_rows(path), path)
-    home = index_home(path, "bm25", index_dir)
-    recipe = {"kind": "bm25", "format": FORMAT}
-    return LexicalIndex.load(
-        find_or_make(
-            path,
-            home,
-            recipe,
-            lambda folder: LexicalIndex.build(read_rows(path), path).save(folder),
-        )
+    folder = find_or_make(
+        path,
+        index_home(path, "bm25", index_dir),
+        {"kind": "bm25", "format": FORMAT},
+        lambda folder: LexicalIndex.build(read_rows(path), path).save(folder),
     )
+    return LexicalIndex.load(folder)
 
 
 def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
@@ -161,26 +156,18 @@ def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
     from treegraft.tools.search.encoders import build_encoder
 
     made = build_encoder(encoder, keeps="beginning")
-    home = index_home(path, "dense", index_dir)
-    recipe = {"kind": "dense", "format": FORMAT, "encoder": made.name, "dim": made.dim}
-    return DenseIndex(
-        find_or_make(
-            path, home, recipe, lambda folder: DenseIndex.build(read_rows(path), folder, made)
-        ),
-        made,
+    folder = find_or_make(
+        path,
+        index_home(path, "dense", index_dir),
+        {"kind": "dense", "format": FORMAT, "encoder": made.name, "dim": made.dim},
+        lambda folder: DenseIndex.build(read_rows(path), folder, made),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    queries: list[str]
-    top_k: int
-    answer: asyncio.Future[list[list[Passage]]]
+    return DenseIndex(folder, made)
 
 
 class CorpusSearch:
-    """Search over a corpus in this process: what is asked while a search is under way is answered
-    together after it."""
+    """Search over a corpus in this process; queries that come in while a search is under way are
+    searched for together after it."""
 
     is_remote = False
 
@@ -188,12 +175,10 @@ class CorpusSearch:
         """Takes over both, and closes them.
 
         Args:
-            kind: how is searched, for the fingerprint.
+            kind: the kind of search, for the fingerprint.
         """
         self._corpus, self._index, self._kind = corpus, index, kind
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._waiting: list[_Question] = []
-        self._worker: asyncio.Task[None] | None = None
+        self._batcher = Batcher(self._answer, "search")
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -210,58 +195,25 @@ class CorpusSearch:
         Raises:
             ToolUnavailable: the corpus was changed meanwhile.
         """
-        loop = asyncio.get_running_loop()
-        # A loop that is over took its worker and those who waited with it.
-        if self._worker is not None and self._worker.get_loop() is not loop:
-            self._waiting, self._worker = [], None
-        question = _Question(list(queries), top_k, loop.create_future())
-        self._waiting.append(question)
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
-        return await question.answer
+        return await self._batcher.ask((queries, top_k))
 
     async def close(self) -> None:
         """Ends the thread, once the search under way is done, and closes the files."""
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._batcher.close)
         self._index.close()
         self._corpus.close()
 
-    async def _work(self) -> None:
-        try:
-            while self._waiting:
-                # Those who gave up meanwhile are not searched for.
-                batch, self._waiting = [one for one in self._waiting if not one.answer.done()], []
-                try:
-                    found = await asyncio.get_running_loop().run_in_executor(
-                        self._thread, self._answer, batch
-                    )
-                except Exception as error:  # each call that asked fails by it
-                    for question in batch:
-                        if not question.answer.done():
-                            question.answer.set_exception(error)
-                    continue
-                for question, passages in zip(batch, found, strict=True):
-                    if not question.answer.done():
-                        question.answer.set_result(passages)
-        finally:
-            self._worker = None
-
-    def _answer(self, batch: Sequence[_Question]) -> list[list[list[Passage]]]:
+    def _answer(self, batch: Sequence[tuple[Sequence[str], int]]) -> list[list[list[Passage]]]:
         answers: list[list[list[Passage]]] = [[] for _ in batch]
-        # How many are wanted decides how many are looked at, so only equals are asked together.
-        for top_k in {question.top_k for question in batch}:
-            places = [place for place, question in enumerate(batch) if question.top_k == top_k]
-            found = iter(
-                self._index.search(
-                    [query for place in places for query in batch[place].queries], top_k
-                )
-            )
-            for place in places:
-                for _ in batch[place].queries:
-                    rows, scores = next(found)
-                    answers[place].append(
-                        self._corpus.read(
-                            [int(row) for row in rows], [float(score) for score in scores]
-                        )
-                    )
+        # The number wanted decides how many candidates are looked at, so only equals are asked
+        # together.
+        for top_k in {wanted for _, wanted in batch}:
+            places = [
+                place for place, (queries, num) in enumerate(batch) if num == top_k for _ in queries
+            ]
+            queries = [query for some, num in batch if num == top_k for query in some]
+            for place, (rows, scores) in zip(
+                places, self._index.search(queries, top_k), strict=True
+            ):
+                answers[place].append(self._corpus.read(rows.tolist(), scores.tolist()))
         return answers
