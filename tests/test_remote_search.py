@@ -337,24 +337,6 @@ TAVILY = {
     ],
     "response_time": 1.2,
 }
-BING = {
-    "_type": "SearchResponse",
-    "queryContext": {"originalQuery": "q"},
-    "webPages": {
-        "webSearchUrl": "https://x.example",
-        "totalEstimatedMatches": 2,
-        "value": [
-            {
-                "id": "#0",
-                "name": "Paris",
-                "url": "https://b.example/",
-                "snippet": "Capital of France",
-                "isFamilyFriendly": True,
-            },
-            {"id": "#1", "name": "Two", "url": "https://c.example/", "snippet": "Second"},
-        ],
-    },
-}
 CASES: dict[str, tuple[Any, str, tuple[str, str], list[str]]] = {
     "serper": (
         SERPER,
@@ -382,12 +364,6 @@ CASES: dict[str, tuple[Any, str, tuple[str, str], list[str]]] = {
             "Paris | https://b.example/ | Capital of France",
             "Two | https://c.example/ | Second line",
         ],
-    ),
-    "bing": (
-        BING,
-        "GET /v7.0/search",
-        ("ocp-apim-subscription-key", "KEY"),
-        ["Paris | https://b.example/ | Capital of France", "Two | https://c.example/ | Second"],
     ),
 }
 """Provider: its answer, what it must be asked by, the key's header, and what is read out of it."""

@@ -27,9 +27,9 @@ class SearchToolSettings(Settings):
     user's cache folder where nothing can be written there."""
     url: str = ""
     """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
-    provider: Literal["serper", "brave", "tavily", "bing"] = "serper"
-    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY, TAVILY_API_KEY
-    or BING_API_KEY."""
+    provider: Literal["serper", "brave", "tavily"] = "serper"
+    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
+    TAVILY_API_KEY."""
     base_url: str = ""
     """For "web": address of the provider or of a proxy that answers like it; empty means the
     provider's own."""
