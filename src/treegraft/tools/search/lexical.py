@@ -1,6 +1,7 @@
 """BM25 over passages by the bm25s library, whose index is kept in files and memory-mapped.
 
-    score(q, d) = Σ over words w of q:  ln(1 + (N - n_w + 0.5) / (n_w + 0.5)) · f / (f + k1 · (1 - b + b · |d| / mean |d|))
+    score(q, d) = Σ over words w of q:  idf(w) · f / (f + k1 · (1 - b + b · |d| / mean |d|))
+    idf(w)      = ln(1 + (N - n_w + 0.5) / (n_w + 0.5))
 
 Source: Lucene's variant as in Kamphuis et al. 2020 and bm25s (Lù 2024, arXiv 2407.03618). N
 passages, n_w of them with the word, f times in d, |d| words in d. Scores are computed when the

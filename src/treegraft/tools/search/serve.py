@@ -1,6 +1,6 @@
 """A retrieval server over any search, in Search-R1's protocol (see `remote`).
 
-Requests that come in while a search is under way are searched for together after it.
+Requests that come in while a search is under way are answered together after it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
     """Returns the application; it closes the backend at its end.
 
     Args:
-        default_top_k: passages for a request that does not say.
+        default_top_k: passages for a request without "topk".
         host: where it listens. On loopback it answers to names of this machine alone, elsewhere to
             any name.
     """

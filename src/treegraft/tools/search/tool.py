@@ -1,4 +1,4 @@
-"""The search tool, and search over a corpus of one's own: by words (BM25) or by meaning (dense)."""
+"""The search tool, and search over a local corpus: by words (BM25) or by meaning (dense)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treegraft.tools.search.corpus import Corpus, Passage, checksum, corpus_path
 from treegraft.tools.search.home import SMALL_BYTES, find_or_make, index_home
 
 NO_MATCH = "No passage matches the query."
-"""What the agent reads when nothing was found."""
+"""The tool's result when nothing was found."""
 
 
 class SearchBackend(Protocol):
@@ -30,7 +30,7 @@ class SearchBackend(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What results depend on beside the query."""
+        """Names everything but the query that results depend on."""
         ...
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -69,9 +69,10 @@ class SearchTool:
     def __init__(self, source: SearchBackend | str, *, top_k: int = 3) -> None:
         """Args:
             source: where passages come from, closed with the tool; the path of a corpus stands for
-            BM25 over it. top_k: passages returned by one search, at most.
+                BM25 over it.
+            top_k: passages returned by one search, at most.
 
-        Raises what `open_corpus` raises.
+        Raises the errors of `open_corpus`.
         """
         self.backend: SearchBackend = open_corpus(source) if isinstance(source, str) else source
         self.top_k = top_k
@@ -83,14 +84,14 @@ class SearchTool:
 
     @property
     def fingerprint(self) -> str:
-        """What results depend on beside the query."""
+        """Names everything but the query that results depend on."""
         return f"{self.backend.fingerprint}, top {self.top_k}"
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns one "Doc N: ..." line per passage, best first; equal scores in the order of the
         corpus.
 
-        Raises `ToolError` for an empty query, and what the backend raises.
+        Raises `ToolError` for an empty query, and the errors of the backend.
         """
         query = body.strip()
         if not query:
@@ -114,10 +115,9 @@ def open_corpus(
     encoder: str = "minilm",
     index_dir: str = "",
 ) -> CorpusSearch:
-    """Returns a search over a JSONL file of {"id", "contents"} rows; its index is made where there
-    is none.
+    """Returns a search over a JSONL file of {"id", "contents"} rows; a missing index is built.
 
-    A BM25 index of a corpus of up to 64 MiB is made anew each time, which takes seconds; others are
+    A BM25 index of a corpus of up to 64 MiB is built each time, which takes seconds; others are
     kept (see `index_home`).
 
     Args:
