@@ -37,11 +37,12 @@ import numpy.typing as npt
 import uvicorn
 
 from benchmarks.speed.measure import compare
+from treegraft.core.listener import address_of, listen
 from treegraft.tools.search.corpus import Corpus, Passage, read_rows
 from treegraft.tools.search.dense import DenseIndex, save_lists
 from treegraft.tools.search.encoders import CACHE_SIZE, Encoder, build_encoder
 from treegraft.tools.search.nearest import FLAT_LIMIT
-from treegraft.tools.search.serve import listen, search_app, url_of
+from treegraft.tools.search.serve import search_app
 from treegraft.tools.search.tool import CorpusSearch, SearchBackend
 
 Vectors = npt.NDArray[np.float32]
@@ -206,12 +207,12 @@ def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Pa
 def served(backend: SearchBackend) -> Iterator[str]:
     """Serves a search on loopback; gives its address."""
     listener = listen("127.0.0.1", 0)
-    app = search_app(backend, default_top_k=TOP_K, hosts=["*"])
+    app = search_app(backend, default_top_k=TOP_K, host="127.0.0.1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield url_of(listener)
+        yield f"{address_of(listener)}retrieve"
     finally:
         server.should_exit = True
         thread.join()
