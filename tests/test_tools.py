@@ -21,7 +21,7 @@ from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.settings.config import ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import FunctionTool
-from treegraft.tools.python.monty import NO_OUTPUT, PythonTool
+from treegraft.tools.python.monty_tool import NO_OUTPUT, MontyTool
 from treegraft.tools.toolbox import Toolbox
 
 TASK = Task(id="t/1", question="?", reference=())
@@ -105,7 +105,7 @@ def run_python(*bodies: str, **options: Any) -> list[str]:
     """Results of the bodies, run one after the other, errors as their text."""
 
     async def run() -> list[str]:
-        tool = PythonTool(**options)
+        tool = MontyTool(**options)
         texts = []
         for body in bodies:
             try:
@@ -179,7 +179,7 @@ def test_python_repeats_itself() -> None:
 
 def test_python_calls_run_side_by_side() -> None:
     async def run() -> list[str]:
-        tool = PythonTool(num_workers=2)
+        tool = MontyTool(num_workers=2)
         texts = await asyncio.gather(*(tool(f"sum(range({n}))", TASK) for n in range(20)))
         await tool.close()
         return texts
@@ -190,7 +190,7 @@ def test_python_calls_run_side_by_side() -> None:
 @on_linux
 def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
     async def run() -> tuple[Observation, Observation]:
-        box = toolbox(PythonTool(max_duration_s=20, num_workers=1), deadline_s=20)
+        box = toolbox(MontyTool(max_duration_s=20, num_workers=1), deadline_s=20)
         running = asyncio.create_task(box.call(ToolCall("python", "while True: pass"), TASK))
         while not worker_pids():
             await asyncio.sleep(0.01)
@@ -214,8 +214,8 @@ def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
 def test_no_worker_outlives_its_interpreter() -> None:
     # The worker's id is printed by the parent; the tool is left open on purpose.
     code = (
-        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import PythonTool, TASK,"
-        " worker_pids\ntool = PythonTool(); print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
+        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import MontyTool, TASK,"
+        " worker_pids\ntool = MontyTool(); print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parent.parent
@@ -241,7 +241,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_closed_python_tool_starts_again() -> None:
     async def run() -> str:
-        tool = PythonTool()
+        tool = MontyTool()
         await tool("1", TASK)
         await tool.close()
         text = await tool("2", TASK)

@@ -106,16 +106,16 @@ def _build(entry: str, settings: ToolsSettings) -> Tool:
 
 def _build_python(settings: PythonToolSettings) -> Tool:
     if settings.backend == "monty":
-        from treegraft.tools.python.monty import PythonTool
+        from treegraft.tools.python.monty_tool import MontyTool
 
-        return PythonTool(
+        return MontyTool(
             max_duration_s=settings.max_duration_s,
             max_memory_mb=settings.max_memory_mb or 64,
             num_workers=settings.num_workers,
         )
-    from treegraft.tools.python.sandbox import SandboxedPythonTool
+    from treegraft.tools.python.bwrap_tool import BwrapTool
 
-    return SandboxedPythonTool(
+    return BwrapTool(
         max_duration_s=settings.max_duration_s,
         max_memory_mb=settings.max_memory_mb or 512,
         max_files_mb=settings.max_files_mb,

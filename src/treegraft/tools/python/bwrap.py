@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treegraft.core.errors import SettingError, ToolUnavailable
-from treegraft.tools.python import frozen, seccomp, shown
+from treegraft.tools.python import determinism, output, seccomp
 from treegraft.tools.python import worker as sandbox_worker
-from treegraft.tools.python.shown import Printed
+from treegraft.tools.python.output import Printed
 from treegraft.tools.python.worker import ENDED, ERROR, KILL, MEMORY, READY, REPORT, START, VALUE
 
 PACKAGES = ("numpy", "scipy", "sympy")
@@ -412,25 +412,19 @@ def _command(info: int, block: int | None) -> list[str]:
         parts += ["--cap-add", name]
     parts += _system()
     # Folders made for the sake of files in them would be their maker's alone.
-    for folder in (
-        "/dev",
-        "/packages",
-        "/tmp",
-        "/worker",
-        "/worker/treegraft",
-        "/worker/treegraft/tools",
-    ):
-        parts += ["--dir", folder]
+    package = Path("/worker", *sandbox_worker.__name__.split(".")[:-1])
+    for folder in ("/dev", "/packages", "/tmp", *reversed(package.parents[:-1]), package):
+        parts += ["--dir", str(folder)]
     for name in (*PACKAGES, *BESIDES):
         for source in _package_folders(name):
             parts += ["--ro-bind", str(source), f"/packages/{source.name}"]
-    for module in (sandbox_worker, seccomp, shown, frozen):
+    for module in (sandbox_worker, seccomp, output, determinism):
         source = Path(str(module.__file__))
-        parts += ["--ro-bind", str(source), f"/worker/treegraft/tools/{source.name}"]
+        parts += ["--ro-bind", str(source), str(package / source.name)]
     for device in ("null", "zero", "random", "urandom"):
         parts += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     parts += ["--remount-ro", "/"]
-    return [*parts, _interpreter(), "-s", "-S", "-B", "-P", "-m", "treegraft.tools.python.worker"]
+    return [*parts, _interpreter(), "-s", "-S", "-B", "-P", "-m", sandbox_worker.__name__]
 
 
 def _system() -> list[str]:

@@ -35,9 +35,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from treegraft.tools.python.frozen import freeze, seed
+from treegraft.tools.python.determinism import fix_clock, seed
+from treegraft.tools.python.output import show
 from treegraft.tools.python.seccomp import install
-from treegraft.tools.python.shown import show
 
 READY, START, KILL, ENDED = b"r", b"c", b"k", b"d"
 """Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker
@@ -73,7 +73,7 @@ def main() -> None:
         _warm_up()
     for name in ("exit", "quit"):
         setattr(builtins, name, sys.exit)
-    freeze()
+    fix_clock()
     settings["start_bytes"] = _address_space()
     gc.collect()
     # The children share these pages: a collection would copy them all.

@@ -24,14 +24,14 @@ from pydantic_monty import (
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
-from treegraft.tools.python.frozen import FROZEN_TIME
-from treegraft.tools.python.shown import NO_OUTPUT, Printed, cut, show, too_large, too_long
+from treegraft.tools.python.determinism import FROZEN_TIME
+from treegraft.tools.python.output import NO_OUTPUT, Printed, cut, show, too_large, too_long
 
 WATCHDOG_S = 5.0
 """How long past its own limit a worker may stay silent before it is killed."""
 
 
-class PythonTool:
+class MontyTool:
     """Runs Python code, each call in a fresh session."""
 
     name = "python"

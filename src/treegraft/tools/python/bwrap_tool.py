@@ -17,10 +17,10 @@ from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
 from treegraft.tools.python.bwrap import Outcome, Sandbox, SandboxLimits, check
-from treegraft.tools.python.shown import NO_OUTPUT, too_large, too_long
+from treegraft.tools.python.output import NO_OUTPUT, too_large, too_long
 
 
-class SandboxedPythonTool:
+class BwrapTool:
     """Runs Python code, each call in a fresh process of a sandbox started ahead."""
 
     name = "python"
