@@ -26,6 +26,7 @@ from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
+from treegraft.settings.config import ToolsSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import (
@@ -127,10 +128,7 @@ def expert(body: dict[str, Any], number: int) -> tuple[int, Any]:
 def toolbox(tools: Any = None) -> Toolbox:
     return Toolbox(
         tools or world().tools(),
-        deadline_s=5.0,
-        max_output_chars=200,
-        cache=False,
-        max_concurrent=4,
+        ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=4),
     )
 
 

@@ -37,6 +37,7 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
+from treegraft.settings.config import ToolsSettings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
@@ -85,10 +86,9 @@ def make_toolbox(
 ) -> Toolbox:
     return Toolbox(
         worlds.kind.tools,
-        deadline_s=deadline_s,
-        max_output_chars=max_output_chars,
-        cache=True,
-        max_concurrent=8,
+        ToolsSettings(
+            deadline_s=deadline_s, max_output_chars=max_output_chars, cache=True, max_concurrent=8
+        ),
         environments=worlds,
     )
 

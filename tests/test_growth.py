@@ -37,6 +37,7 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.loop import Grower, Limits
 from treegraft.rollout.measure import rollout_metrics
+from treegraft.settings.config import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -92,7 +93,10 @@ def make(
     return Grower(
         engine or ScriptedEngine(replies, word_tokenizer(), entropy=entropy, latency_s=latency_s),
         TagsFormat(word_tokenizer(), tools, system_prompt="", require_think=False),
-        Toolbox(tools, deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        Toolbox(
+            tools,
+            ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        ),
         explorer,
         Limits(**{**fields, **limits}),
         leave,

@@ -42,7 +42,9 @@ def over_stdio(**options: Any) -> McpSettings:
 
 
 def toolbox_of(tools: list[Tool]) -> Toolbox:
-    return Toolbox(tools, deadline_s=60.0, max_output_chars=200, cache=False, max_concurrent=8)
+    return Toolbox(
+        tools, ToolsSettings(deadline_s=60.0, max_output_chars=200, cache=False, max_concurrent=8)
+    )
 
 
 def is_alive(pid: int) -> bool:

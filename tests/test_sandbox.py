@@ -251,10 +251,7 @@ def test_a_killed_sandbox_is_an_error_and_the_next_call_works() -> None:
     async def run() -> tuple[Observation, Observation]:
         box = Toolbox(
             [BwrapTool(max_duration_s=60, num_workers=1)],
-            deadline_s=90,
-            max_output_chars=200,
-            cache=False,
-            max_concurrent=4,
+            ToolsSettings(deadline_s=90, max_output_chars=200, cache=False, max_concurrent=4),
         )
         await box.call(ToolCall("python", "1"), TASK)
         running = asyncio.create_task(box.call(ToolCall("python", "while True: pass"), TASK))
@@ -382,7 +379,10 @@ def test_attacks_are_contained(
             if backend == "monty"
             else BwrapTool(max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8)
         )
-        box = Toolbox([tool], deadline_s=60, max_output_chars=500, cache=False, max_concurrent=2)
+        box = Toolbox(
+            [tool],
+            ToolsSettings(deadline_s=60, max_output_chars=500, cache=False, max_concurrent=2),
+        )
         codes = [code_of(name, secret=str(secret), pid=os.getpid(), port=port) for name in ATTACKS]
         answers = await asyncio.gather(
             *(box.call(ToolCall("python", code), TASK) for code in codes)
@@ -463,7 +463,10 @@ class Page(BaseHTTPRequestHandler):
 def test_two_thousand_calls_from_64_trajectories_leak_nothing() -> None:
     async def run() -> tuple[int, int, dict[str, float]]:
         tool = BwrapTool(max_duration_s=20)
-        box = Toolbox([tool], deadline_s=120, max_output_chars=200, cache=False, max_concurrent=16)
+        box = Toolbox(
+            [tool],
+            ToolsSettings(deadline_s=120, max_output_chars=200, cache=False, max_concurrent=16),
+        )
         await box.call(ToolCall("python", "1"), TASK)
         before = (open_files(), len(sandboxes()))
 

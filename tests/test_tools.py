@@ -56,10 +56,9 @@ def toolbox(
 ) -> Toolbox:
     return Toolbox(
         tools,
-        deadline_s=deadline_s,
-        max_output_chars=max_output_chars,
-        cache=cache,
-        max_concurrent=4,
+        ToolsSettings(
+            deadline_s=deadline_s, max_output_chars=max_output_chars, cache=cache, max_concurrent=4
+        ),
     )
 
 
@@ -346,7 +345,8 @@ def test_the_deadline_starts_when_the_call_does() -> None:
 
     async def run() -> list[Observation]:
         box = Toolbox(
-            [Fake(nap)], deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1
+            [Fake(nap)],
+            ToolsSettings(deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1),
         )
         return await asyncio.gather(*(box.call(ToolCall("fake", str(n)), TASK) for n in range(4)))
 
@@ -449,7 +449,8 @@ def test_a_toolbox_serves_one_event_loop_after_another() -> None:
         return body
 
     box = Toolbox(
-        [Fake(nap, cacheable=True)], deadline_s=1, max_output_chars=99, cache=True, max_concurrent=1
+        [Fake(nap, cacheable=True)],
+        ToolsSettings(deadline_s=1, max_output_chars=99, cache=True, max_concurrent=1),
     )
 
     async def run() -> list[Observation]:

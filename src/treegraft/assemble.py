@@ -146,7 +146,7 @@ def assemble(
         tokenizer=tokenizer,
         format=form,
         max_prompt=max_prompt,
-        toolbox=Toolbox.from_settings(
+        toolbox=Toolbox(
             tools, config.tools, None if kind is None else Environments(kind, config.environment)
         ),
         engine=_build_engine(config, engine_model, tokenizer),

@@ -162,7 +162,7 @@ class BufferBuild:
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
         format = build_format(config.format, tokenizer, tools)
-        toolbox = Toolbox.from_settings(
+        toolbox = Toolbox(
             tools, config.tools, None if kind is None else Environments(kind, config.environment)
         )
         scorer = RewardScorer.from_settings(
