@@ -18,6 +18,7 @@ import time
 
 from benchmarks.speed.measure import compare
 from treegraft.core.types import Task
+from treegraft.settings.config import PythonToolSettings
 from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
 from treegraft.tools.python.bwrap_tool import BwrapTool
 
@@ -32,7 +33,7 @@ WORKERS = 2
 def main() -> None:
     num_calls = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     with asyncio.Runner() as runner:
-        tool = BwrapTool(num_workers=WORKERS, max_duration_s=60)
+        tool = BwrapTool(PythonToolSettings(num_workers=WORKERS, max_duration_s=60))
         runner.run(tool("import sympy", TASK))
 
         async def ours(code: str) -> None:

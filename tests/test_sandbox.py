@@ -97,7 +97,7 @@ def test_the_worker_finds_its_modules_where_they_are_mounted() -> None:
 @needs_bwrap
 def test_the_libraries_work_and_values_are_shown() -> None:
     async def run() -> list[str]:
-        tool = BwrapTool(max_duration_s=20, num_workers=1)
+        tool = BwrapTool(PythonToolSettings(max_duration_s=20, num_workers=1))
         assert isinstance(tool, Tool)
         try:
             return [
@@ -160,7 +160,7 @@ def test_a_call_reads_like_montys() -> None:
     ]
 
     async def monty(body: str) -> str:
-        tool = MontyTool(max_duration_s=20)
+        tool = MontyTool(PythonToolSettings(max_duration_s=20))
         try:
             return await tool(body, TASK)
         except ToolError as error:
@@ -250,7 +250,7 @@ def test_long_code_and_odd_characters_arrive_whole() -> None:
 def test_a_killed_sandbox_is_an_error_and_the_next_call_works() -> None:
     async def run() -> tuple[Observation, Observation]:
         box = Toolbox(
-            [BwrapTool(max_duration_s=60, num_workers=1)],
+            [BwrapTool(PythonToolSettings(max_duration_s=60, num_workers=1))],
             ToolsSettings(deadline_s=90, max_output_chars=200, cache=False, max_concurrent=4),
         )
         await box.call(ToolCall("python", "1"), TASK)
@@ -339,7 +339,7 @@ def test_where_namespaces_are_forbidden_the_error_says_so(
     with pytest.raises(
         SettingError, match=r"No permissions to create new namespace.*user namespaces"
     ):
-        BwrapTool()
+        BwrapTool(PythonToolSettings())
 
 
 # Attacks
@@ -375,9 +375,13 @@ def test_attacks_are_contained(
 ) -> None:
     async def attack(secret: Path, port: int) -> dict[str, Observation]:
         tool: Tool = (
-            MontyTool(max_duration_s=1.0)
+            MontyTool(PythonToolSettings(max_duration_s=1.0))
             if backend == "monty"
-            else BwrapTool(max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8)
+            else BwrapTool(
+                PythonToolSettings(
+                    max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8
+                )
+            )
         )
         box = Toolbox(
             [tool],
@@ -462,7 +466,7 @@ class Page(BaseHTTPRequestHandler):
 @pytest.mark.slow
 def test_two_thousand_calls_from_64_trajectories_leak_nothing() -> None:
     async def run() -> tuple[int, int, dict[str, float]]:
-        tool = BwrapTool(max_duration_s=20)
+        tool = BwrapTool(PythonToolSettings(max_duration_s=20))
         box = Toolbox(
             [tool],
             ToolsSettings(deadline_s=120, max_output_chars=200, cache=False, max_concurrent=16),

@@ -18,7 +18,7 @@ from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.plugins import load_object
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import ToolsSettings
+from treegraft.settings.config import PythonToolSettings, ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.python.monty_tool import NO_OUTPUT, MontyTool
@@ -100,11 +100,11 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read
 # Python
 
 
-def run_python(*bodies: str, **options: Any) -> list[str]:
+def run_python(*bodies: str, max_output_chars: int = 1000, **options: Any) -> list[str]:
     """Results of the bodies, run one after the other, errors as their text."""
 
     async def run() -> list[str]:
-        tool = MontyTool(**options)
+        tool = MontyTool(PythonToolSettings(**options), max_output_chars=max_output_chars)
         texts = []
         for body in bodies:
             try:
@@ -178,7 +178,7 @@ def test_python_repeats_itself() -> None:
 
 def test_python_calls_run_side_by_side() -> None:
     async def run() -> list[str]:
-        tool = MontyTool(num_workers=2)
+        tool = MontyTool(PythonToolSettings(num_workers=2))
         texts = await asyncio.gather(*(tool(f"sum(range({n}))", TASK) for n in range(20)))
         await tool.close()
         return texts
@@ -189,7 +189,9 @@ def test_python_calls_run_side_by_side() -> None:
 @on_linux
 def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
     async def run() -> tuple[Observation, Observation]:
-        box = toolbox(MontyTool(max_duration_s=20, num_workers=1), deadline_s=20)
+        box = toolbox(
+            MontyTool(PythonToolSettings(max_duration_s=20, num_workers=1)), deadline_s=20
+        )
         running = asyncio.create_task(box.call(ToolCall("python", "while True: pass"), TASK))
         while not worker_pids():
             await asyncio.sleep(0.01)
@@ -213,8 +215,9 @@ def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
 def test_no_worker_outlives_its_interpreter() -> None:
     # The worker's id is printed by the parent; the tool is left open on purpose.
     code = (
-        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import MontyTool, TASK,"
-        " worker_pids\ntool = MontyTool(); print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
+        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import MontyTool,"
+        " PythonToolSettings, TASK, worker_pids\ntool = MontyTool(PythonToolSettings());"
+        " print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parent.parent
@@ -240,7 +243,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_closed_python_tool_starts_again() -> None:
     async def run() -> str:
-        tool = MontyTool()
+        tool = MontyTool(PythonToolSettings())
         await tool("1", TASK)
         await tool.close()
         text = await tool("2", TASK)

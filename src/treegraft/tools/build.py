@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import EnvironmentKind, Tool
 from treegraft.core.plugins import load_object
-from treegraft.settings.config import BUILT_IN, PythonToolSettings, ToolsSettings
+from treegraft.settings.config import BUILT_IN, ToolsSettings
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings
 from treegraft.tools.environments.own import ClassEnvironments
 from treegraft.tools.function import FunctionTool
@@ -85,8 +85,14 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
 
 def _build(entry: str, settings: ToolsSettings) -> Tool:
     # Imported here: each brings a heavy package that most runs do without.
+    if entry == "python" and settings.python.backend == "monty":
+        from treegraft.tools.python.monty_tool import MontyTool
+
+        return MontyTool(settings.python)
     if entry == "python":
-        return _build_python(settings.python)
+        from treegraft.tools.python.bwrap_tool import BwrapTool
+
+        return BwrapTool(settings.python)
     if entry == "search":
         from treegraft.tools.search.tool import SearchTool
 
@@ -101,26 +107,6 @@ def _build(entry: str, settings: ToolsSettings) -> Tool:
     raise SettingError(
         f"tools.use: there is no tool '{entry}'; known are {', '.join(known)} and import paths "
         f"'package.module:function'.{nearest(entry, known)}"
-    )
-
-
-def _build_python(settings: PythonToolSettings) -> Tool:
-    if settings.backend == "monty":
-        from treegraft.tools.python.monty_tool import MontyTool
-
-        return MontyTool(
-            max_duration_s=settings.max_duration_s,
-            max_memory_mb=settings.max_memory_mb or 64,
-            num_workers=settings.num_workers,
-        )
-    from treegraft.tools.python.bwrap_tool import BwrapTool
-
-    return BwrapTool(
-        max_duration_s=settings.max_duration_s,
-        max_memory_mb=settings.max_memory_mb or 512,
-        max_files_mb=settings.max_files_mb,
-        max_threads=settings.max_threads,
-        num_workers=settings.num_workers,
     )
 
 
