@@ -106,7 +106,7 @@ class _Pool:
             self.threads.submit(self._warm)
 
     def run(self, code: str) -> Outcome:
-        """Returns the outcome of `code`; raises `ToolUnavailable` when no sandbox can be started."""
+        """Returns the outcome of `code`; raises `ToolUnavailable` when no sandbox starts."""
         sandbox = self._idle.get()
         try:
             if sandbox is None or not sandbox.is_alive:
