@@ -15,7 +15,7 @@ import logging
 import os
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
@@ -63,11 +63,7 @@ class McpTool:
 
     async def close(self) -> None:
         """Ends the server, for all its tools."""
-        await asyncio.to_thread(self.stop)
-
-    def stop(self) -> None:
-        """The same, for callers without an event loop."""
-        self._server.close()
+        await asyncio.to_thread(self._server.close)
 
 
 class McpServer:
@@ -310,39 +306,44 @@ class McpServer:
         self._connected.set()
 
 
-def open_servers(settings: Sequence[McpSettings]) -> list[McpTool]:
-    """Returns the tools of all servers, started.
+def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> dict[str, McpTool]:
+    """Returns the tools of all servers, started, by name.
 
     Raises:
-        SettingError: a server that does not start, or two tools of one name; the others are ended
-            again.
+        SettingError: a server that does not start, or two tools of one name, `taken` names
+            included; the servers are ended again.
     """
     servers: list[McpServer] = []
     tools: dict[str, McpTool] = {}
     try:
         for one in settings:
             servers.append(McpServer(one))
-            for tool in servers[-1].tools:
+            offered = {tool.own_name: tool for tool in servers[-1].tools}
+            if unknown := sorted(set(one.tools) - set(offered)):
+                raise SettingError(
+                    f"tools.mcp: server '{one.name}' has no tool {unknown}; it offers"
+                    f" {', '.join(offered) or 'none'}."
+                )
+            for own_name, tool in offered.items():
+                if one.tools and own_name not in one.tools:
+                    continue
                 if tool.name in tools:
                     raise SettingError(
-                        f"tools.mcp: '{tool.own_name}' of server '{one.name}' and"
+                        f"tools.mcp: '{own_name}' of server '{one.name}' and"
                         f" '{tools[tool.name].own_name}' are both named '{tool.name}' here; leave"
                         " one of them out with `tools`."
                     )
-                if not one.tools or tool.own_name in one.tools:
-                    tools[tool.name] = tool
-            unknown = set(one.tools) - {tool.own_name for tool in servers[-1].tools}
-            if unknown:
-                offered = ", ".join(tool.own_name for tool in servers[-1].tools)
-                raise SettingError(
-                    f"tools.mcp: server '{one.name}' has no tool {sorted(unknown)}; it offers"
-                    f" {offered or 'none'}."
-                )
+                if tool.name in taken:
+                    raise SettingError(
+                        f"tools.mcp: '{own_name}' is named '{tool.name}' here, but there is a tool"
+                        " of that name."
+                    )
+                tools[tool.name] = tool
     except BaseException:
         for server in servers:
             server.close()
         raise
-    return list(tools.values())
+    return tools
 
 
 def _text_of(result: Any) -> str:

@@ -108,7 +108,7 @@ class OpenEnvEnvironments:
                 "environment.kind: \"openenv\" needs the package 'websockets'; run: pip install"
                 " 'treegraft[openenv]'"
             ) from error
-        except Exception as error:  # no server, or one of another kind
+        except Exception as error:  # none there, or of another kind
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
                 f" answers: {type(error).__name__}: {error}. Start it first, or correct the address."
