@@ -268,7 +268,6 @@ def import_traces(
         report = import_files(
             files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward
         )
-        buffer.settle()
     if as_json:
         print(
             json.dumps(asdict(report) | {"problems": [str(problem) for problem in report.problems]})

@@ -5,7 +5,7 @@
         [[(trace, similarity)]] = buffer.search(["r5 of r2 of e9 ?"])
 
 Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searches run in memory
-(`rows`, `index`).
+(`rows`).
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
-from treegraft.tools.search.nearest import QUERIES, Found, Mask, search_rows
-from treegraft.traces.keeper import IndexKeeper
+from treegraft.tools.search.nearest import FLAT_LIMIT, QUERIES, Hits
 from treegraft.traces.keys import check_trace
-from treegraft.traces.rows import Added, Rows, RowTable
+from treegraft.traces.rows import RowTable
 from treegraft.traces.store import COLUMNS, TraceFile, trace_row
 
 CHUNK = 256
@@ -73,9 +72,9 @@ class BufferStats:
     encoder: str
     dim: int
     index: str
-    """"flat" (exact), or "ivf-sq8" as soon as that is built."""
+    """"flat" (exact), or "ivf-sq8" for more than FLAT_LIMIT traces."""
     num_bytes: int
-    """On disk, index included."""
+    """On disk."""
 
 
 class TraceBuffer:
@@ -107,11 +106,6 @@ class TraceBuffer:
             self._file.close()
             raise
         self._is_checked = False
-        self._keeper = IndexKeeper(
-            self.path.with_name(f"{self.path.name}.index"), self.encoder_name
-        )
-        self._keeper.load(self._table.rows)
-        self._keeper.refresh(self._table.rows)
 
     @classmethod
     def open_as_built(cls, path: str | Path) -> Self:
@@ -178,14 +172,14 @@ class TraceBuffer:
         those of others."""
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
-            "SELECT id, evicted_at IS NULL, terminal, task_id, source, hash FROM traces WHERE id >"
-            " ? ORDER BY id",
+            "SELECT id, evicted_at IS NULL, terminal, task_id, source FROM traces WHERE id > ?"
+            " ORDER BY id",
             (last,),
         )
         if columns:
-            ids, live, terminal, tasks, sources, hashes = zip(*columns, strict=True)
+            ids, live, terminal, tasks, sources = zip(*columns, strict=True)
             vectors = self._file.vectors(last, ids[-1], len(ids), self.dim)
-            table.append(Added(ids, vectors, live, terminal, tasks, sources, hashes))
+            table.append(ids, vectors, live, terminal, tasks, sources)
 
     # ------------------------------------------------------------------ writing
 
@@ -211,7 +205,6 @@ class TraceBuffer:
         with self._writing:
             for first in range(0, len(listed), CHUNK):
                 num_new += self._add_chunk(listed[first : first + CHUNK], update)
-            self._keeper.refresh(self._table.rows)
         return num_new
 
     def _add_chunk(self, traces: Sequence[Trace], update: int | None) -> int:
@@ -309,10 +302,7 @@ class TraceBuffer:
                 connection.execute(
                     "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?", (update,)
                 )
-            self._keeper.stop()
             self._table = self._load()
-            self._keeper.load(self._table.rows)
-            self._keeper.refresh(self._table.rows)
 
     # ------------------------------------------------------------------ reading
 
@@ -356,23 +346,20 @@ class TraceBuffer:
         """Returns what `search` does, for vectors [keys, dim] of this buffer's encoder."""
         if k < 1:
             raise SettingError(f"search(k={k}): expected how many traces to find, 1 or more")
-        table, index = self._table, self._keeper.current
-        rows, found = table.rows, list[Found]()
-        base = _eligible(table, rows, allow_terminal, sources)
-        tasks = _tasks(exclude_tasks, len(vectors))
+        table, tasks = self._table, _tasks(exclude_tasks, len(vectors))
+        rows, hits = table.rows, list[Hits]()
+        # In parts, since each query may have a mask of its own.
         for first in range(0, len(vectors), QUERIES):
             here = slice(first, first + QUERIES)
-            masks = {task: _without(table, rows, base, task) for task in dict.fromkeys(tasks[here])}
-            found += search_rows(
-                rows.vectors, index, vectors[here], base, [masks[task] for task in tasks[here]], k
-            )
+            base, masks = table.eligible(rows, allow_terminal, sources, tasks[here])
+            hits += table.search(rows, vectors[here], k, base, masks)
         close = [
             [
                 (int(rows.ids[row]), float(s))
                 for row, s in zip(*one, strict=True)
                 if s >= min_similarity
             ]
-            for one in found
+            for one in hits
         ]
         traces = self._file.traces(sorted({trace_id for one in close for trace_id, _ in one}))
         return [[(traces[trace_id], similarity) for trace_id, similarity in one] for one in close]
@@ -393,14 +380,11 @@ class TraceBuffer:
         """
         table = self._table
         rows = table.rows
-        base = _eligible(table, rows, allow_terminal, sources)
         tasks = _tasks(exclude_tasks, len(seeds))
-        eligible = {
-            task: rows.ids[_without(table, rows, base, task)] for task in dict.fromkeys(tasks)
-        }
+        _, masks = table.eligible(rows, allow_terminal, sources, tasks)
         picks: list[int | None] = []
-        for seed, task in zip(seeds, tasks, strict=True):
-            ids = eligible[task]
+        for seed, mask in zip(seeds, masks, strict=True):
+            ids = rows.ids[mask]
             picks.append(int(ids[keyed_int("draw", seed) % len(ids)]) if len(ids) else None)
         traces = self._file.traces(sorted({pick for pick in picks if pick is not None}))
         return [None if pick is None else traces[pick] for pick in picks]
@@ -472,7 +456,7 @@ class TraceBuffer:
         sources = self._file.query(
             f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source"
         )
-        files = [self.path, self.path.with_name(f"{self.path.name}-wal"), self._keeper.path]
+        files = [self.path, self.path.with_name(f"{self.path.name}-wal")]
         return BufferStats(
             num_traces=len(self),
             num_trajectories=num_trajectories,
@@ -487,7 +471,7 @@ class TraceBuffer:
             num_evicted=len(self._table.rows) - len(self),
             encoder=self.encoder_name,
             dim=self.dim,
-            index="flat" if self._keeper.current is None else "ivf-sq8",
+            index="flat" if len(self) <= FLAT_LIMIT else "ivf-sq8",
             num_bytes=sum(path.stat().st_size for path in files if path.exists()),
         )
 
@@ -503,29 +487,16 @@ class TraceBuffer:
     # ------------------------------------------------------------------ files and threads
 
     def copy_to(self, path: str | Path) -> None:
-        """Writes a copy, whole or not at all, over what is at `path`; the index comes along where
-        it is built."""
+        """Writes a copy, whole or not at all, over whatever is at `path`."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         partial.unlink(missing_ok=True)
         self._file.back_up(partial)
         os.replace(partial, target)
-        self._keeper.copy_to(target.with_name(f"{target.name}.index"))
-
-    def settle(self) -> None:
-        """Waits until the index holds what it should, so that a search is fast and always finds the
-        same.
-
-        Raises:
-            DataError: the index could not be built or saved; searches stay exact.
-        """
-        self._keeper.settle()
 
     def close(self) -> None:
-        """Ends the background thread (an index half built is built at the next opening) and closes
-        the file."""
-        self._keeper.stop()
+        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -581,7 +552,7 @@ def remove_if_empty(path: str | Path) -> None:
         with TraceBuffer.open_as_built(place) as buffer:
             num_rows = len(buffer._table.rows)
         if not num_rows:
-            for name in ("", "-wal", "-shm", ".index"):
+            for name in ("", "-wal", "-shm"):
                 place.with_name(f"{place.name}{name}").unlink(missing_ok=True)
 
 
@@ -602,20 +573,11 @@ def _encode(encoder: Encoder, dim: int, texts: Sequence[str]) -> npt.NDArray[np.
     return vectors
 
 
-def _eligible(table: RowTable, rows: Rows, allow_terminal: bool, sources: Sequence[str]) -> Mask:
-    mask = rows.live if allow_terminal else rows.live & ~rows.terminal
-    return mask & table.of_sources(rows, sources) if sources else mask
-
-
-def _without(table: RowTable, rows: Rows, base: Mask, task: str | None) -> Mask:
-    return base & ~table.of_task(rows, task) if task else base
-
-
 def _tasks(exclude_tasks: Sequence[str | None] | None, num: int) -> Sequence[str | None]:
     tasks = exclude_tasks if exclude_tasks is not None else [None] * num
     if len(tasks) != num:
         raise SettingError(
-            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one a key, None where"
-            " none is excluded"
+            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one for each key,"
+            " None where no task is excluded"
         )
     return tasks

@@ -138,7 +138,6 @@ class BufferBuild:
                         report=self.report,
                         on_progress=show,
                     )
-                    buffer.settle()
             finally:
                 await agent.close()
                 await close()

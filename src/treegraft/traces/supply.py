@@ -101,7 +101,6 @@ async def open_buffer(
     else:
         buffer = await _own_copy(config, source, scorer, format, own, encoder)
     _refuse_empty(buffer, config)
-    buffer.settle()
     _note(buffer, run_dir, is_own=buffer.path == own)
     return buffer
 
@@ -206,7 +205,6 @@ def grow_buffer(buffer: TraceBuffer, config: Config, trees: Sequence[Tree], upda
         update=update,
     )
     buffer.evict(settings.capacity, source=OWN, update=update)
-    buffer.settle()
 
 
 def buffer_metrics(buffer: TraceBuffer) -> dict[str, float]:
