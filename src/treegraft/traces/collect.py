@@ -12,21 +12,11 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import DataError, EngineError
-from treegraft.core.interfaces import Format, Span, TreeScorer
+from treegraft.core.interfaces import Format, TreeScorer
 from treegraft.core.keyed import keyed_int
-from treegraft.core.types import (
-    ROOT_ID,
-    Leaf,
-    Origin,
-    StartCause,
-    Status,
-    Step,
-    StepContent,
-    Task,
-    Trace,
-    Tree,
-)
+from treegraft.core.types import Origin, StepContent, Task, Trace, Tree
 from treegraft.traces.agents import Agent, Attempt
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
@@ -300,52 +290,12 @@ def attempts_tree(
     Raises:
         DataError: a prompt that cannot be made.
     """
-    steps = [
-        _step(
-            ROOT_ID,
-            None,
-            0,
-            [(format.prompt_ids(task), Origin.PROMPT)],
-            StepContent(thought=task.question),
-        )
-    ]
-    leaves = []
-    for start, contents in enumerate(attempts):
-        parent = ROOT_ID
-        for depth, content in enumerate(contents, start=1):
-            step_id = f"{parent}.{start if depth == 1 else 0}"
-            try:
-                spans = list(format.render_step(content))
-            except ValueError:
-                spans = [(format.render_graft([content]), Origin.POLICY)]
-            steps.append(_step(step_id, parent, depth, spans, content))
-            parent = step_id
-        given = rewards[start] if rewards is not None else None
-        leaves.append(
-            Leaf(
-                step_id=parent,
-                status=Status.COMPLETED,
-                answer=contents[-1].answer,
-                environment_reward=given,
-            )
-        )
-    return Tree(task=task, group_id=f"buffer/{task.id}", steps=tuple(steps), leaves=tuple(leaves))
 
+    def written(content: StepContent) -> Written:
+        try:
+            return Written(content, format.render_step(content))
+        except ValueError:
+            return Written(content, [(format.render_graft([content]), Origin.POLICY)])
 
-def _step(
-    step_id: str, parent: str | None, depth: int, spans: list[Span], content: StepContent
-) -> Step:
-    tokens = tuple(token for ids, _ in spans for token in ids)
-    origins = tuple(origin for ids, origin in spans for _ in ids)
-    return Step(
-        id=step_id,
-        parent=parent,
-        depth=depth,
-        token_ids=tokens,
-        origins=origins,
-        loss_mask=(False,) * len(tokens),
-        sampling_logprobs=(0.0,) * len(tokens),
-        entropies=(0.0,) * len(tokens),
-        content=content,
-        cause=None if parent is None else StartCause(),
-    )
+    paths = [[written(content) for content in contents] for contents in attempts]
+    return tree_of_paths(task, f"buffer/{task.id}", format.prompt_ids(task), paths, rewards)
