@@ -39,7 +39,7 @@ def tree_of_paths(
     """Returns completed trajectories as the separate paths of one tree, in their order, not scored.
 
     Args:
-        environment_rewards: what each one's environment gave; None without environments.
+        environment_rewards: of each path; None without environments.
     """
     root = Written(StepContent(thought=task.question), [(tuple(prompt_ids), Origin.PROMPT)])
     steps, leaves = [plain_step(ROOT_ID, None, root)], []

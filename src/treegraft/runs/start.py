@@ -3,28 +3,19 @@ from."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from treegraft.core.errors import CheckpointError
-from treegraft.runs.checkpoint import latest_checkpoint, read_state
-from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
-
-if TYPE_CHECKING:
-    pass
-
-import shutil
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import write_atomically
-from treegraft.runs.checkpoint import TrainState, tidy
+from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics
-from treegraft.settings.load import config_json, differences
+from treegraft.settings.config import Config
+from treegraft.settings.load import config_json, differences, load_config
 
 MAY_CHANGE = (
     "run.num_updates",

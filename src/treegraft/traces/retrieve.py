@@ -39,7 +39,7 @@ class BufferRetriever:
     """
 
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
-        """Takes over neither; whoever opened the buffer closes it, after this."""
+        """The buffer stays the caller's to close, after this."""
         self._buffer, self._settings = buffer, settings
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="retrieval")
         self._waiting: list[_Question] = []
@@ -63,8 +63,8 @@ class BufferRetriever:
         return await answer
 
     async def _work(self) -> None:
-        """Answers batch after batch until nobody waits; while one is under way the next one
-        gathers."""
+        """Answers batch after batch until no question waits; the next batch gathers while one is
+        under way."""
         try:
             while self._waiting:
                 batch, self._waiting = self._waiting, []
