@@ -45,7 +45,7 @@ from treegraft.tools.build import open_environments
 from treegraft.tools.environments.own import ClassEnvironments, capability_of, row_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.agents import EndpointAgent, EndpointSettings
+from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 TASK = Task(id="t/0", question="w0", reference=(), columns={"key": "w3"})
 ANSWER = "<answer>\\boxed{ w9 }</answer>"

@@ -199,9 +199,8 @@ def _judge(url: str | None, model: str | None, key_env: str | None) -> JudgeSett
     if url is None:
         _refuse_without("--judge", {"judge-model": model, "judge-key-env": key_env})
         return None
-    from treegraft.core.chat_client import api_key_from
+    from treegraft.core.chat_client import api_key_from, served_model
     from treegraft.evals.judge import JudgeSettings
-    from treegraft.traces.agents import served_model
 
     key = api_key_from(key_env, "--judge-key-env")
     name = model or served_model(url, key, option="--judge", model_option="--judge-model")
