@@ -1,4 +1,4 @@
-"""`treegraft doctor`: installed packages, this machine, and the needs of a recipe, without torch.
+"""The checks of `treegraft doctor`: installation, machine and the needs of a recipe, without torch.
 
 Memory is estimated from the model's shape alone. With N weights of b bytes:
 

@@ -1,4 +1,4 @@
-"""Facts of the machine that something was measured on, and numbers in four digits."""
+"""The machine of a measurement, and numbers with the digits that matter."""
 
 from __future__ import annotations
 
