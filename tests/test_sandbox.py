@@ -20,11 +20,9 @@ from typing import Any, TypeVar
 import pytest
 
 from attacks import ATTACKS, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, code_of
-from treegraft.cli import doctor
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import Config
 from treegraft.settings.tools import PythonToolSettings, ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.python import bwrap
@@ -324,10 +322,6 @@ def test_where_bubblewrap_is_missing_the_error_says_what_to_do(
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SettingError, match=r"bubblewrap is missing.*apt-get install bubblewrap"):
         build_tools(ToolsSettings(use=["python"], python=PythonToolSettings(backend="bwrap")), [])
-    config = Config.model_validate({"tools": {"use": ["python"], "python": {"backend": "bwrap"}}})
-    found = {finding.name: finding for finding in doctor.placement(config)}["tool python"]
-    assert not found.is_good
-    assert "apt-get install bubblewrap" in found.note
 
 
 def test_where_namespaces_are_forbidden_the_error_says_so(

@@ -1,4 +1,4 @@
-"""`treegraft data check | show`: data looked at before an agent is trained or measured on it."""
+"""`treegraft data check | show`: data sets inspected before use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from treegraft.evals.check import Contamination, FileReport, FileView
+    from treegraft.evals.check import Contamination, FileDefects, FileView
 
 data_app = typer.Typer(
     name="data", help="Look at data before using it.", no_args_is_help=True, rich_markup_mode=None
@@ -78,7 +78,7 @@ def _say(text: str, style: str = "") -> None:
     Console().print(Text(" ".join(plain(text).split()), style), soft_wrap=True)
 
 
-def _print_file(file: FileReport) -> None:
+def _print_file(file: FileDefects) -> None:
     _say(
         f"{file.source}: {file.num_rows} rows, question in {file.question_column}, reference in"
         f" {file.reference_column}",
