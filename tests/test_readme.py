@@ -1,5 +1,5 @@
-"""What README and docs/ show runs: the blocks marked runnable, the commands, and the settings,
-metrics and files they name.
+"""README and docs/ show the truth: blocks marked runnable run, and the commands, settings, metrics
+and files they name exist.
 
 A block of Python or TOML that begins with a comment naming a file becomes that file; any other
 Python block is executed. Recipes are trained for one update with a tiny random model, or, where
@@ -196,6 +196,15 @@ def test_refusals_of_the_pages_are_what_is_printed() -> None:
 
 def test_there_is_one_place_for_results() -> None:
     assert PAGE.count("<!-- results -->") == 1
+
+
+def test_the_layout_of_the_readme_is_that_of_the_package() -> None:
+    block = re.search(r"^src/treegraft/\n(.*?)^```", PAGE, re.S | re.M)
+    assert block is not None
+    listed = {line.split()[0].rstrip("/") for line in block[1].splitlines()}
+    package = ROOT / "src" / "treegraft"
+    there = {path.name for path in package.iterdir() if not path.name.startswith("__")}
+    assert listed == there - {"py.typed"}
 
 
 def test_tests_and_examples_named_on_the_pages_exist() -> None:
