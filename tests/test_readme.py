@@ -213,6 +213,22 @@ def test_tests_and_examples_named_on_the_pages_exist() -> None:
     assert named and {name for name in named if not (ROOT / name).exists()} == set()
 
 
+def test_places_named_in_contributing_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.split("## Where do I add")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([\w/]+(?:/|\.py|\.md|\.toml))`", section))
+    bases = (ROOT, ROOT / "src" / "treegraft")
+    assert len(named) > 30
+    assert {name for name in named if not any((base / name).exists() for base in bases)} == set()
+
+
+def test_benchmarks_named_on_the_pages_exist() -> None:
+    from benchmarks.speed.__main__ import BENCHES
+
+    named = set(re.findall(r"-m benchmarks\.speed (\w+)", ALL))
+    assert named and named <= set(BENCHES)
+
+
 def test_links_of_the_readme_lead_somewhere() -> None:
     for name in (README, ROOT / "CONTRIBUTING.md"):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", name.read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""`treegraft data check | show`: data looked at before an agent is trained or measured on it."""
+"""`treegraft data check | show`: data sets inspected before use."""
 
 from __future__ import annotations
 

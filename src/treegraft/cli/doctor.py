@@ -1,5 +1,4 @@
-"""What `treegraft doctor` knows: what is installed, what this machine has, and what a recipe would
-need, without torch.
+"""The checks of `treegraft doctor`: installation, machine and the needs of a recipe, without torch.
 
 Memory is estimated from the model's shape alone. With N weights of b bytes:
 

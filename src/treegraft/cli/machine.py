@@ -1,4 +1,4 @@
-"""The machine that something was measured on, and numbers with the digits that matter."""
+"""The machine of a measurement, and numbers with the digits that matter."""
 
 from __future__ import annotations
 

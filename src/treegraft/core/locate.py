@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, a hub id, or a package of the index."""
+"""Finds a model: a folder, a hub id or an installed package."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Warnings while training: what is wrong with an update as far as its metrics say, what that means,
-and what to do.
+"""Warnings while training: problems that an update's metrics show.
 
 The rules look at lines of metrics and at nothing else, in order, so that a resumed run warns as an
 undisturbed one does, and a run that was recorded before there were warnings can still be judged.

@@ -1,4 +1,4 @@
-"""The rules of the warnings while training: what each looks for, what it means, what to do.
+"""The rules of the warnings while training, each with its meaning and advice.
 `treegraft.runs.health` applies them."""
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""How a search world speaks: in symbols for a word-level tokenizer, or in plain English for models
-that know language.
+"""The wording of a search world: symbols for a word-level tokenizer, English for language models.
 
                 symbols                 English
     question    r5 of r2 of e9 ?        Who is the cousin of the best friend of Nora?
     query       e9 r2                   best friend of Nora
     fact        r2 of e9 is e41         The best friend of Nora is Ruben.
     thought     (none)                  I need the best friend of Nora first.
-    error       unknown                 There is no relation "uncle"; the relations are teacher, neighbour, ...
+    error       unknown                 There is no relation "uncle"; the relations are teacher, ...
 
 A wording only names things: which entity a relation leads to is the world's affair, and the same in
 both.
@@ -28,8 +27,8 @@ UNKNOWN: Final = "unknown"
 _NAMES: Final = """
 Mira Tomas Ines Ruben Clara Oscar Nora Felix Lena Hugo Emma Simon Julia Victor Alice Martin
 Sara Daniel Eva Leo Anna Peter Laura Adam Rosa Paul Maria Jonas Helen David Sofia Lucas
-Iris Walter Olga Marco Linda Henry Diana Robert Carmen Philip Amelia George Ruth Edward Vera Thomas
-Elena Arthur Marta Louis Judith Samuel Bella Patrick Greta Oliver Nadia Albert Stella Frank Ivan Yara
+Iris Walter Olga Marco Linda Henry Diana Robert Carmen Philip Amelia George Ruth Edward Vera
+Thomas Elena Arthur Marta Louis Judith Samuel Bella Patrick Greta Oliver Nadia Albert Stella Frank Ivan Yara
 Abel Agnes Basil Bruno Cyrus Della Dora Edith Elias Ezra Flora Gavin Gloria Harold Hilda Ida
 Jasper Joan Karl Klara Lydia Magnus Mabel Milo Nina Otto Pablo Rita Ronan Silas Thea Wanda
 """
