@@ -222,6 +222,20 @@ def test_places_named_in_contributing_exist() -> None:
     assert {name for name in named if not any((base / name).exists() for base in bases)} == set()
 
 
+def test_new_module_paths_of_the_changelog_exist() -> None:
+    news = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## [")[1]
+    moved = re.findall(r"^\| `.*?\| (.*) \|$", news, re.M)
+    names = {name for cell in moved for name in re.findall(r"`([\w.]+)`", cell)}
+    places = {name: name.replace(".", "/") for name in names}
+    bases = (ROOT, ROOT / "src" / "treegraft")
+    found = {
+        name
+        for name, place in places.items()
+        if any((base / place).is_dir() or (base / f"{place}.py").exists() for base in bases)
+    }
+    assert len(names) > 30 and names - found == set()
+
+
 def test_benchmarks_named_on_the_pages_exist() -> None:
     from benchmarks.speed.__main__ import BENCHES
 

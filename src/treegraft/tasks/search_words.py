@@ -25,11 +25,11 @@ UNKNOWN: Final = "unknown"
 """The whole text of an error in symbols: a word-level tokenizer knows no other words."""
 
 _NAMES: Final = """
-Mira Tomas Ines Ruben Clara Oscar Nora Felix Lena Hugo Emma Simon Julia Victor Alice Martin
-Sara Daniel Eva Leo Anna Peter Laura Adam Rosa Paul Maria Jonas Helen David Sofia Lucas
-Iris Walter Olga Marco Linda Henry Diana Robert Carmen Philip Amelia George Ruth Edward Vera
-Thomas Elena Arthur Marta Louis Judith Samuel Bella Patrick Greta Oliver Nadia Albert Stella
-Frank Ivan Yara Abel Agnes Basil Bruno Cyrus Della Dora Edith Elias Ezra Flora Gavin Gloria Harold Hilda Ida
+Mira Tomas Ines Ruben Clara Oscar Nora Felix Lena Hugo Emma Simon Julia Victor Alice Martin Sara
+Daniel Eva Leo Anna Peter Laura Adam Rosa Paul Maria Jonas Helen David Sofia Lucas Iris Walter
+Olga Marco Linda Henry Diana Robert Carmen Philip Amelia George Ruth Edward Vera Thomas Elena
+Arthur Marta Louis Judith Samuel Bella Patrick Greta Oliver Nadia Albert Stella Frank Ivan Yara
+Abel Agnes Basil Bruno Cyrus Della Dora Edith Elias Ezra Flora Gavin Gloria Harold Hilda Ida
 Jasper Joan Karl Klara Lydia Magnus Mabel Milo Nina Otto Pablo Rita Ronan Silas Thea Wanda
 """
 NAMES: Final = tuple(_NAMES.split())
