@@ -187,7 +187,7 @@ def test_references_hold_everything(builder: ModuleType) -> None:
     for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
         assert f"## treegraft {command}\n" in pages["commands"]
     assert (
-        "| `--resume RUN_DIR` | Continue this run from its latest checkpoint. |"
+        "| `--resume RUN_DIR` | Run folder to continue from its latest checkpoint. |"
         in pages["commands"]
     )
 
