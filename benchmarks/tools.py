@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from benchmarks.speed.measure import compare
 from treegraft.core.types import Task
@@ -50,12 +52,18 @@ def main() -> None:
 
             await asyncio.gather(*(one() for _ in range(num_calls)))
 
+        def run(side: Callable[[str], Awaitable[None]], code: str) -> None:
+            async def calls() -> None:
+                await side(code)
+
+            runner.run(calls())
+
         for name, code in CODES.items():
             print(f"{num_calls} calls of '{name}', {WORKERS} at once")
             compare(
                 "python calls per second",
-                lambda code=code: runner.run(ours(code)),
-                lambda code=code: runner.run(theirs(code)),
+                partial(run, ours, code),
+                partial(run, theirs, code),
                 "a subprocess",
                 num_runs=3,
             )

@@ -88,16 +88,16 @@ def references() -> dict[str, str]:
 
 def settings_page() -> str:
     """Returns all settings with type, default and meaning, grouped by the tables of a recipe."""
-    from treegraft.settings.config import Config
-    from treegraft.settings.load import describe, known_settings
+    from treegraft.settings.config import Config, known_settings
+    from treegraft.settings.load import describe
 
-    fields = known_settings()
+    known = known_settings()
     lines = [SETTINGS_HEAD]
     tables: dict[str, list[str]] = {}
     for row in describe(Config()):
         table, _, name = row.name.rpartition(".")
         default = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-        kind = type_name(fields[row.name].annotation)
+        kind = type_name(known[row.name].field.annotation)
         tables.setdefault(table, []).append(
             f"| `{name}` | {code(kind)} | {code(default)} | {cell(row.meaning)} |"
         )
@@ -115,7 +115,7 @@ def settings_page() -> str:
 
 def servers_table() -> str:
     """Returns the settings of one entry of tools.mcp, which have no dotted names."""
-    from treegraft.settings.config import McpSettings
+    from treegraft.settings.tools import McpSettings
 
     rows = [
         "",
@@ -138,6 +138,7 @@ def type_name(annotation: Any) -> str:
     """Returns a type in the words of a recipe: text, number, one of several names."""
     is_plain = isinstance(annotation, type) and not hasattr(annotation, "__args__")
     text = annotation.__name__ if is_plain else str(annotation)
+    text = re.sub(r"typing\.Annotated\[(\w+), .*?\]\)\]", r"\1", text)
     text = re.sub(
         r"typing\.Literal\[(.*?)\]",
         lambda found: found[1].replace("'", '"').replace(", ", " or "),
@@ -177,10 +178,10 @@ def metrics_page() -> str:
 
 def names_page() -> str:
     """Returns settings of other frameworks with their names here."""
-    from treegraft.settings.foreign import FOREIGN_NAMES
+    from treegraft.settings.config import foreign_names
 
     lines = [NAMES_HEAD]
-    for there, here in FOREIGN_NAMES.items():
+    for there, here in foreign_names().items():
         ours = " ".join(word if word in ("and", "or") else code(word) for word in here.split())
         lines.append(f"| `{there}` | {ours} |")
     return "\n".join(lines) + "\n"

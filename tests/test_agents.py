@@ -25,7 +25,8 @@ from treegraft.core.types import StepContent, Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import (

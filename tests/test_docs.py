@@ -174,8 +174,7 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
 
 def test_references_hold_everything(builder: ModuleType) -> None:
     from treegraft.runs.metrics import METRICS
-    from treegraft.settings.foreign import FOREIGN_NAMES
-    from treegraft.settings.load import known_settings
+    from treegraft.settings.config import foreign_names, known_settings
 
     pages = builder.references()
     for name in known_settings():
@@ -183,7 +182,7 @@ def test_references_hold_everything(builder: ModuleType) -> None:
         section = pages["settings"].split(f"## [{table}]\n")[1].split("\n## ")[0]
         assert f"| `{last}` |" in section
     assert [key for key in METRICS if f"| `{key}` |" not in pages["metrics"]] == []
-    assert [name for name in FOREIGN_NAMES if f"| `{name}` |" not in pages["names"]] == []
+    assert [name for name in foreign_names() if f"| `{name}` |" not in pages["names"]] == []
     for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
         assert f"## treegraft {command}\n" in pages["commands"]
     assert (
@@ -193,11 +192,11 @@ def test_references_hold_everything(builder: ModuleType) -> None:
 
 
 def test_types_are_said_in_plain_words(builder: ModuleType) -> None:
-    from treegraft.settings.load import known_settings
+    from treegraft.settings.config import known_settings
 
     fields = known_settings()
     said = {
-        name: builder.type_name(fields[name].annotation)
+        name: builder.type_name(fields[name].field.annotation)
         for name in ("run.name", "model.dtype", "learn.betas", "reward.weights")
     }
     assert said == {

@@ -35,8 +35,9 @@ from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.rollout.formats.build import use_template
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
-from treegraft.settings.config import FormatSettings
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
+from treegraft.settings.tasks import FormatSettings
 from treegraft.tasks.rewards import hierarchical_reward
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox

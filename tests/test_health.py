@@ -27,6 +27,7 @@ from treegraft.runs.health import Monitor, explained, page, recorded, warnings_o
 from treegraft.runs.health_rules import RULES
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics
+from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.load import load_config
 from treegraft.train import train
@@ -376,7 +377,10 @@ def test_unused_budgets() -> None:
     )
     unused = build_tree(Part.of("p", *(Part("s") for _ in range(4))))
     both = Composed(
-        [EntropyBranching(num_starts=2), HybridRollout(num_hybrid=2, num_leaves=4, num_starts=2)]
+        [
+            EntropyBranching(EntropySettings(num_starts=2, normaliser="none"), vocab_size=100),
+            HybridRollout(GraftSettings(num_hybrid=2), num_leaves=4, num_starts=2),
+        ]
     )
     found = unused_metrics([used, unused], both, 4)
     # Starts 1 and 3 may retrieve: of three such trajectories one holds a graft.

@@ -27,7 +27,7 @@ from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import TreeBatch, pack_trees, split_tree
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.load import with_adapters
-from treegraft.settings.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -813,7 +813,7 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            resumed.export_weights().values(), whole.export_weights().values(), strict=True
+            resumed.weights().tensors.values(), whole.weights().tensors.values(), strict=True
         )
     )
 

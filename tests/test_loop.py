@@ -19,7 +19,8 @@ from treegraft.explore.budget import Budget
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import eval_metrics, paired_gain, pass_at_k, rollout_metrics
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox

@@ -21,8 +21,9 @@ from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.rollout.formats.markup import system_prompt_for
-from treegraft.settings.config import Config, McpSettings, ToolsSettings
+from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.tools import McpSettings, ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.mcp import McpServer, McpTool, signature_from, tag_of
 from treegraft.tools.toolbox import Toolbox

@@ -138,7 +138,7 @@ def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_settings_named_on_the_pages_exist() -> None:
-    from treegraft.settings.load import known_settings
+    from treegraft.settings.config import known_settings
 
     names = set(known_settings())
     names |= {name.rpartition(".")[0] for name in names}

@@ -23,7 +23,8 @@ from treegraft.cli import doctor
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import Config, PythonToolSettings, ToolsSettings
+from treegraft.settings.config import Config
+from treegraft.settings.tools import PythonToolSettings, ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.python import bwrap
 from treegraft.tools.python.bwrap import Sandbox, SandboxLimits, find_problem

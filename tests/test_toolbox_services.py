@@ -14,8 +14,8 @@ import pytest
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import ToolsSettings
 from treegraft.settings.load import load_config
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 

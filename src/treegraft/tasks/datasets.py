@@ -18,7 +18,7 @@ from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.types import Task
-from treegraft.settings.config import DatasetSettings
+from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.readers import HUB, BadRow, Row, read_rows, source_names
 

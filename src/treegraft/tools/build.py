@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import EnvironmentKind, Tool
-from treegraft.core.plugins import load_object
-from treegraft.settings.config import BUILT_IN, PythonToolSettings, ToolsSettings
-from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings
+from treegraft.core.plugins import pick
+from treegraft.settings.tools import (
+    EnvironmentSettings,
+    SearchToolSettings,
+    ToolsSettings,
+)
 from treegraft.tools.environments.own import ClassEnvironments
 from treegraft.tools.function import FunctionTool
 
@@ -28,7 +31,8 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     own_names = {tool.name for tool in own}
     seen = set(own_names)
     for entry in settings.use:
-        tool = _build(entry, settings)
+        found = pick(entry, TOOLS, "tools.use")
+        tool = found(settings) if entry in TOOLS else _as_tool(found, entry)
         if tool.name in seen:
             reason = (
                 "the tasks bring a tool of that name"
@@ -66,16 +70,10 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     """
     if not settings.kind:
         return None
-    # Imported here: each needs a package of its own.
-    if settings.kind == "openenv":
-        from treegraft.tools.environments.openenv import OpenEnvEnvironments
-
-        return OpenEnvEnvironments(settings)
-    if settings.kind == "verifiers":
-        from treegraft.tools.environments.verifiers import VerifiersEnvironments
-
-        return VerifiersEnvironments(settings)
-    found = load_object(settings.kind)
+    found = pick(settings.kind, ENVIRONMENTS, "environment.kind")
+    if settings.kind in ENVIRONMENTS:
+        kind: EnvironmentKind = found(settings)
+        return kind
     if not isinstance(found, type):
         raise SettingError(
             f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class."
@@ -83,28 +81,39 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     return ClassEnvironments(found, settings.kind, settings)
 
 
-def _build(entry: str, settings: ToolsSettings) -> Tool:
-    # Imported here: each brings a heavy package that most runs do without.
-    if entry == "python":
-        return _build_python(settings.python)
-    if entry == "search":
-        from treegraft.tools.search.tool import SearchTool
+def _openenv(settings: EnvironmentSettings) -> EnvironmentKind:
+    from treegraft.tools.environments.openenv import OpenEnvEnvironments
 
-        return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
-    if entry == "browse":
-        from treegraft.tools.browse.tool import BrowseTool
-
-        return BrowseTool(settings.browse)
-    if ":" in entry:
-        return _as_tool(load_object(entry), entry)
-    known = BUILT_IN["tools.use"]
-    raise SettingError(
-        f"tools.use: there is no tool '{entry}'; known are {', '.join(known)} and import paths "
-        f"'package.module:function'.{nearest(entry, known)}"
-    )
+    return OpenEnvEnvironments(settings)
 
 
-def _build_python(settings: PythonToolSettings) -> Tool:
+def _verifiers(settings: EnvironmentSettings) -> EnvironmentKind:
+    from treegraft.tools.environments.verifiers import VerifiersEnvironments
+
+    return VerifiersEnvironments(settings)
+
+
+# Imported inside: each of these brings a package that most runs do without.
+ENVIRONMENTS: Mapping[str, Callable[[EnvironmentSettings], EnvironmentKind]] = {
+    "openenv": _openenv,
+    "verifiers": _verifiers,
+}
+
+
+def _search(settings: ToolsSettings) -> Tool:
+    from treegraft.tools.search.tool import SearchTool
+
+    return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
+
+
+def _browse(settings: ToolsSettings) -> Tool:
+    from treegraft.tools.browse.tool import BrowseTool
+
+    return BrowseTool(settings.browse)
+
+
+def _python(tools: ToolsSettings) -> Tool:
+    settings = tools.python
     if settings.backend == "monty":
         from treegraft.tools.python.monty import PythonTool
 
@@ -122,6 +131,13 @@ def _build_python(settings: PythonToolSettings) -> Tool:
         max_threads=settings.max_threads,
         num_workers=settings.num_workers,
     )
+
+
+TOOLS: Mapping[str, Callable[[ToolsSettings], Tool]] = {
+    "python": _python,
+    "search": _search,
+    "browse": _browse,
+}
 
 
 def open_search(settings: SearchToolSettings) -> SearchBackend:

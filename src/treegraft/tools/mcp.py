@@ -23,7 +23,7 @@ from typing import Any
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
-from treegraft.settings.config import McpSettings
+from treegraft.settings.tools import McpSettings
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a

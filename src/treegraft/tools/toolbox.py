@@ -17,7 +17,7 @@ from treegraft.core.interfaces import Tool
 from treegraft.core.sessions import Sessions
 from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import ToolsSettings
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.cache import ResultCache
 from treegraft.tools.environments.sessions import Environments
 
