@@ -241,11 +241,11 @@ def model_shape(config: Config) -> ModelShape | None:
     return _folder_shape(folder) if folder and any(folder.glob("*.safetensors")) else None
 
 
-# --- what a recipe needs --------------------------------------------------------------------------
+# --- the needs of a recipe ------------------------------------------------------------------------
 
 
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Returns bytes by part; the sum is what one process holds at its peak, rollout and learning
+    """Returns bytes by part; their sum is the peak of one process, rollout and learning
     together."""
     width = _BYTES[config.model.dtype]
     rank = config.model.lora.rank

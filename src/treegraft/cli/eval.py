@@ -44,7 +44,7 @@ QuestionColumn = Annotated[str | None, typer.Option(help="Column of the question
 ReferenceColumn = Annotated[str | None, typer.Option(help="Column of the reference in FILE.")]
 CategoryColumn = Annotated[str | None, typer.Option(help="Column to break results down by.")]
 ReferenceAfter = Annotated[
-    str | None, typer.Option(help='Keep what follows this mark in the reference, e.g. "####".')
+    str | None, typer.Option(help='Keep the part of the reference after this mark, e.g. "####".')
 ]
 Num = Annotated[int | None, typer.Option(min=1, help="Questions to ask; with --suite of each set.")]
 Out = Annotated[
@@ -256,7 +256,7 @@ def _data_overrides(data: str, columns: Sequence[str | None], recipe: str | None
     """Returns the settings that --data and its columns stand for."""
     if recipe is not None:
         raise SettingError(
-            "command line: --data and --recipe both say what to evaluate on; give one of them."
+            "command line: --data and --recipe both name the tasks; give one of them."
         )
     name = data if data.startswith("hub:") else os.path.abspath(os.path.expandvars(data))
     made = ["tasks.kind=dataset", "tasks.dataset.train=[]"]

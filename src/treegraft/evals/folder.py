@@ -1,7 +1,7 @@
-"""Where an evaluation keeps what is done, so that it goes on after Ctrl-C or a crash.
+"""The folder of an evaluation, from which it resumes after Ctrl-C or a crash.
 
     DIR/
-      eval.json            what was asked for: checkpoint, settings, sets
+      eval.json            the request: checkpoint, settings, sets
       trees/NAME.jsonl     a scored tree of each item, in the order of their ends
       judge.jsonl          verdicts of the judge
       report.json          the numbers

@@ -1,5 +1,4 @@
-"""The papers' evaluation sets by name: where each lies, which columns it has, and what it is
-measured by.
+"""The papers' evaluation sets by name, each with its source, columns and measure.
 
 ARPO (arXiv 2507.19849) reports 13 sets, RAPO (arXiv 2603.03078) fourteen. Of the latter `simpleqa`,
 which ARPO's evaluation data hold too, is taken for the one that ARPO's tables lack.
@@ -48,7 +47,7 @@ class SetRule:
     aliases: tuple[str, ...] = ()
     """Columns of further accepted answers."""
     after: str | None = None
-    """Keep what follows this mark in a reference; None keeps all."""
+    """Keep the part of a reference after this mark; None keeps all."""
     boxed: tuple[str, ...] = ()
     """Columns whose last \\boxed{} is the reference, where none of `reference` is there."""
     level: tuple[str, ...] = ()
@@ -137,7 +136,7 @@ class EvalSet:
     tasks: tuple[Task, ...]
     """Ids are "NAME/ROW", rows counted from 0."""
     notes: tuple[str, ...] = ()
-    """What is wrong with it and what was left out, one sentence each."""
+    """Its defects and the rows left out, one sentence each."""
     num_rows: int = 0
     """Usable rows before the choice of `num`."""
 

@@ -200,8 +200,8 @@ def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
     """Returns the arithmetic expression of a reasoning-gym item; None where its question shows
     none.
 
-    An expression that only the metadata have (countdown's solution) is not what the question asks
-    to compute.
+    An expression that only the metadata have (countdown's solution) is not the one that the
+    question asks to compute.
     """
     candidates = [metadata.get("expression"), metadata.get("problem")]
     candidates += [
@@ -217,7 +217,7 @@ def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _program(expression: str) -> tuple[str, str] | None:
-    """Returns the code that prints the expression's value and what it prints; None where it is no
+    """Returns the code that prints the expression's value, and its output; None where it is no
     arithmetic.
 
     Divisions of integers come out even in reasoning-gym and are written //, so that no digit is

@@ -1,8 +1,8 @@
 """Tasks from files (JSONL, JSON, parquet) or the hub: columns by setting, defects counted and
 reported.
 
-A row that cannot be used is left out and counted. What makes the whole source useless is an error:
-a file that is missing, a column that no row has, no usable row at all.
+A row that cannot be used is left out and counted. A source that cannot be used is an error: a
+missing file, a column that no row has, no usable row.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reward functions with TRL's keyword signature, and the scorer that runs them on a tree.
 
 A function gets lists with one entry per trajectory and returns one number each, or None where it
-does not apply. Only a completed trajectory has an answer that can earn something; what a tool wrote
-earns nothing.
+does not apply. Only the answer of a completed trajectory is rewarded; the text of tools never is.
 """
 
 from __future__ import annotations
@@ -163,9 +162,15 @@ class RewardScorer:
         if not trajectories:
             return tree
         columns = _columns(trajectories)
+<<<<<<< HEAD
         functions: list[Callable[..., Any]] = [function for _, function, _ in self._functions]
         functions.append(self._correctness)
         calls = [self._ask(function, columns, len(trajectories)) for function in functions]
+=======
+        functions: list[RewardFunc] = [one[1] for one in self._functions]
+        functions.append(self._correctness)
+        calls = (self._ask(function, columns, len(trajectories)) for function in functions)
+>>>>>>> h-evals
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
         leaves = [
             leaf
@@ -272,7 +277,7 @@ def _find_function(name: str, accuracy: Accuracy) -> RewardFunc:
             f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
             " function"
         )
-    return function  # type: ignore[no-any-return]  # what an import path holds is known only to be callable
+    return function  # type: ignore[no-any-return]  # callable is all that is known
 
 
 def _correctness(
