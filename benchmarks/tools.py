@@ -20,8 +20,9 @@ from functools import partial
 
 from benchmarks.speed.measure import compare
 from treegraft.core.types import Task
+from treegraft.settings.tools import PythonToolSettings
 from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
-from treegraft.tools.python.sandbox import SandboxedPythonTool
+from treegraft.tools.python.bwrap_tool import BwrapTool
 
 CODES = {
     "code": "print(sum(n * n for n in range(100)))",
@@ -34,7 +35,7 @@ WORKERS = 2
 def main() -> None:
     num_calls = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     with asyncio.Runner() as runner:
-        tool = SandboxedPythonTool(num_workers=WORKERS, max_duration_s=60)
+        tool = BwrapTool(PythonToolSettings(num_workers=WORKERS, max_duration_s=60))
         runner.run(tool("import sympy", TASK))
 
         async def ours(code: str) -> None:

@@ -39,13 +39,13 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.explore import EntropySettings, GraftSettings
-from treegraft.settings.tools import EnvironmentSettings
+from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
 from treegraft.tools.environments.own import ClassEnvironments, capability_of, row_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.agents import EndpointAgent, EndpointSettings
+from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 TASK = Task(id="t/0", question="w0", reference=(), columns={"key": "w3"})
 ANSWER = "<answer>\\boxed{ w9 }</answer>"
@@ -87,10 +87,9 @@ def make_toolbox(
 ) -> Toolbox:
     return Toolbox(
         worlds.kind.tools,
-        deadline_s=deadline_s,
-        max_output_chars=max_output_chars,
-        cache=True,
-        max_concurrent=8,
+        ToolsSettings(
+            deadline_s=deadline_s, max_output_chars=max_output_chars, cache=True, max_concurrent=8
+        ),
         environments=worlds,
     )
 

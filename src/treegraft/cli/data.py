@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from treegraft.core.text import plain
+
 if TYPE_CHECKING:
-    from treegraft.evals.check import Contamination, FileReport, FileView
+    from treegraft.evals.check import Contamination, FileDefects
 
 data_app = typer.Typer(
     name="data", help="Inspect data before using it.", no_args_is_help=True, rich_markup_mode=None
@@ -74,12 +76,10 @@ def check(
 
 
 def _say(text: str, style: str = "") -> None:
-    from treegraft.core.text import plain
-
     Console().print(Text(" ".join(plain(text).split()), style), soft_wrap=True)
 
 
-def _print_file(file: FileReport) -> None:
+def _print_file(file: FileDefects) -> None:
     _say(
         f"{file.source}: {file.num_rows} rows, question in {file.question_column}, reference in"
         f" {file.reference_column}",
@@ -127,12 +127,6 @@ def show(
     if as_json:
         print(json.dumps(asdict(found), default=str))
         return
-    _print_view(found)
-
-
-def _print_view(found: FileView) -> None:
-    from treegraft.core.text import plain
-
     asked, reference = found.question_column or "none found", found.reference_column or "none found"
     _say(
         f"{found.source}: {found.num_rows} rows; the question seems to be in {asked}, the reference"
@@ -143,24 +137,18 @@ def _print_view(found: FileView) -> None:
     for name in ("column", "kind", "filled", "median", "95 %", "longest (characters)"):
         table.add_column(name, justify="left" if name in ("column", "kind") else "right")
     for one in found.columns:
-        lengths = [
-            str(one.num_filled),
-            str(one.length_median),
-            str(one.length_p95),
-            str(one.length_max),
-        ]
-        table.add_row(Text(plain(one.name)), ", ".join(one.kinds), *lengths)
+        lengths = (one.num_filled, one.length_median, one.length_p95, one.length_max)
+        table.add_row(Text(plain(one.name)), ", ".join(one.kinds), *map(str, lengths))
     Console().print(table)
     for row in found.rows:
         _say(f"row {row['row']}", "bold")
         for name, value in row["values"].items():
-            Console().print(
-                Text(f"  {plain(name)}: ", "dim") + Text(plain(_as_text(value), 600)),
-                soft_wrap=True,
+            text = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
             )
+            shown = Text(f"  {plain(name)}: ", "dim") + Text(plain(text, 600))
+            Console().print(shown, soft_wrap=True)
     for problem in found.problems[:MAX_EXAMPLES]:
         _say(problem, "red")
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -26,6 +26,7 @@ from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
+from treegraft.cli.options import refuse_idle
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
@@ -226,6 +227,7 @@ def compare(
 
 @app.command()
 def view(
+    context: typer.Context,
     runs: Annotated[
         list[Path],
         typer.Argument(metavar="RUN...", help="Run folders; those of active runs are followed."),
@@ -268,13 +270,10 @@ def view(
     """
     from treegraft.view.command import view_pages, view_text
 
-    chosen = {"--update": update, "--eval": evaluation, "--group": group, "--leaf": leaf}
     if text:
         view_text(runs, update, evaluation, group, leaf)
         return
-    typed = [name for name, value in chosen.items() if value is not None]
-    if typed:
-        raise SettingError(f"command line: {typed[0]} would have no effect without --text.")
+    refuse_idle(context, "without --text", "--update", "--eval", "--group", "--leaf")
     view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
 
 

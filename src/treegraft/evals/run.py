@@ -15,7 +15,7 @@ from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.types import Task, Tree
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
-from treegraft.evals.numbers import SuiteReport, Verdicts, report_suite
+from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
 from treegraft.evals.scores import answer_of, suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
@@ -68,7 +68,7 @@ class SuitePlan:
 class SuiteResult:
     """What `evaluate_suite` gives back."""
 
-    report: SuiteReport | None
+    report: SuiteNumbers | None
     """None where a stop came before the first item was done."""
     folder: Path
     is_stopped: bool
@@ -287,13 +287,13 @@ class _Suite:
         with watch.waiting(f"judge {judge.settings.model}"):
             await judge.judge_all(asked, self._verdicts, keep, progress)
 
-    def report(self, checkpoint: Path | str) -> SuiteReport | None:
+    def report(self, checkpoint: Path | str) -> SuiteNumbers | None:
         """Returns the numbers of what is done; None where nothing is."""
         ordered = {one.name: in_order(one, self.trees[one.name]) for one in self._sets}
         if not any(ordered.values()):
             return None
         judge = self._plan.judge
-        return report_suite(
+        return suite_numbers(
             self._sets,
             ordered,
             None if judge is None else Verdicts(model=judge.model, by_key=self._verdicts),

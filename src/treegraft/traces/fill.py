@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.assemble import assemble
-from treegraft.core.chat_client import api_key_from
+from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
 from treegraft.core.interrupt import run_to_end
@@ -26,16 +26,10 @@ from treegraft.tasks.rewards import RewardScorer
 from treegraft.tools.build import build_tools, open_environments
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.agents import (
-    Agent,
-    CheckpointAgent,
-    EndpointAgent,
-    EndpointSettings,
-    ScriptedAgent,
-    served_model,
-)
+from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import BuildReport, build_traces
+from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +144,6 @@ class BufferBuild:
                         report=self.report,
                         on_progress=show,
                     )
-                    buffer.settle()
 
         try:
             run_to_end(work())
@@ -177,7 +170,7 @@ class BufferBuild:
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
-        toolbox = Toolbox.from_settings(
+        toolbox = Toolbox(
             tools, config.tools, None if kind is None else Environments(kind, config.environment)
         )
         try:

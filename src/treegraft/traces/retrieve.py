@@ -37,7 +37,7 @@ class BufferRetriever:
     """
 
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
-        """Takes over neither; whoever opened the buffer closes it, after this."""
+        """The buffer stays the caller's to close, after this."""
         self._buffer, self._settings = buffer, settings
         self._batcher = Batcher(self._answer, "retrieval")
         self._counts: Counter[str] = Counter()

@@ -93,7 +93,6 @@ class RunBuffer:
         )
         self._buffer.add(traces, update=update)
         self._buffer.evict(settings.capacity, source=OWN, update=update)
-        self._buffer.settle()
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the buffer/* metrics, and those of the retrievals since the last call."""
@@ -170,7 +169,6 @@ async def open_buffer(
     else:
         buffer = await _own_copy(config, source, scorer, format, own, encoder)
     _refuse_empty(buffer, config)
-    buffer.settle()
     _note(buffer, run_dir, is_own=buffer.path == own)
     return buffer
 
