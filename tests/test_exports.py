@@ -165,6 +165,12 @@ def test_the_root_package_lists_what_it_has() -> None:
         _ = treegraft.nothing
 
 
+def test_the_page_of_public_names_lists_them() -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.M)
+    assert sorted(listed) == sorted(set(treegraft.__all__) - {"__version__"})
+
+
 def test_scores_of_packed_trees_come_per_trajectory() -> None:
     """The names above, used together: two leaves share a step, whose token is scored once and given
     to both."""

@@ -1,4 +1,4 @@
-"""The run folder: what is written there, how it is read back, how it is cut to a checkpoint.
+"""The run folder: written, read back, and cut to a checkpoint when a run resumes.
 
     runs/NAME/
       config.json                       resolved settings
