@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from treegraft.core.types import GraftCause, Tree
+from treegraft.runs.record import parse_tree
+from treegraft.view.pages import summarise, texts
 from treegraft.view.runs import Run, TreeFile
-from treegraft.view.shapes import summarise, texts
 
 MAX_FOUND = 100
 """Trees of one answer; a further one is asked for with its cursor."""
@@ -78,7 +80,7 @@ def _needle(text: str) -> Callable[[bytes], bool]:
     return lambda line: escaped in line.lower()
 
 
-def _says(tree: dict[str, Any], text: str) -> str | None:
+def _says(tree: Tree, text: str) -> str | None:
     """Returns the place where a text occurs, with what stands around it; None where it does not."""
     wanted = text.lower()
     for said in texts(tree):
@@ -99,7 +101,9 @@ def _candidates(
         return
     may_match = _needle(wanted.text)
     for number, line in run.raw_lines(file.name, first):
-        tree = json.loads(line) if may_match(line) else None
+        tree = None
+        if may_match(line):
+            tree = parse_tree(line, f"'{file.name}', line {number + 1}")
         snippet = None if tree is None else _says(tree, wanted.text)
         found = (
             None
@@ -177,28 +181,30 @@ def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any
             return {"grafts": found, "cursor": files[index].name}
         for number, line in run.raw_lines(files[index].name):
             if needle in line:
-                found += _places(json.loads(line), content_hash, files[index].name, number)
+                found += _places(
+                    parse_tree(line, f"'{files[index].name}', line {number + 1}"),
+                    content_hash,
+                    files[index].name,
+                    number,
+                )
     return {"grafts": found, "cursor": None}
 
 
-def _places(
-    tree: dict[str, Any], content_hash: str, file: str, number: int
-) -> Iterator[dict[str, Any]]:
-    for step in tree["steps"]:
-        cause = step["cause"]
-        if cause is None or cause["kind"] != "graft" or cause.get("content_hash") != content_hash:
+def _places(tree: Tree, content_hash: str, file: str, number: int) -> Iterator[dict[str, Any]]:
+    for step in tree.steps:
+        if not isinstance(step.cause, GraftCause) or step.cause.content_hash != content_hash:
             continue
         below = [
-            (n, leaf)
-            for n, leaf in enumerate(tree["leaves"])
-            if f"{leaf['step_id']}.".startswith(f"{step['id']}.")
+            (n, leaf.reward)
+            for n, leaf in enumerate(tree.leaves)
+            if f"{leaf.step_id}.".startswith(f"{step.id}.")
         ]
         yield {
             "file": file,
             "n": number,
-            "step": step["id"],
-            "question": tree["task"]["question"],
-            "similarity": cause["similarity"],
+            "step": step.id,
+            "question": tree.task.question,
+            "similarity": step.cause.similarity,
             "leaves": [n for n, _ in below],
-            "rewards": [leaf["reward"] for _, leaf in below],
+            "rewards": [reward for _, reward in below],
         }

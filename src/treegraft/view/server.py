@@ -27,13 +27,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
+from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
-from treegraft.view.pieces import Pieces
+from treegraft.view.buffer import BufferView
+from treegraft.view.pages import draw, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
 from treegraft.view.runs import Run
-from treegraft.view.shapes import draw, path_tokens
-from treegraft.view.shelf import Shelf
-from treegraft.view.warnings import explanations, shown, standing
+from treegraft.view.tokens import TokenTexts
+from treegraft.view.warnings import explanations, page_warnings
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
@@ -194,8 +195,8 @@ class Api:
 
     def __init__(self, runs: Mapping[str, Run], buffer: Path | None = None) -> None:
         self._runs = dict(runs)
-        self._pieces = {name: Pieces(run.path) for name, run in self._runs.items()}
-        self._shelves = {name: Shelf(run.path, buffer) for name, run in self._runs.items()}
+        self._tokens = {name: TokenTexts(run.path) for name, run in self._runs.items()}
+        self._buffers = {name: BufferView(run.path, buffer) for name, run in self._runs.items()}
 
     def _run(self, request: Request) -> Run:
         name = request.path_params["run"]
@@ -222,7 +223,7 @@ class Api:
             "name": run.name,
             "config": run.config(),
             "files": files,
-            "has_texts": self._pieces[run.name].is_there,
+            "has_texts": self._tokens[run.name].is_there,
             **run.state(),
         }
 
@@ -230,8 +231,8 @@ class Api:
         """Metrics from line `first` on, with warnings; all of them where the era is another."""
         run = self._run(request)
         era, lines = run.metrics()
-        found = standing(lines, run.config())
-        warnings = shown(found)
+        found = [recorded(line) for line in lines]
+        warnings = page_warnings(found)
         first = _whole(request, "first") or 0
         if _whole(request, "era") not in (None, era):
             first = 0
@@ -284,21 +285,21 @@ class Api:
             request.path_params["file"],
             request.path_params["n"],
         )
-        raw = run.tree(name, number)
-        pieces = self._pieces[run.name]
-        drawn = draw(raw) | {
+        tree, tokens = run.tree(name, number), self._tokens[run.name]
+        drawn = draw(tree) | {
             "file": name,
             "n": number,
             "num_trees": run.num_trees(name),
-            "has_texts": pieces.is_there,
+            "has_texts": tokens.is_there,
         }
-        for step, recorded in zip(drawn["steps"], raw["steps"], strict=True):
-            # What the format could not read is shown to the letter.
-            says_nothing = not any(
-                recorded["content"][part] for part in ("thought", "calls", "observations", "answer")
+        for row, step in zip(drawn["steps"], tree.steps, strict=True):
+            # A step that the format could not read is shown to the letter.
+            content = step.content
+            is_empty = not (
+                content.thought or content.calls or content.observations or content.answer
             )
-            if recorded["violation"] is not None or says_nothing:
-                step["wrote"] = pieces.decode(recorded["token_ids"])
+            if step.violation is not None or is_empty:
+                row["wrote"] = tokens.decode(step.token_ids)
         self._mark_same_question(run.name, drawn)
         return drawn
 
@@ -310,7 +311,7 @@ class Api:
         }
         hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
         try:
-            known = self._shelves[run].asked(drawn["task"]["question"], hashes)
+            known = self._buffers[run].asked(drawn["task"]["question"], hashes)
         except DataError:
             known = {}
         for step_id, cause in causes.items():
@@ -327,9 +328,9 @@ class Api:
             request.path_params["n"],
         )
         leaf = _whole(request, "leaf") or 0
-        steps = path_tokens(run.path_of(name, number, leaf), leaf)
+        steps = path_tokens(run.path_of(name, number, leaf))
         for step in steps:
-            step["texts"] = self._pieces[run.name].of(step["token_ids"])
+            step["texts"] = self._tokens[run.name].of(step["token_ids"])
         return {"leaf": leaf, "steps": steps}
 
     def task(self, request: Request) -> Any:
@@ -339,17 +340,17 @@ class Api:
     def buffer(self, request: Request) -> Any:
         """What is in the buffer, and a page of traces: those that say something, or those nearest
         to a history."""
-        shelf, asked = self._shelves[self._run(request).name], request.query_params
-        stats = shelf.stats()
+        buffer, asked = self._buffers[self._run(request).name], request.query_params
+        stats = buffer.stats()
         if not stats["is_there"]:
             return {"stats": stats, "total": 0, "offset": 0, "rows": []}
         text, source = asked.get("q", "")[:4000], asked.get("source", "")
         if asked.get("near") == "1" and text.strip():
-            return {"stats": stats} | shelf.nearest(
+            return {"stats": stats} | buffer.nearest(
                 text, source=source, allow_terminal=_flag(request, "terminal") is not False
             )
         offset = max(0, _whole(request, "offset") or 0)
-        return {"stats": stats} | shelf.browse(
+        return {"stats": stats} | buffer.browse(
             text=text,
             source=source,
             task=asked.get("task", ""),
@@ -359,7 +360,7 @@ class Api:
 
     def trace(self, request: Request) -> Any:
         """One trace with its trajectory."""
-        return self._shelves[self._run(request).name].trace(request.path_params["hash"])
+        return self._buffers[self._run(request).name].trace(request.path_params["hash"])
 
     def grafts(self, request: Request) -> Any:
         """Where a trace was grafted."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.core.interfaces import Tokenizer
 from treegraft.core.text import plain
 from treegraft.core.types import Observation, Origin, Status, Step, StepContent, Trajectory, Tree
 
@@ -18,6 +18,12 @@ _STATUS_STYLE: Mapping[Status, str] = {
     Status.FORMAT_VIOLATION: "red",
     Status.FAILED: "bold red",
 }
+
+
+class Decoder(Protocol):
+    """Turns token ids into text."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
 
 
 def _labelled(label: str, body: str, style: str) -> Table:
@@ -56,7 +62,7 @@ def _content(content: StepContent, limit: int | None) -> list[RenderableType]:
     return parts
 
 
-def _step(step: Step, tokenizer: Tokenizer | None, limit: int | None) -> list[RenderableType]:
+def _step(step: Step, tokenizer: Decoder | None, limit: int | None) -> list[RenderableType]:
     parts = _content(step.content, limit)
     if step.violation is not None:
         parts.append(_labelled("violation", plain(step.violation), "red"))
@@ -91,7 +97,7 @@ def _outcome(trajectory: Trajectory) -> Text:
 
 
 def transcript(
-    trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, limit: int | None = None
+    trajectory: Trajectory, tokenizer: Decoder | None = None, *, limit: int | None = None
 ) -> RenderableType:
     """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
 

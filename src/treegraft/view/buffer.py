@@ -29,10 +29,10 @@ _ORDERS = {
     "source": "source, task_id, position, id",
     "longest": "length(value) DESC, id",
 }
-_PIECE = 4096
+_CHUNK = 4096
 
 
-class Shelf:
+class BufferView:
     """The buffer that a run used, as far as it lies in its folder or was named."""
 
     def __init__(self, run_dir: Path, named: Path | None = None) -> None:
@@ -189,7 +189,7 @@ class Shelf:
             best: list[tuple[float, int]] = []
             # Piece by piece: all vectors of a large buffer at once would not fit what a viewer may
             # take.
-            while rows := cursor.fetchmany(_PIECE):
+            while rows := cursor.fetchmany(_CHUNK):
                 cosines = (
                     np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1)
                     @ wanted

@@ -1,4 +1,4 @@
-"""Token ids as pieces of text, by the tokenizer that lies in the run's checkpoints."""
+"""Token ids as texts, by the tokenizer that lies in the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LONGEST = 8
 """Tokens that may make one character together."""
 
 
-class Pieces:
-    """The texts of tokens of one run. A copied folder without checkpoints has none; then ids are
-    all there is to show."""
+class TokenTexts:
+    """The texts of a run's tokens. A copied folder without checkpoints has no tokenizer; then only
+    ids can be shown."""
 
     def __init__(self, run_dir: Path) -> None:
         self._checkpoints = run_dir / "checkpoints"
