@@ -1,5 +1,4 @@
-"""What a report is made of: run folders, and studies, whose lines are finished runs in short. Both
-become `Record`s.
+"""Runs as records: of run folders, and of studies, whose lines are finished runs in short.
 
 A study is a .jsonl file such as `benchmarks/methods.jsonl`: one object a run, with "method" (its
 label), "seed", "world" (what is compared with each other; optional), "settings" (what tells it from
