@@ -234,7 +234,7 @@ def test_a_damaged_study_names_its_line(tmp_path: Path, line: str) -> None:
         # A curve without a point is a run that was never evaluated.
         assert len(read_records([str(study)])) == 2
     else:
-        with pytest.raises(DataError, match="line 2 is no run"):
+        with pytest.raises(DataError, match="line 2 is not a run"):
             read_records([str(study)])
 
 
@@ -633,6 +633,16 @@ def test_sweeps_of_a_study(tmp_path: Path) -> None:
         float(final["w", "half"]["difference"]) == pytest.approx(-0.3)
         and final["w", "half"]["pairs"] == "1"
     )
+
+
+def test_shares_of_0_and_1_are_drawn(tmp_path: Path) -> None:
+    """Rounding puts Wilson's bounds of 0 and of 1 a little beyond them."""
+    lines = [study_line(name, 0, end, p=p) for name, end, p in (("a", 0.0, 0.1), ("b", 1.0, 0.2))]
+    (tmp_path / "study.jsonl").write_text(
+        "".join(lines).replace('"num_eval": 100', '"num_eval": 300')
+    )
+    written = write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out")
+    assert {"final-accuracy", "sweep"} <= set(written.figures)
 
 
 def test_many_groups_are_drawn_as_far_as_they_can_be_told_apart(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The run folder: what is written there, how it is read back, how it is cut to a checkpoint.
+"""The run folder: its files, how they are written and read, and how a run is cut to a checkpoint.
 
     runs/NAME/
       config.json                       resolved settings
@@ -8,8 +8,8 @@
       trees-index/update-000012.json    where trees/update-000012.jsonl has each tree and step
       checkpoints/update-000010/        a folder that transformers loads, and treegraft/ in it
 
-Every file but metrics.jsonl is written whole under another name and then renamed, so that none is
-ever half there.
+Every file but metrics.jsonl is written whole under another name and then renamed, so that no
+reader finds half of one.
 """
 
 from __future__ import annotations
@@ -373,14 +373,13 @@ class RunFolder:
         """
         if not (path / "config.json").exists():
             raise CheckpointError(
-                f"'{path}' is not a run folder: it has no config.json; expected what `treegraft"
-                " train` made, e.g. runs/NAME"
+                f"'{path}' is not a run folder: it has no config.json; expected a folder that"
+                " `treegraft train` made, e.g. runs/NAME"
             )
         return cls(path)
 
     def claim(self) -> None:
-        """Keeps other processes off this run until `release` or the end of the process, however
-        that comes.
+        """Locks the run for this process until `release` or the end of the process.
 
         Raises:
             CheckpointError: another process is at work in it.
@@ -418,13 +417,13 @@ class RunFolder:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def trees_path(self, update: int, kind: str = "") -> Path:
-        """Returns where the trees of an update go, or (kind "greedy", "sampled") those of an
+        """Returns the path of an update's trees, or (kind "greedy", "sampled") of those of an
         evaluation after it."""
         name = f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}"
         return self.trees_dir / f"{name}.jsonl"
 
     def cut_to(self, update: int, metrics_size: int) -> None:
-        """Removes what was written after the checkpoint of `update`."""
+        """Removes all metrics and trees written after the checkpoint of `update`."""
         if self.metrics_size() < metrics_size:
             raise CheckpointError(
                 f"run folder '{self.path}': metrics.jsonl has {self.metrics_size()} bytes, the"

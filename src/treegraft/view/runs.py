@@ -78,8 +78,8 @@ class Run:
     def metrics(self) -> tuple[int, list[dict[str, Any]]]:
         """Returns the era and all whole lines of metrics.jsonl so far.
 
-        The era grows when the file was cut or replaced (a resume), so that what was read before no
-        longer holds.
+        The era grows when the file was cut or replaced (a resume), so that earlier lines no longer
+        hold.
         """
         path = self.folder.metrics_path
         with self._lock:
@@ -99,7 +99,7 @@ class Run:
             return self._era, list(self._metrics)
 
     def state(self) -> dict[str, Any]:
-        """Returns what changes when the run has written: cheap, for asking again and again."""
+        """Returns the numbers that change when the run has written; cheap enough to be polled."""
         metrics = self.folder.metrics_path
         stat = metrics.stat() if metrics.exists() else None
         files = self.files()
@@ -139,7 +139,7 @@ class Run:
         return sorted(found, key=lambda file: (file.update, file.kind != "update", file.name))
 
     def _is_inside(self, path: Path) -> bool:
-        """A link may lead out of the run folder; what lies there is not served."""
+        """Files outside the run folder are not served, and a link may lead to one."""
         return not path.is_symlink() or path.resolve().is_relative_to(self.path)
 
     def _path(self, name: str) -> Path:

@@ -1,11 +1,11 @@
-"""The viewer's server: JSON about run folders, and the pages that show it. GET only, nothing is
-ever written.
+"""The viewer's server: JSON about run folders, and the pages that show it. It answers GET requests
+and writes nothing.
 
     Browser  --GET /api/...-->  this server  --reads-->  the run folders that were named
 
 Foreign names in the Host header are refused, so that a page on the internet cannot read runs
 through a name that it points here (DNS rebinding). Files are served by name from a list, never by
-path, and what models wrote goes out as JSON alone.
+path, and texts of models are sent as JSON only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ CONTENT_SECURITY_POLICY = (
     " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No inline script, no foreign address, and no text that ever becomes markup: the browser refuses
-it even if a page tried."""
+"""The browser refuses inline scripts, foreign addresses, and text turned into markup."""
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
@@ -97,8 +96,8 @@ class Guard:
 
 def is_own_name(header: str, host: str) -> bool:
     """Returns whether a Host header names this server: "localhost", the `host` it was started for,
-    or an address in figures that it can have been reached by (loopback; any where it was opened
-    beyond loopback). A name that others control is none."""
+    or an IP address that can reach it (loopback; any where it listens beyond loopback). Names that
+    others control do not."""
     name = header.strip().lower()
     if name.startswith("["):
         name, _, rest = name[1:].partition("]")
@@ -191,7 +190,8 @@ def _whole(request: Request, name: str) -> int | None:
 
 
 class Api:
-    """What the pages ask for. Its methods run in threads, since all of them read files."""
+    """The answers to the pages' requests. Its methods run in threads, since all of them read
+    files."""
 
     def __init__(self, runs: Mapping[str, Run], buffer: Path | None = None) -> None:
         self._runs = dict(runs)
@@ -207,13 +207,13 @@ class Api:
         return self._runs[name]
 
     def runs(self, request: Request) -> Any:
-        """The runs that were named, with what changes while they write."""
+        """The runs, with the numbers that change while they write."""
         return [
             {"name": name, "path": str(run.path), **run.state()} for name, run in self._runs.items()
         ]
 
     def run(self, request: Request) -> Any:
-        """One run: its settings, its files of trees, and what can be shown of it."""
+        """One run: its settings, its files of trees, and whether texts can be shown."""
         run = self._run(request)
         files = [
             {"name": f.name, "kind": f.kind, "update": f.update, "size": f.size}
@@ -250,7 +250,7 @@ class Api:
         }
 
     def meanings(self, request: Request) -> Any:
-        """What each metric means."""
+        """The meanings of metrics."""
         asked = request.query_params.getlist("key")
         return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
 
@@ -304,8 +304,8 @@ class Api:
         return drawn
 
     def _mark_same_question(self, run: str, drawn: dict[str, Any]) -> None:
-        """Says of each graft whether its trace was written on this very question; without its
-        buffer the task's name tells."""
+        """Marks each graft with whether its trace was written on this question; without the buffer
+        the task's name decides."""
         causes = {
             step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]
         }
@@ -338,8 +338,8 @@ class Api:
         return task_history(self._run(request), request.query_params.get("id", ""))
 
     def buffer(self, request: Request) -> Any:
-        """What is in the buffer, and a page of traces: those that say something, or those nearest
-        to a history."""
+        """Counts of the buffer, and a page of traces: those with a text, or those nearest to a
+        history."""
         buffer, asked = self._buffers[self._run(request).name], request.query_params
         stats = buffer.stats()
         if not stats["is_there"]:
@@ -414,8 +414,8 @@ def build_app(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens. Raises SettingError: the address is taken or none of this
-    machine's."""
+    """Returns a listening socket. Raises SettingError: the address is taken or not one of this
+    machine."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         made = socket.socket(family, socket.SOCK_STREAM)
@@ -434,14 +434,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def address_of(made: socket.socket, host: str) -> str:
-    """Returns what to type into a browser."""
+    """Returns the address to type into a browser."""
     port = made.getsockname()[1]
     shown = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host
     return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
 
 
 def serve(app: ASGIApp, made: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Answers until Ctrl-C, which ends it quietly."""
+    """Answers requests until Ctrl-C."""
     import uvicorn
 
     class Server(uvicorn.Server):

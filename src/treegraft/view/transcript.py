@@ -75,7 +75,9 @@ def _step(step: Step, tokenizer: Decoder | None, limit: int | None) -> list[Rend
         parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
     if not parts:
         parts.append(
-            _labelled("wrote", f"{len(step.token_ids)} tokens, nothing the format knows", "yellow")
+            _labelled(
+                "wrote", f"{len(step.token_ids)} tokens that the format cannot read", "yellow"
+            )
         )
     return parts
 
@@ -102,8 +104,8 @@ def transcript(
     """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
 
     Args:
-        tokenizer: shows what the agent wrote to the letter where the format could not read it; None
-            shows its length.
+        tokenizer: shows the exact text of steps that the format could not read; None shows their
+            length.
         limit: longest text of one part, in characters; None shows all.
     """
     parts: list[RenderableType] = [
@@ -118,8 +120,8 @@ def transcript(
 
 
 def pick_sample(tree: Tree) -> Trajectory | None:
-    """Returns the trajectory worth showing: the best rewarded, of equals the one with most calls,
-    then the first."""
+    """Returns the trajectory with the highest reward, of equals the one with most calls, then the
+    first; None of a tree without leaves."""
     trajectories = tree.trajectories()
     if not trajectories:
         return None

@@ -33,7 +33,8 @@ class Bar:
         """Lengths below and above the mean; 0 without an interval."""
         if self.low is None or self.high is None:
             return 0.0, 0.0
-        return self.value - self.low, self.high - self.value
+        # Rounding may put the bound of a share of 0 or 1 a little beyond it.
+        return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
 
 
 def final_bar(group: Group, key: str) -> Bar | None:

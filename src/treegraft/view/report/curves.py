@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from treegraft.runs.metrics import meaning
@@ -72,7 +73,7 @@ def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
     panels, rows = list[_Panel](), list[tuple[Cell, ...]]()
     for panel in data.panels:
         for key, title, y_label, is_share in keys:
-            groups, left = data.curves(panel, lambda group, key=key: _has(group, key))
+            groups, left = data.curves(panel, partial(_has, key=key))
             points_of: Callable[..., list[Point]] = accuracy_band if is_share else band
             curves = [
                 (group, [(point.x, point) for point in points_of(group.records, key)])
@@ -136,9 +137,9 @@ def against_cost(data: ReportData) -> ReportFigure | MissingFigure:
             title, "no run was evaluated, so there is no accuracy to set against tool calls."
         )
 
-    def is_spent(group: Group, cost: str) -> bool:
+    def has_both(group: Group, cost: str) -> bool:
         totals = (value for one in group.records for value in spent(one.lines, cost).values())
-        return any(value > 0 for value in totals)
+        return _has(group, key) and any(value > 0 for value in totals)
 
     costs = [(cost, name) for cost, name in COSTS if any(_has(one, cost) for one in data.groups)]
     if not costs:
@@ -148,9 +149,7 @@ def against_cost(data: ReportData) -> ReportFigure | MissingFigure:
     panels, rows, notes = list[_Panel](), list[tuple[Cell, ...]](), list[str]()
     for panel in data.panels:
         for cost, name in costs:
-            groups, left = data.curves(
-                panel, lambda group, cost=cost: _has(group, key) and is_spent(group, cost)
-            )
+            groups, left = data.curves(panel, partial(has_both, cost=cost))
             notes += [note for note in left if note not in notes]
             curves = [(group, cost_curve(group, cost, key)) for group in groups]
             most = max((x for _, curve in curves for x, _ in curve), default=0.0)

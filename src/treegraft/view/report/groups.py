@@ -12,7 +12,7 @@ from typing import Any
 from treegraft.view.report.records import Record
 
 EXPERT = ("tasks.search_world.detour_prob", "tasks.search_world.error_prob")
-"""Settings of the tasks that change the off-policy agent alone."""
+"""Settings of the tasks that change only the off-policy agent."""
 MOST_CURVES = 7
 """Groups whose curves one panel can hold apart."""
 INTERVAL_SEEDS = "95 % interval of the mean over runs with other seeds (Student's t)"
@@ -128,8 +128,7 @@ def _frozen(settings: Mapping[str, Any]) -> str:
 
 
 def _panels(records: Sequence[Record]) -> list[str]:
-    """A study says its worlds; of folders those with other tasks are apart, whatever the agent
-    learned from."""
+    """The world of a study's runs; of run folders the settings of tasks in which they differ."""
     tasks = [
         {n: v for n, v in record.settings.items() if n.startswith("tasks.") and n not in EXPERT}
         for record in records
@@ -163,8 +162,7 @@ def _value(settings: Mapping[str, Any], name: str) -> str:
 
 
 def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[str]:
-    """A group is named by the settings in which it differs from what most groups have, or from each
-    other."""
+    """A group is named by the settings in which it differs from most groups, or from all others."""
     firsts = [members[0] for members in groups]
     unnamed = [record for record in firsts if record.label is None]
     names = differing([record.settings for record in unnamed])
