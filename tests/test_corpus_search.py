@@ -276,7 +276,7 @@ def test_what_is_found_does_not_depend_on_the_company(large: tuple[DenseIndex, n
         assert list(rows) == list(alone) and list(scores) == list(alone_scores)
 
 
-# ---------------------------------------------------------------------- made once, and again when t
+# ---------------------------------------------------------------------- built once, and again
 
 
 def build(path: Path, encoder: Counting) -> DenseIndex:

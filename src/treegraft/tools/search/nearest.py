@@ -2,11 +2,11 @@
 where there are many.
 
 Up to `FLAT_LIMIT` eligible traces a search is exact. Above, a FAISS IVF index over 8-bit copies of
-the vectors proposes candidates, the rows behind its watermark are looked at exactly, and all of
-them are scored again with the stored vectors. What a search finds depends on the rows alone, never
-on when the index was built, on the route by which it grew, or on the other queries of a batch: the
-watermark and the rows that centroids are fitted to are functions of the number of rows, rows are
-assigned in fixed blocks, and every query is answered alone.
+the vectors proposes candidates, the rows that it does not hold yet are searched exactly, and all of
+them are scored again with the stored vectors. The results of a search depend on the rows alone,
+never on when or in which steps the index was built, or on the other queries of a batch: the numbers
+of rows that the index holds and that centroids are fitted to are functions of the number of rows,
+rows are assigned in fixed blocks, and every query is answered alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy.typing as npt
 FLAT_LIMIT = 20_000
 """Eligible traces up to which a search is exact."""
 _MARGIN = 1e-4
-"""More than float32 matrix products of unit vectors differ by; what is nearer than this to the k-th
-best is scored again."""
+"""More than the rounding of a float32 matrix product of unit vectors; rows within this of the k-th
+best are scored again."""
 QUERIES = 64
 """Queries that share one matrix product."""
 
@@ -36,7 +36,7 @@ POINTS_PER_LIST = 64
 NUM_ROUNDS = 10
 """Of k-means."""
 NUM_PROBES = 32
-"""Lists that a query looks at."""
+"""Lists that a query reads."""
 NUM_CANDIDATES = 32
 """Rows that are scored again, besides four for each one wanted."""
 
@@ -59,9 +59,9 @@ def score(
     """Returns the k best of these rows: cosine to six decimals, best first, the earlier row where
     two are equal.
 
-    The sums run row by row in float64, so that a similarity is the same in whatever company it is
-    computed; rounding takes off what float32 vectors are not exactly of length 1, so that equal
-    texts have 1.
+    The sums run row by row in float64, so that a similarity does not depend on the other rows;
+    rounding removes the error of float32 vectors whose length is not exactly 1, so that equal texts
+    have a similarity of 1.
     """
     products = vectors[rows].astype(np.float64) * query.astype(np.float64)
     similarities = np.clip(products.sum(axis=1).round(6), -1.0, 1.0)
@@ -75,8 +75,8 @@ def search_exactly(
     eligible: Sequence[Mask],
     k: int,
 ) -> list[Found]:
-    """Returns for each query the k nearest rows among its eligible ones; fewer where there are not
-    so many.
+    """Returns for each query the k nearest of its eligible rows, or all of these where there are
+    fewer.
 
     Args:
         vectors: [rows, dim] of unit length.
@@ -116,12 +116,10 @@ def search_rows(
     eligible: Sequence[Mask],
     k: int,
 ) -> list[Found]:
-    """Returns for each query the k nearest rows among its eligible ones, by the index where that
-    pays.
+    """Returns for each query the k nearest of its eligible rows, by the index where that is faster.
 
     Args:
-        base: [rows] what is eligible before a query's own exclusions; every mask of `eligible` is a
-            part of it.
+        base: [rows] eligible before a query's own exclusions; every mask of `eligible` is a subset.
         index: None means search exactly.
     """
     num = int(np.count_nonzero(base))
@@ -141,19 +139,19 @@ def search_rows(
 
 
 def num_indexed(num_rows: int) -> int:
-    """Returns how many of the first rows the index holds; the rest is searched exactly."""
+    """Returns the number of first rows that the index holds; the rest is searched exactly."""
     return num_rows - num_rows % BLOCK if num_rows > FLAT_LIMIT else 0
 
 
 def num_fitted(num_rows: int) -> int:
-    """Returns how many of the first rows centroids are fitted to: the largest FLAT_LIMIT times a
+    """Returns the number of first rows that centroids are fitted to: the largest FLAT_LIMIT times a
     power of two."""
     return FLAT_LIMIT << ((num_rows // FLAT_LIMIT).bit_length() - 1)
 
 
 class IvfIndex:
-    """8-bit copies of the first rows in lists around centroids: a query looks at the lists nearest
-    to it."""
+    """8-bit copies of the first rows in lists around centroids; a query reads the lists nearest to
+    it."""
 
     def __init__(self, faiss_index: Any, fitted: int) -> None:
         self.faiss_index = faiss_index
@@ -167,12 +165,12 @@ class IvfIndex:
         """Returns an index of the first `num_indexed` rows, or None where it was stopped.
 
         Args:
-            before: an index of fewer of the same rows; it is left as it is, and taken further where
-                its centroids still serve.
-            is_stopped: asked about every second.
+            before: an index of fewer of the same rows; a copy of it is extended where its centroids
+                are still those to use.
+            is_stopped: called about once a second.
         """
         faiss = _faiss()
-        # Of this thread only; a sum over several would depend on their number.
+        # For this thread only: a sum over several threads depends on their number.
         faiss.omp_set_num_threads(1)
         end, fitted = num_indexed(len(vectors)), num_fitted(len(vectors))
         if before is not None and before.num_fitted == fitted:
@@ -182,7 +180,7 @@ class IvfIndex:
         for first in range(start, end, BLOCK):
             if is_stopped():
                 return None
-            # The same blocks on every route: how a product is cut up decides its last bits.
+            # Always the same blocks: the shape of a product decides its last bits.
             index.add(vectors[first : first + BLOCK])
         return cls(index, fitted)
 
@@ -215,14 +213,12 @@ class IvfIndex:
 
 def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) -> Any:
     """Returns an empty FAISS index with centroids and 8-bit ranges fitted to these vectors, or None
-    where it was stopped.
-
-    Only a sample of the vectors is read, so they may lie in a file.
+    where it was stopped. Only a sample of the vectors is read, so they may lie in a file.
     """
     faiss = _faiss()
     num, dim = vectors.shape
     num_lists = 1 << round(math.log2(LISTS_PER_ROOT * math.sqrt(num)))
-    # Evenly spread instead of drawn: neighbours in the file are steps of one task.
+    # Evenly spread rather than drawn: neighbours in the file are steps of one task.
     sample = vectors[
         np.linspace(0, num - 1, min(num, POINTS_PER_LIST * num_lists)).astype(np.int64)
     ].astype(np.float32)
@@ -231,7 +227,7 @@ def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) 
     clustering.spherical, clustering.niter, clustering.seed = True, 1, 1
     clustering.min_points_per_centroid, clustering.max_points_per_centroid = 1, 2 * POINTS_PER_LIST
     quantizer = faiss.IndexFlatIP(dim)
-    # One round at a time, so that closing a buffer never waits for long.
+    # One round at a time, so that closing a buffer does not wait for long.
     for _ in range(NUM_ROUNDS):
         if is_stopped():
             return None
@@ -253,8 +249,8 @@ def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) 
 
 
 def _faiss() -> Any:
-    """Returns the library: imported when it is first needed, and untyped, since its stubs know few
-    of its arguments."""
+    """Returns the library; imported here since few runs need it, and untyped since its stubs lack
+    most arguments."""
     import faiss
 
     return faiss
