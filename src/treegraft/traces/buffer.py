@@ -404,7 +404,7 @@ class TraceBuffer:
             last = rows[-1][0]
 
     def stats(self) -> BufferStats:
-        """Returns what is in the buffer."""
+        """Returns the counts of the buffer."""
         live = "FROM traces WHERE evicted_at IS NULL"
         terminal, tasks, oldest, newest = self._file.query(
             "SELECT total(terminal), count(DISTINCT task_id), min(policy_version),"

@@ -34,8 +34,8 @@ class BufferRetriever:
 
     Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar
     to the history; sec. 5.5.2 for the noise rate. The paper does not say whether steps with an
-    answer may be retrieved; by default none is, and where one is the nearest the agent is left to
-    itself: the next best trace would belong to another situation.
+    answer may be retrieved; by default none is, and where one is the nearest, nothing is retrieved:
+    the next best trace would belong to another situation.
     """
 
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
