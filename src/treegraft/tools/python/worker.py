@@ -109,26 +109,19 @@ def _serve(control: socket.socket, settings: Mapping[str, Any]) -> None:
             socket.send_fds(child.line, [START], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        is_over = _wait(control, child.line)
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        poll.register(child.line, 0)  # hanging up, the end of the child, is always reported
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        is_host_gone = control.fileno() in ready and not control.recv(1)
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
         _, status, usage = os.wait4(child.pid, 0)
         child.line.close()
-        if is_over:
+        if is_host_gone:
             return
         control.sendall(REPORT.pack(ENDED, status, usage.ru_utime + usage.ru_stime))
         child = _Child(control, settings)
-
-
-def _wait(control: socket.socket, line: socket.socket) -> bool:
-    """Waits until the child has ended or is to be stopped; returns whether the host is gone."""
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(line, 0)  # hanging up is always reported
-    for descriptor, _ in poll.poll():
-        if descriptor == control.fileno():
-            return not control.recv(1)
-    return False
 
 
 class _Child:
