@@ -8,7 +8,7 @@ only `websockets` is needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Signature
+from treegraft.core.interfaces import Signature, Tool
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
@@ -69,9 +69,10 @@ class OpenEnvEnvironments:
         self.capability = capability_without_fork(settings, "an OpenEnv server copies no sessions")
         scheme = "wss" if self.options.url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
-        self.calls: dict[str, str | None] = {}
-        """The server's name of each tool of ours, None for the one action without a name."""
-        self.tools: list[EnvironmentTool] = []
+        self.calls: dict[str, tuple[str | None, Signature]] = {}
+        """The server's name of each tool of ours, None for the one action without a name, and its
+        arguments."""
+        tools: list[Tool] = []
         for own_name, description, signature in self._described():
             name = tag_of(own_name or self.options.tool)
             if name in self.calls:
@@ -79,8 +80,9 @@ class OpenEnvEnvironments:
                     f"environment.options: two tools of the server are named '{name}' here; leave"
                     " one out with tools."
                 )
-            self.calls[name] = own_name
-            self.tools.append(EnvironmentTool(name, description, self.capability, signature))
+            self.calls[name] = (own_name, signature)
+            tools.append(EnvironmentTool(name, description, self.capability, signature))
+        self.tools: Sequence[Tool] = tools
 
     def make(self) -> OpenEnvEnvironment:
         """Returns a fresh environment, not yet connected."""
@@ -186,9 +188,8 @@ class OpenEnvEnvironment:
         """
         if self._is_over:
             raise ToolError(_OVER)
-        tool = next(tool for tool in self._kind.tools if tool.name == name)
-        arguments = arguments_from(body, tool.signature, name)
-        own_name = self._kind.calls[name]
+        own_name, signature = self._kind.calls[name]
+        arguments = arguments_from(body, signature, name)
         action = (
             arguments
             if own_name is None

@@ -261,7 +261,7 @@ class EnvironmentSession:
                 raise
 
     async def repeat(self, actions: Sequence[_Action]) -> None:
-        """Makes calls again. Raises `ToolUnavailable` where a result is not what it was."""
+        """Makes calls again. Raises `ToolUnavailable` where a result differs from the first one."""
         usage, name = self.tree.run.usage, self.tree.kind.name
         for number, action in enumerate(actions, start=1):
             usage.num_replayed_calls += 1
