@@ -297,8 +297,8 @@ class McpServer:
         self._connected.set()
 
 
-def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> dict[str, McpTool]:
-    """Returns the tools of all servers, started, by name.
+def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list[McpTool]:
+    """Returns the tools of all servers, started.
 
     Raises:
         SettingError: a server that does not start, or two tools of one name, `taken` names
@@ -334,7 +334,7 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> dict
         for server in servers:
             server.close()
         raise
-    return tools
+    return list(tools.values())
 
 
 def _text_of(result: Any) -> str:
