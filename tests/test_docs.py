@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from types import ModuleType
 
 import pytest
 from tests.pages import DOCS, PAGES, ROOT, messages
+from tests.pages import builder as load_builder
 
 SOURCE = ROOT / "src" / "treegraft"
 LOADS = {
@@ -33,12 +33,7 @@ LOADS = {
 
 @pytest.fixture(scope="module")
 def builder() -> ModuleType:
-    """docs/build.py as a module."""
-    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_builder()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +55,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WIDE = """() => {
-  const column = document.querySelector('.md-content__inner').getBoundingClientRect().right + 1;
-  const parts = [...document.querySelectorAll('.md-content table, .md-content pre, .md-content svg')];
-  return parts.filter(e => e.getBoundingClientRect().right > column).map(e => e.textContent.slice(0, 60));
+  const right = e => e.getBoundingClientRect().right;
+  const column = right(document.querySelector('.md-content__inner')) + 1;
+  const parts = document.querySelectorAll('table, pre, svg');
+  const inside = [...parts].filter(e => e.closest('.md-content'));
+  return inside.filter(e => right(e) > column).map(e => e.textContent.slice(0, 60));
 }"""
 """The tables, blocks and drawings of a page that reach beyond its column."""
 
@@ -189,7 +186,7 @@ def test_references_hold_everything(builder: ModuleType) -> None:
     for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
         assert f"## treegraft {command}\n" in pages["commands"]
     assert (
-        "| `--resume RUN_DIR` | Continue this run from its latest checkpoint. |"
+        "| `--resume RUN_DIR` | Run folder to continue from its latest checkpoint. |"
         in pages["commands"]
     )
 

@@ -813,7 +813,7 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            resumed.export_weights().values(), whole.export_weights().values(), strict=True
+            resumed.weights().tensors.values(), whole.weights().tensors.values(), strict=True
         )
     )
 

@@ -52,18 +52,18 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         4,
         "before",
     ),
-    "learned, not published": ("treegraft.policy.learn.drift:DriftGuard.publish", 3, "before"),
+    "learned, not published": ("treegraft.policy.publish:Publisher.publish", 3, "before"),
     # The settings, two evaluations, the first update, two evaluations, the second update.
-    "half of the trees written": ("treegraft.core.files:write_atomically", 7, "half"),
-    "in an evaluation between": ("treegraft.train:write_trees", 5, "before"),
-    "a checkpoint written, not renamed": ("treegraft.runs.checkpoint:_checksums", 8, "after"),
+    "half of the trees written": ("treegraft.runs.record:write_atomically", 7, "half"),
+    "in an evaluation between": ("treegraft.runs.run:write_trees", 5, "before"),
+    "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "a checkpoint renamed, old ones not removed": (
-        "treegraft.train:prune_checkpoints",
+        "treegraft.runs.run:prune_checkpoints",
         7,
         "before",
     ),
-    "an old checkpoint half removed": ("treegraft.policy.checkpoint:shutil.rmtree", 30, "before"),
-    "all done but the end": ("treegraft.train:RunResult", 1, "before"),
+    "an old checkpoint half removed": ("treegraft.runs.checkpoint:shutil.rmtree", 30, "before"),
+    "all done but the end": ("treegraft.runs.run:RunResult", 1, "before"),
 }
 
 
@@ -303,10 +303,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("where", "nth", "kept"),
     [
         ("treegraft.policy.learn.optimiser:MasterAdamW.step", 5, "warmup-000005"),
-        ("treegraft.train:_Run._evaluate", 1, "warmup-000032"),
+        ("treegraft.train:evaluate_update", 1, "warmup-000032"),
         ("treegraft.rollout.loop:Grower.grow", 10, "update-000000"),
         ("treegraft.train:credit_trees", 2, "update-000002"),
-        ("treegraft.train:_Run._evaluate", 2, "update-000001"),
+        ("treegraft.train:evaluate_update", 2, "update-000001"),
     ],
     ids=["warm-up", "evaluation at the start", "sampling", "learning", "evaluation"],
 )

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
-from pydantic import ValidationError
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.types import StepContent, Task

@@ -18,6 +18,7 @@ from tests.trees import VOCABULARY
 
 from treegraft.core.types import Sampling
 from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.weights import ModelWeights
 from treegraft.settings.policy import EngineSettings
 
 SECONDS = float(os.environ.get("TREEGRAFT_SOAK_S", "1800"))
@@ -89,7 +90,7 @@ def test_soak() -> None:
                 task.result()
             if number % 200 == 0 and version < number // 200:
                 version = number // 200
-                await engine.publish(model.state_dict(), version)
+                await engine.publish(ModelWeights(model.state_dict()), version)
             if number % 50 == 0:
                 marks.append(
                     (time.monotonic() - end + SECONDS, resident_mb(), threading.active_count())

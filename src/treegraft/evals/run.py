@@ -6,24 +6,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from treegraft.assemble import Parts, assemble, check_prompts, eval_limits
+from treegraft.assemble import Parts, assemble
 from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.types import Task, Tree
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
-from treegraft.evals.numbers import SuiteReport, Verdicts, report_suite
+from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
 from treegraft.evals.scores import answer_of, suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
+from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
-
-if TYPE_CHECKING:
-    from treegraft.core.interfaces import Display
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +68,7 @@ class SuitePlan:
 class SuiteResult:
     """What `evaluate_suite` gives back."""
 
-    report: SuiteReport | None
+    report: SuiteNumbers | None
     """None where a stop came before the first item was done."""
     folder: Path
     is_stopped: bool
@@ -229,18 +228,11 @@ class _Suite:
         }
         tasks = [task for one in left.values() for task in one]
         if tasks:
-            parts = assemble(self._config, model_path=self._place)
-            try:
-                check_prompts(parts, tasks)
+            async with assemble(self._config, model_path=self._place) as parts:
+                parts.check_prompts(tasks)
+                scored = replace(parts, scorer=suite_scorer(self._config.reward.deadline_s))
                 for one in self._sets:
-                    await self._run_set(
-                        one,
-                        left[one.name],
-                        replace(parts, scorer=suite_scorer(parts.config.reward.deadline_s)),
-                        watch,
-                    )
-            finally:
-                await parts.close()
+                    await self._run_set(one, left[one.name], scored, watch)
         if judge is not None:
             await self._judge(judge, watch)
 
@@ -271,7 +263,7 @@ class _Suite:
             left,
             noise_key=(config.run.seed, "eval-suite"),
             group_prefix="eval",
-            max_live_trees=max(1, config.engine.max_rows // num_samples),
+            max_live_trees=parts.num_trees_at_once(num_samples),
             on_tree=keep,
         )
 
@@ -295,13 +287,13 @@ class _Suite:
         with watch.waiting(f"judge {judge.settings.model}"):
             await judge.judge_all(asked, self._verdicts, keep, progress)
 
-    def report(self, checkpoint: Path | str) -> SuiteReport | None:
+    def report(self, checkpoint: Path | str) -> SuiteNumbers | None:
         """Returns the numbers of what is done; None where nothing is."""
         ordered = {one.name: in_order(one, self.trees[one.name]) for one in self._sets}
         if not any(ordered.values()):
             return None
         judge = self._plan.judge
-        return report_suite(
+        return suite_numbers(
             self._sets,
             ordered,
             None if judge is None else Verdicts(model=judge.model, by_key=self._verdicts),

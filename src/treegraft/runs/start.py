@@ -1,5 +1,4 @@
-"""Where a run starts: a new folder or one to go on with, the settings, and the state to go on
-from."""
+"""The start of a run: a new folder or one to resume, with its settings and state."""
 
 from __future__ import annotations
 

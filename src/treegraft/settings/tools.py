@@ -69,11 +69,11 @@ class SearchToolSettings(Settings):
     user's cache folder where nothing can be written there."""
     url: str = setting("", idle_unless=when("tools.search.kind", "http"))
     """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
-    provider: Literal["serper", "brave", "tavily", "bing"] = setting(
+    provider: Literal["serper", "brave", "tavily"] = setting(
         "serper", idle_unless=when("tools.search.kind", "web")
     )
-    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY, TAVILY_API_KEY
-    or BING_API_KEY."""
+    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
+    TAVILY_API_KEY."""
     base_url: str = setting("", idle_unless=when("tools.search.kind", "web"))
     """For "web": address of the provider or of a proxy that answers like it; empty means the
     provider's own."""

@@ -18,8 +18,8 @@ _METHODS = tuple(name for name in vars(TaskSource) if not name.startswith("_"))
 def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
     """Returns the source of tasks that `settings.kind` names.
 
-    A source given by import path is called with seed, num_train, num_eval and what tasks.options
-    holds.
+    A source given by import path is called with seed, num_train, num_eval and the entries
+    of tasks.options.
 
     Raises:
         SettingError: an unknown kind, an import path to nothing that makes a task source, or
@@ -43,8 +43,8 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
     if missing:
         raise SettingError(
             f"tasks.kind '{settings.kind}' gave a {type(source).__name__} without"
-            f" {', '.join(missing)}; see treegraft.core.interfaces.TaskSource for what a task"
-            " source has"
+            f" {', '.join(missing)}; expected every method of"
+            " treegraft.core.interfaces.TaskSource"
         )
     return source
 

@@ -39,7 +39,7 @@ from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
 
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
-"""What reading a row of another shape raises."""
+"""Raised by reading a row of another shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Problem:
 
 @dataclass(slots=True)
 class ImportReport:
-    """What an import has done."""
+    """Counts of an import."""
 
     num_trajectories: int = 0
     """Read, kept or not."""
@@ -89,7 +89,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where a row has what; dots are part of a name."""
+    """Names of a row's columns; dots are part of a name."""
 
     reward: str = "reward"
     task_id: str = "task_id"

@@ -1,10 +1,10 @@
 """The Step-Trace Buffer's file: SQLite, one transaction per chunk, so that a kill at any moment
 loses at most the chunk in flight.
 
-meta      format, encoder, dimensions, and one vector by which another model of the same name is found out
-traces    one row per content; those that were evicted stay, marked, so that a resumed run can undo it
-members   which trajectories a trace is a step of: equal steps of several trajectories are one trace, with the reward and the
-          policy's version of each
+meta      format, encoder, dimensions, and one vector that recognises another model of that name
+traces    one row per content; evicted ones stay, marked, so that a resumed run can undo it
+members   the trajectories that a trace is a step of: equal steps of several trajectories are one
+          trace, with the reward and the policy's version of each
 vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
 """
 
@@ -37,15 +37,18 @@ BUSY_TIMEOUT_S = 30.0
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE traces (
-    id INTEGER PRIMARY KEY, hash TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL, reward REAL NOT NULL, source TEXT NOT NULL,
-    task_id TEXT NOT NULL, trajectory TEXT NOT NULL, position INTEGER NOT NULL, terminal INTEGER NOT NULL, policy_version INTEGER,
+    id INTEGER PRIMARY KEY, hash TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL,
+    reward REAL NOT NULL, source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL,
+    position INTEGER NOT NULL, terminal INTEGER NOT NULL, policy_version INTEGER,
     added_at INTEGER, evicted_at INTEGER
 );
 CREATE UNIQUE INDEX live_hash ON traces (hash) WHERE evicted_at IS NULL;
 CREATE INDEX by_source ON traces (source, evicted_at);
 CREATE TABLE members (
-    source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL, position INTEGER NOT NULL, trace INTEGER NOT NULL,
-    reward REAL NOT NULL, policy_version INTEGER, added_at INTEGER, PRIMARY KEY (source, task_id, trajectory, position, trace)
+    source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL,
+    position INTEGER NOT NULL, trace INTEGER NOT NULL, reward REAL NOT NULL,
+    policy_version INTEGER, added_at INTEGER,
+    PRIMARY KEY (source, task_id, trajectory, position, trace)
 ) WITHOUT ROWID;
 CREATE INDEX by_trace ON members (trace);
 CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB NOT NULL);
@@ -178,18 +181,17 @@ class TraceFile:
             return self._connection.execute(sql, values).fetchall()
 
     def meta(self) -> dict[str, Any]:
-        """Returns the whole table of that name."""
+        """Returns the whole table `meta`."""
         return dict(self.query("SELECT name, value FROM meta"))
 
     def add_meta(self, values: Mapping[str, Any]) -> None:
-        """Writes entries of the table of that name, all of them or, where one is there already,
-        none."""
+        """Writes entries of the table `meta`: all of them or, where one exists already, none."""
         with self.transaction() as connection:
             if not self.meta().keys() & values.keys():
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
 
     def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
-        """Returns the rows of those content hashes that are there and not evicted."""
+        """Returns the ids of the content hashes that are in the file and not evicted."""
         marks = ",".join("?" * len(hashes))
         return dict(
             self.query(
@@ -241,7 +243,7 @@ class TraceFile:
         return vectors
 
     def damage(self, what: str) -> DataError:
-        """Returns the error that says so."""
+        """Returns the error of a damaged file."""
         return DataError(
             f"buffer '{self.path}' is damaged ({what}); restore a copy, or build it again"
         )

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
-from treegraft.core.interfaces import NoiseKey, Tokenizer
+from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
 from treegraft.core.types import Completion, Sampling, StopReason
 from treegraft.policy.engine.blocks import BlockPool, PathCache, Row, common_length
@@ -117,6 +117,14 @@ class NativeEngine:
         return self._version
 
     @property
+    def capacity(self) -> int:
+        return self.settings.max_rows
+
+    @property
+    def max_context(self) -> int | None:
+        return self._limit
+
+    @property
     def fingerprint(self) -> str:
         return self._fingerprint
 
@@ -181,9 +189,9 @@ class NativeEngine:
             Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False)
         )
 
-    async def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copies `weights` (a state dict of the plain model) once running requests are done, and
-        drops all cached paths.
+    async def publish(self, source: WeightSource, version: int) -> None:
+        """Copies the plain model's weights once running requests are done, and drops all cached
+        paths.
 
         Raises:
             EngineError: names are missing or unknown (the engine keeps its weights), or it has
@@ -194,7 +202,7 @@ class NativeEngine:
         future: asyncio.Future[None] = loop.create_future()
 
         def act() -> None:
-            load_weights(self.model, weights)
+            load_weights(self.model, source)
             self._forward.refresh()
             self._cache.clear()
             self._version, self._fingerprint = version, weights_fingerprint(self.model.state_dict())
@@ -481,20 +489,26 @@ class NativeEngine:
         return None
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copies a state dict into `model` in place, casting to its dtype.
+def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
+    """Copies weights into `model` in place, one tensor after another, casting to its dtype.
 
     Raises:
-        EngineError: names are missing or unknown.
+        EngineError: names are missing or unknown (the model is left as it was), or a shape differs.
     """
     own = model.state_dict()
-    if own.keys() != weights.keys():
-        odd = sorted(own.keys() ^ weights.keys())[:4]
+    if own.keys() != set(source.names):
+        odd = sorted(own.keys() ^ set(source.names))[:4]
         raise EngineError(
             f"engine: published weights do not fit its model; names in only one of them: {odd}"
         )
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
+    for name, tensor in source:
+        # copy_ alone would broadcast.
+        if own[name].shape != tensor.shape:
+            raise EngineError(
+                f"engine: published weights do not fit its model: '{name}' has shape"
+                f" {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+            )
+        own[name].copy_(tensor)
 
 
 def _post(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:

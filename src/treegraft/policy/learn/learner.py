@@ -46,6 +46,7 @@ from treegraft.policy.learn.scores import (
     packing_problem,
     rowwise_hidden,
 )
+from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
 DEFAULT_CHUNK = 2048
@@ -443,9 +444,9 @@ class Learner:
 
     # ------------------------------------------------------------------ weights
 
-    def export_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the plain model's state dict, adapters merged into it, detached."""
-        return plain_weights(self.model)
+    def weights(self) -> ModelWeights:
+        """Returns the plain model's weights, adapters merged into them, detached."""
+        return ModelWeights(plain_weights(self.model))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Returns everything that training needs to go on: master weights, optimiser moments,
@@ -532,36 +533,6 @@ def split_evenly(count: int, parts: int) -> list[tuple[int, ...]]:
     some are empty."""
     bounds = [count * n // parts for n in range(parts + 1)]
     return [tuple(range(a, b)) for a, b in pairwise(bounds)]
-
-
-def plain_weights(model: Any) -> dict[str, torch.Tensor]:
-    """Returns a state dict with the names of the plain model, LoRA's products added to the weights
-    they adapt.
-
-    W' = W + scale · B A, formed anew each time: merging in place and undoing it would drift by
-    rounding.
-    """
-    if not hasattr(model, "get_base_model"):
-        return {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    from peft.tuners.lora import LoraLayer
-
-    inner = model.get_base_model()
-    adapted = [
-        (name, module) for name, module in inner.named_modules() if isinstance(module, LoraLayer)
-    ]
-    deltas = {name: module.get_delta_weight("default") for name, module in adapted}  # type: ignore[attr-defined]
-    merged = {}
-    for name, tensor in inner.state_dict().items():
-        if ".lora_" in name:
-            continue
-        plain = name.replace(".base_layer.", ".")
-        owner = name.removesuffix(".base_layer.weight")
-        # peft keeps adapters of bfloat16 models in float32.
-        is_adapted = owner != name and owner in deltas
-        merged[plain] = (
-            (tensor + deltas[owner]).to(tensor.dtype).detach() if is_adapted else tensor.detach()
-        )
-    return merged
 
 
 class _Tally:

@@ -30,7 +30,8 @@ from treegraft.tools.search.nearest import (
     FLAT_LIMIT,
     NUM_CANDIDATES,
     NUM_PROBES,
-    Found,
+    ON_DISK,
+    Hits,
     fit,
     num_fitted,
     score,
@@ -86,12 +87,12 @@ class DenseIndex:
             initargs=(1,),
         )
 
-    def search(self, queries: Sequence[str], top_k: int) -> list[Found]:
+    def search(self, queries: Sequence[str], top_k: int) -> list[Hits]:
         """Returns the nearest passages of each query, best first, and their cosines; `top_k` or all
         there are."""
         return self.search_vectors(self._encoder.encode(queries), top_k)
 
-    def search_vectors(self, queries: npt.NDArray[np.float32], top_k: int) -> list[Found]:
+    def search_vectors(self, queries: npt.NDArray[np.float32], top_k: int) -> list[Hits]:
         """Returns the same for [queries, dim] vectors of unit length."""
         if not self._shards:
             everything = np.ones(len(self._vectors), bool)
@@ -107,7 +108,7 @@ class DenseIndex:
         """Ends the threads."""
         self._threads.shutdown()
 
-    def _nearest(self, query: npt.NDArray[np.float32], top_k: int) -> Found:
+    def _nearest(self, query: npt.NDArray[np.float32], top_k: int) -> Hits:
         num = NUM_CANDIDATES + 4 * top_k
         # All shards have the same centroids.
         first = self._shards[0]
@@ -194,7 +195,7 @@ def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
             continue
         if empty is None:
             _log.warning("fitting centroids for %d passages", len(vectors))
-            empty = fit(vectors[: num_fitted(len(vectors))], lambda: False)
+            empty = fit(vectors[: num_fitted(len(vectors))], ON_DISK)
         shard = faiss.clone_index(empty)
         last = min((number + 1) * SHARD, len(vectors))
         for start in range(number * SHARD, last, BLOCK):
