@@ -26,22 +26,10 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
-<<<<<<< HEAD
     make = pick(settings.kind, TASKS, "tasks.kind")
     if settings.kind in TASKS:
         built_in: TaskSource = make(settings, seed)
         return built_in
-=======
-    build = _BUILT_IN.get(settings.kind)
-    if build is not None:
-        return build(settings, seed)
-    if ":" not in settings.kind:
-        raise SettingError(
-            f"tasks.kind is '{settings.kind}'; expected {', '.join(map(repr, _BUILT_IN))} or an"
-            f" import path 'package.module:Source'.{nearest(settings.kind, _BUILT_IN)}"
-        )
-    make = load_object(settings.kind)
->>>>>>> h-evals
     try:
         source: TaskSource = make(
             seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options

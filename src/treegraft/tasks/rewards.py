@@ -162,15 +162,9 @@ class RewardScorer:
         if not trajectories:
             return tree
         columns = _columns(trajectories)
-<<<<<<< HEAD
-        functions: list[Callable[..., Any]] = [function for _, function, _ in self._functions]
-        functions.append(self._correctness)
-        calls = [self._ask(function, columns, len(trajectories)) for function in functions]
-=======
         functions: list[RewardFunc] = [one[1] for one in self._functions]
         functions.append(self._correctness)
         calls = (self._ask(function, columns, len(trajectories)) for function in functions)
->>>>>>> h-evals
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
         leaves = [
             leaf
