@@ -61,7 +61,7 @@ NEVER = {
     "tools.python": ("tools.search", "tools.browse", "tools.environments"),
     "tools.search": ("tools.python", "tools.browse", "tools.environments"),
     "tools.browse": ("tools.python", "tools.environments"),
-    "view.report": ("view.server", "view.shapes", "view.text"),
+    "view.report": ("view.server", "view.pages", "view.text"),
 }
 """What a folder must not import of its neighbours."""
 

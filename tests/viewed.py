@@ -220,6 +220,7 @@ def metrics_of(update: int) -> dict[str, float]:
         "time/learn_s": 0.5,
         "rollout/failed_frac": 0.25 if update == 3 else 0.0,
     }
+    metrics |= {"health/failed": 0.25} if update == 3 else {}
     metrics |= {
         "branch/num_branches": 1.0,
         "rollout/num_trajectories": 4.0,

@@ -292,9 +292,6 @@ def report(
     baseline: Annotated[
         str | None, typer.Option(metavar="LABEL", help="Group that the others are compared with.")
     ] = None,
-    encoder: Annotated[
-        str, typer.Option(help="Encoder of trajectories: hashing, minilm, or as buffer.encoder.")
-    ] = "hashing",
     only: Annotated[
         list[str] | None,
         typer.Option(metavar="FIGURE", help="Draw only this figure; may be repeated."),
@@ -307,7 +304,7 @@ def report(
     from treegraft.core.text import plain
     from treegraft.view.report.command import write_report
 
-    written = write_report(runs, out=out, baseline=baseline, encoder=encoder, only=only or ())
+    written = write_report(runs, out=out, baseline=baseline, only=only or ())
     for line in (*written.notes, *written.left_out):
         print(plain(line))
     print(

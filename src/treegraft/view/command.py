@@ -32,12 +32,15 @@ def view_text(
     """
     if len(paths) != 1:
         raise SettingError(
-            f"--text shows one run; got {len(paths)}. Compare runs with: treegraft compare"
+            f"--text: got {len(paths)} runs, expected one. Compare runs with: treegraft compare"
         )
     if update is not None and evaluation is not None:
-        raise SettingError("--update and --eval both say which trees; give one of them")
+        raise SettingError(
+            "--update and --eval: got both, expected at most one, since each chooses the trees to"
+            " show; give one of them"
+        )
     if leaf is not None and group is None:
-        raise SettingError(f"--leaf {leaf} needs --group, the tree that the leaf is of")
+        raise SettingError(f"--leaf {leaf} needs --group, the tree of the leaf")
     (run,) = open_runs(paths).values()
     file = pick_file(run, update, evaluation)
     console = Console()
@@ -60,7 +63,7 @@ def view_pages(
     """Serves the pages until Ctrl-C, and prints where.
 
     Raises:
-        SettingError: the address cannot be had, or the packages are missing.
+        SettingError: the address is not free, or packages are missing.
         CheckpointError: one of the paths is no run folder.
     """
     # A buffer's encoder is loaded from this machine or not at all.
@@ -87,7 +90,7 @@ def view_pages(
         print(f"viewer at {address}  (Ctrl-C ends it)", flush=True)
         if not is_loopback(host):
             print(
-                f"warning: it listens on {host}; whoever reaches this machine there can read these"
+                f"warning: it listens on {host}; everyone who reaches this address can read these"
                 " runs",
                 file=sys.stderr,
                 flush=True,
