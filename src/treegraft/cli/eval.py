@@ -138,7 +138,7 @@ def evaluate(
     """Measure a checkpoint.
 
     On the held-out tasks of its own run, on those of a recipe or a file, or on suites of evaluation
-    sets. An interrupted suite goes on with the same command.
+    sets. The same command continues an interrupted suite.
     """
     if compare is not None:
         refuse_idle(context, "beside --compare", *_NOT_COMPARED, *_OF_SUITES, *_COLUMNS)
