@@ -62,11 +62,10 @@ class MontyTool:
         self.num_workers = settings.num_workers
         self.max_output_chars = max_output_chars
         self._lock = threading.Lock()
-        self._pool: Monty | None = None
         # Monty's asynchronous pool aborts the interpreter at exit now and then: its threads may ask
         # for the interpreter while that shuts down. The synchronous one calls back in the calling
-        # thread only.
-        self._threads: ThreadPoolExecutor | None = None
+        # thread only, hence threads of ours.
+        self._workers: tuple[Monty, ThreadPoolExecutor] | None = None
 
     @property
     def fingerprint(self) -> str:
@@ -89,16 +88,15 @@ class MontyTool:
     async def close(self) -> None:
         """Ends all workers, once the calls under way are done. A later call starts new ones."""
         with self._lock:
-            pool, threads = self._pool, self._threads
-            self._pool = self._threads = None
-        if threads is not None:
+            workers, self._workers = self._workers, None
+        if workers is not None:
+            pool, threads = workers
             await asyncio.to_thread(threads.shutdown, cancel_futures=True)
-        if pool is not None:
             await asyncio.to_thread(pool.__exit__, None, None, None)
 
     def _start(self) -> tuple[Monty, ThreadPoolExecutor]:
         with self._lock:
-            if self._pool is None or self._threads is None:
+            if self._workers is None:
                 pool = Monty(
                     min_processes=1,
                     max_processes=self.num_workers,
@@ -110,11 +108,11 @@ class MontyTool:
                     raise ToolUnavailable(
                         f"the python tool cannot start its workers: {type(error).__name__}: {error}"
                     ) from error
-                self._pool = pool
-                self._threads = ThreadPoolExecutor(
-                    self.num_workers, thread_name_prefix="treegraft-python"
+                self._workers = (
+                    pool,
+                    ThreadPoolExecutor(self.num_workers, thread_name_prefix="treegraft-python"),
                 )
-            return self._pool, self._threads
+            return self._workers
 
     def _run(self, pool: Monty, code: str) -> str:
         printed = Printed(self.max_output_chars)
