@@ -1,9 +1,9 @@
 """GRPO, ARPO, RAPO, their compositions and imitation of the buffer, side by side on three worlds;
 one resumable command.
 
-    python benchmarks/methods.py --budget-minutes 60      runs what is missing, then prints the tables
-    python benchmarks/methods.py --table                  prints the tables of what is there
-    python benchmarks/methods.py --ablations              the ablations of RAPO instead (three seeds, boundary world)
+    python benchmarks/methods.py --budget-minutes 60   trains the missing runs, prints the tables
+    python benchmarks/methods.py --table               prints the tables of the finished runs
+    python benchmarks/methods.py --ablations           RAPO's ablations: three seeds, boundary world
 
 What a finished run found goes to `benchmarks/methods.jsonl`, one line a run, so that the command
 goes on where it stopped, on another machine too; delete a line to run it again.
@@ -33,7 +33,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.types import Origin
+from treegraft.core.types import Origin, StepContent
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -121,7 +123,6 @@ def settings(world: str, overrides: Sequence[str], out: Path, name: str, seed: i
 
 def run_warmup(world: str, number: int, out: Path) -> None:
     """Trains a warm-up, unless it is there."""
-    from treegraft.settings.load import load_config
     from treegraft.train import sft
 
     place = out / warmup_name(world, number)
@@ -138,7 +139,6 @@ def run_job(job: Job, out: Path) -> None:
     import logging
 
     from treegraft.runs.checkpoint import latest_checkpoint
-    from treegraft.settings.load import load_config
     from treegraft.train import train
 
     logging.disable(logging.WARNING)
@@ -170,7 +170,6 @@ def imperfect_buffer(out: Path, seed: int) -> Path:
     """Returns the buffer of imperfect traces of this seed's training questions, built first where
     there is none."""
     from treegraft.assemble import assemble
-    from treegraft.settings.load import load_config
     from treegraft.traces.agents import ScriptedAgent
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.collect import build_traces
@@ -216,11 +215,14 @@ def imitate(config: Config, place: Path) -> None:
             with await open_buffer(
                 config, source, parts.scorer, parts.format, place, 0, encoder
             ) as buffer:
-                found = [
-                    (tasks[steps[0].task_id], tuple(step.value for step in steps))
+                trees = [
+                    demonstration_tree(
+                        parts.format,
+                        tasks[steps[0].task_id],
+                        [step.value for step in steps if isinstance(step.value, StepContent)],
+                    )
                     for steps in buffer.trajectories()
                 ]
-            trees = [demonstration_tree(parts.format, *one) for one in found]
             for update in range(NUM_UPDATES + 1):
                 began = time.process_time()
                 if update:
@@ -288,7 +290,8 @@ def metrics_of(job: Job, out: Path) -> list[dict[str, float]]:
 def told_apart(job: Job) -> Line:
     """Returns the settings in which the runs differ, by dotted name: what `treegraft report`
     compares them by."""
-    from treegraft.settings.load import known_settings, load_config
+    from treegraft.settings.config import known_settings
+    from treegraft.settings.load import load_config
 
     is_flawed = job.world == "imperfect" and uses_buffer(job.method)
     every = [*METHODS.values(), *ABLATIONS.values(), *WORLDS.values(), IMPERFECT]

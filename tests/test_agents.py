@@ -27,6 +27,7 @@ from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import Attempt, CheckpointAgent
@@ -123,10 +124,7 @@ def expert(body: dict[str, Any], number: int) -> tuple[int, Any]:
 def toolbox(tools: Any = None) -> Toolbox:
     return Toolbox(
         tools or world().tools(),
-        deadline_s=5.0,
-        max_output_chars=200,
-        cache=False,
-        max_concurrent=4,
+        ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=4),
     )
 
 

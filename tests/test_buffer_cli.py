@@ -18,7 +18,7 @@ from tests.test_agents import expert_text, said, serving
 from tests.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.train import train

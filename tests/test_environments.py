@@ -38,8 +38,8 @@ from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
-from treegraft.settings.config import EntropySettings, GraftSettings
-from treegraft.settings.tools import EnvironmentSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings
+from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
 from treegraft.tools.environments.own import ClassEnvironments, capability_of, row_of
@@ -87,10 +87,9 @@ def make_toolbox(
 ) -> Toolbox:
     return Toolbox(
         worlds.kind.tools,
-        deadline_s=deadline_s,
-        max_output_chars=max_output_chars,
-        cache=True,
-        max_concurrent=8,
+        ToolsSettings(
+            deadline_s=deadline_s, max_output_chars=max_output_chars, cache=True, max_concurrent=8
+        ),
         environments=worlds,
     )
 

@@ -18,7 +18,7 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.settings.config import EntropySettings, GraftSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings
 
 KEY = (0, "train", 1, "t/0", "0.0.0")
 

@@ -38,7 +38,8 @@ from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
-from treegraft.settings.config import EntropySettings, GraftSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -94,7 +95,10 @@ def make(
     return Grower(
         engine or ScriptedEngine(replies, word_tokenizer(), entropy=entropy, latency_s=latency_s),
         TagsFormat(word_tokenizer(), tools, system_prompt="", require_think=False),
-        Toolbox(tools, deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        Toolbox(
+            tools,
+            ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        ),
         explorer,
         Limits(**{**fields, **limits}),
         leave,

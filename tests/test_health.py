@@ -27,7 +27,7 @@ from treegraft.runs.health import Monitor, explained, page, recorded, warnings_o
 from treegraft.runs.health_rules import RULES
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics
-from treegraft.settings.config import EntropySettings, GraftSettings
+from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.load import load_config
 from treegraft.train import train

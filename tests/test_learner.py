@@ -27,7 +27,7 @@ from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import TreeBatch, pack_trees, split_tree
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.load import with_adapters
-from treegraft.settings.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -22,8 +22,9 @@ from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.interrupt import run_to_end
 from treegraft.policy.learn.learner import Learner
-from treegraft.runs.checkpoint import latest_checkpoint, read_state
+from treegraft.runs.checkpoint import file_checksum, latest_checkpoint, read_state
 from treegraft.runs.record import RunFolder, read_metrics
+from treegraft.runs.start import open_checkpoint
 from treegraft.train import RunResult, sft, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -215,6 +216,29 @@ def test_other_changes_are_refused(tmp_path: Path) -> None:
         train(None, resume=tmp_path / "nowhere")
     with pytest.raises(SettingError, match="neither settings nor a run"):
         train(None)
+
+
+def test_a_run_of_0_6_goes_on_and_its_checkpoint_is_opened(tmp_path: Path) -> None:
+    """Its files have the settings of the native engine in [engine]."""
+    run = start(tmp_path, "a", run={"num_updates": 1}, engine={"native": {"cache_gb": 0.5}})
+    for path in [
+        *run.run_dir.glob("config.json"),
+        *run.run_dir.glob("checkpoints/*/*/config.json"),
+    ]:
+        saved = json.loads(path.read_text())
+        saved["engine"] |= saved["engine"].pop("native")
+        del saved["engine"]["options"]
+        path.write_text(json.dumps(saved))
+        state = path.with_name("state.json")
+        if state.exists():
+            data = json.loads(state.read_text())
+            data["checksums"]["treegraft/config.json"] = file_checksum(path)
+            state.write_text(json.dumps(data))
+    config, _ = open_checkpoint(run.run_dir, None, [])
+    assert config.engine.native.cache_gb == 0.5
+    longer = {"name": "a", "dir": str(tmp_path), "num_updates": 2}
+    assert train(tiny(run=longer, engine={"native": {"cache_gb": 0.5}}), resume=run.run_dir)
+    assert len(read_metrics(run.run_dir)) == 3
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:

@@ -32,10 +32,11 @@ from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.listener import is_own_name
 from treegraft.core.types import Tree
 from treegraft.runs.record import RunFolder, tree_to_json, write_trees
 from treegraft.view.runs import Run, open_runs
-from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app, is_own_name
+from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app
 from treegraft.view.shapes import draw, path_tokens, summarise
 from treegraft.view.stepindex import parse_indexed, read_steps
 from treegraft.view.warnings import shown, standing

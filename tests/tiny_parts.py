@@ -12,7 +12,7 @@ from treegraft.core.interfaces import NoiseKey, Tool, WeightSource
 from treegraft.core.types import Completion, Sampling, Start, Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 
 WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)

@@ -24,7 +24,7 @@ from treegraft.core.types import Leaf, Origin, Sampling, Status, Step, Task, Tre
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees
 from treegraft.policy.load import with_adapters
-from treegraft.settings.config import LearnSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import LearnSettings, LossSettings, ModelSettings
 from treegraft.tools.search.nearest import FLAT_LIMIT, IvfIndex, search_rows
 from treegraft.traces.rows import RowTable
 

@@ -25,7 +25,7 @@ from treegraft.core.errors import EngineError
 from treegraft.core.types import Completion, Leaf, Origin, Status, Step, Task, Tree
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.weights import ModelWeights
-from treegraft.settings.config import CreditSettings, LearnSettings, LossSettings
+from treegraft.settings.policy import CreditSettings, LearnSettings, LossSettings
 
 PROMPT, GROUP = 200, 16
 LENGTHS = (64, 256)

@@ -267,7 +267,7 @@ class _World:
             end_ids=end_token_ids(model, tokenizer),
             mentions_retrieval="graft" in config.explore.explorers,
         )
-        toolbox = Toolbox.from_settings(
+        toolbox = Toolbox(
             self.tools,
             config.tools,
             None if self.kind is None else Environments(self.kind, config.environment),

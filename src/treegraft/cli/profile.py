@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import inspect
 import json
 import linecache
@@ -30,7 +31,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import treegraft.train as story
 from treegraft.cli.machine import load_average, machine, number
 from treegraft.core.files import write_atomically
 from treegraft.policy.learn.learner import Learner
@@ -41,6 +41,8 @@ from treegraft.runs.run import Run
 from treegraft.settings.config import Config
 from treegraft.traces.run_buffer import RunBuffer
 
+story: Any = importlib.import_module("treegraft.train")
+"""The module; the package's attribute of this name is the function."""
 INTERVAL_S = 0.002
 """Between two looks."""
 _SWITCH_S = 0.001

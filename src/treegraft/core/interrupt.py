@@ -1,4 +1,4 @@
-"""Stopping a run: Ctrl-C, stops asked for by code, and waits that say what they are waiting for."""
+"""Interrupts: Ctrl-C, stops requested by code, and waits that report their owner."""
 
 from __future__ import annotations
 

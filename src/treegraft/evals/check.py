@@ -1,5 +1,4 @@
-"""What is wrong with data, and what of an evaluation set stands in the training data, before either
-is used.
+"""Defects of data, and evaluation questions that stand in the training data, before either is used.
 
 Questions are compared in three ways, each found apart: to the letter; without case, punctuation and
 white space; and by the share of three-word sequences they have in common (Jaccard), candidates by
@@ -11,22 +10,25 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import DataError, nearest
-from treegraft.evals.fields import (
+from treegraft.evals.suites import SETS, SetRule
+from treegraft.tasks.fields import (
     CONTROL,
     QUESTION_COLUMNS,
     REFERENCE_COLUMNS,
+    Defects,
     accepted_answers,
+    after_mark,
     control_places,
     find_value,
+    nested_columns,
     question_text,
 )
-from treegraft.evals.suites import SETS
-from treegraft.tasks.readers import BadRow, read_rows
+from treegraft.tasks.readers import BadRow, check_is_there, read_rows
 
 NEAR = 0.7
 """Share of word sequences from which two questions are near-duplicates."""
@@ -67,14 +69,14 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileReport:
-    """What was found in one file."""
+class FileDefects:
+    """The defects of one file."""
 
     source: str
     question_column: str
     reference_column: str
     num_rows: int
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +104,10 @@ class Contamination:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataReport:
-    """All that `treegraft data check` found."""
+class DataCheck:
+    """The result of `treegraft data check`."""
 
-    files: list[FileReport]
+    files: list[FileDefects]
     contamination: list[Contamination]
 
     @property
@@ -127,7 +129,7 @@ def check_data(
     question: str | None = None,
     reference: str | None = None,
     near: float = NEAR,
-) -> DataReport:
+) -> DataCheck:
     """Returns the defects of every file, and which questions of the evaluation files stand in the
     training file.
 
@@ -142,14 +144,12 @@ def check_data(
     Raises:
         DataError: a file that is missing, empty, or has no column of questions.
     """
-    names = [train, *evals]
-    for name in names:
-        _refuse_missing(name)
-    columns = [(question, reference), *((None, None) for _ in evals)]
-    read = [_read(name, own, other) for name, (own, other) in zip(names, columns, strict=True)]
+    for name in (train, *evals):
+        check_is_there(name)
+    read = [_read(train, question, reference), *(_read(name, None, None) for name in evals)]
     index = _Index(read[0][1], near)
-    return DataReport(
-        files=[report for report, _ in read],
+    return DataCheck(
+        files=[defects for defects, _ in read],
         contamination=[
             Contamination(source=name, num_questions=len(items), overlaps=index.overlaps(items))
             for name, (_, items) in zip(evals, read[1:], strict=True)
@@ -157,26 +157,25 @@ def check_data(
     )
 
 
-def _refuse_missing(name: str) -> None:
-    if not name.startswith("hub:") and "$" not in name and not Path(name).expanduser().is_file():
-        raise DataError(
-            f"there is no file '{name}'; expected a .jsonl, .json or .parquet file, or"
-            " 'hub:NAME:SPLIT'."
-        )
+def _columns(
+    name: str, question: str | None = None, reference: str | None = None
+) -> tuple[Sequence[str], Sequence[str], SetRule | None]:
+    """Returns the columns where question and reference of a file are looked for, in order, and the
+    rule of the set that it is named after."""
+    rule = SETS.get(Path(name).stem)
+    questions = (*(rule.question if rule else ()), *QUESTION_COLUMNS)
+    references = (*(rule.reference if rule else ()), *REFERENCE_COLUMNS)
+    return [question] if question else questions, [reference] if reference else references, rule
 
 
 # ---------------------------------------------------------------------- defects
 
 
-def _read(name: str, question: str | None, reference: str | None) -> tuple[FileReport, list[Item]]:
-    rule = SETS.get(Path(name).stem)
-    wanted = (question,) if question else (*(rule.question if rule else ()), *QUESTION_COLUMNS)
-    wanted_reference = (
-        (reference,) if reference else (*(rule.reference if rule else ()), *REFERENCE_COLUMNS)
-    )
-    found = _Findings()
+def _read(name: str, question: str | None, reference: str | None) -> tuple[FileDefects, list[Item]]:
+    wanted, wanted_reference, rule = _columns(name, question, reference)
+    found = Defects()
     items: list[Item] = []
-    used = ("", "")
+    used = ["", ""]
     columns: set[str] = set()
     num_rows = 0
     for row in read_rows(name, "train"):
@@ -186,16 +185,15 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileR
             continue
         columns |= set(row.values)
         for column, text in control_places(row.values, ""):
-            found.add(f"control character in '{column}'", row.number, _visible(text))
+            shown = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+            found.add(f"control character in '{column}'", row.number, shown)
         asked, accepted = find_value(row.values, wanted), find_value(row.values, wanted_reference)
-        used = (
-            used[0] or (asked[0] if asked else ""),
-            used[1] or (accepted[0] if accepted else ""),
-        )
+        used = [
+            old or (new[0] if new else "") for old, new in zip(used, (asked, accepted), strict=True)
+        ]
         text = question_text(asked[1]) if asked else ""
         answers = accepted_answers(accepted[1]) if accepted else ()
-        if rule is not None and rule.after is not None:
-            answers = tuple(answer.rpartition(rule.after)[2].strip() for answer in answers)
+        answers = after_mark(answers, rule.after if rule else None)
         if not text.strip():
             found.add("blank question", row.number, repr(answers))
         if not answers:
@@ -211,40 +209,21 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileR
             f"'{name}' has no column {' or '.join(wanted)}; {has}. Name the question's with"
             f" --question-column.{near}"
         )
-    _repeats(items, found)
-    report = FileReport(
+    _add_repeats(items, found)
+    return FileDefects(
         source=name,
         question_column=used[0],
         reference_column=used[1] or "none",
         num_rows=num_rows,
-        findings=found.listed(),
-    )
-    return report, items
-
-
-class _Findings:
-    """Findings by kind, in the order in which they first occur."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, list[int]] = {}
-        self._examples: dict[str, str] = {}
-
-    def add(self, kind: str, row: int, example: str) -> None:
-        """Counts a row once per kind."""
-        rows = self._rows.setdefault(kind, [])
-        if not rows or rows[-1] != row:
-            rows.append(row)
-        self._examples.setdefault(kind, example)
-
-    def listed(self) -> list[Finding]:
-        return [
-            Finding(kind=kind, rows=rows, example=self._examples[kind][:200])
-            for kind, rows in self._rows.items()
-        ]
+        findings=[
+            Finding(kind=kind, rows=rows, example=found.examples[kind][:200])
+            for kind, rows in found.rows.items()
+        ],
+    ), items
 
 
 def _odd(reference: str) -> str:
-    """What makes a reference look like a mistake; empty for nothing."""
+    """Returns the reason why a reference looks like a mistake; empty where it does not."""
     if reference.strip().lower() in _PLACEHOLDERS:
         return "a placeholder"
     if CONTROL.search(reference):
@@ -253,18 +232,11 @@ def _odd(reference: str) -> str:
         return "a list written as text"
     if len(reference) > LONG_REFERENCE_CHARS:
         return f"longer than {LONG_REFERENCE_CHARS} characters"
-    opened = (
-        reference.count("{")
-        - reference.count("}")
-        - reference.count("\\{")
-        + reference.count("\\}")
-    )
-    if opened:
-        return "braces that do not match"
-    return ""
+    bare = reference.replace("\\{", "").replace("\\}", "")
+    return "braces that do not match" if bare.count("{") != bare.count("}") else ""
 
 
-def _repeats(items: Sequence[Item], found: _Findings) -> None:
+def _add_repeats(items: Sequence[Item], found: Defects) -> None:
     first: dict[str, Item] = {}
     for item in items:
         key = normalised(item.question)
@@ -281,10 +253,6 @@ def _repeats(items: Sequence[Item], found: _Findings) -> None:
             "" if same else f"  ({before.reference} in row {before.row}, {item.reference} here)"
         )
         found.add(kind, item.row, f"{item.question[:120]}{answers}")
-
-
-def _visible(text: str) -> str:
-    return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 # ---------------------------------------------------------------------- contamination
@@ -347,32 +315,27 @@ class _Index:
         ]
 
     def _overlap(self, item: Item) -> Overlap | None:
-        exact = self._exact.get(item.question)
-        if exact is not None:
-            return _as_overlap(item, exact, "exact", 1.0)
-        same = self._normalised.get(normalised(item.question))
-        if same is not None:
-            return _as_overlap(item, same, "normalised", 1.0)
-        own = shingles(item.question)
-        candidates = [self._items[row] for row in sorted(self._lsh.query(_min_hash(own)))]
-        scored = [(jaccard(own, shingles(one.question)), one) for one in candidates]
-        best = max(scored, key=lambda pair: pair[0], default=None)
-        return (
-            None
-            if best is None or best[0] < self._near
-            else _as_overlap(item, best[1], "near", best[0])
+        train: Item | None
+        similarity = 1.0
+        if (train := self._exact.get(item.question)) is not None:
+            how = "exact"
+        elif (train := self._normalised.get(normalised(item.question))) is not None:
+            how = "normalised"
+        else:
+            how, own = "near", shingles(item.question)
+            candidates = [self._items[row] for row in sorted(self._lsh.query(_min_hash(own)))]
+            scored = [(jaccard(own, shingles(one.question)), one) for one in candidates]
+            similarity, train = max(scored, key=lambda pair: pair[0], default=(0.0, None))
+            if train is None or similarity < self._near:
+                return None
+        return Overlap(
+            eval_row=item.row,
+            train_row=train.row,
+            how=how,
+            similarity=similarity,
+            question=item.question,
+            train_question=train.question,
         )
-
-
-def _as_overlap(item: Item, train: Item, how: str, similarity: float) -> Overlap:
-    return Overlap(
-        eval_row=item.row,
-        train_row=train.row,
-        how=how,
-        similarity=similarity,
-        question=item.question,
-        train_question=train.question,
-    )
 
 
 def _min_hash(parts: frozenset[str]) -> Any:
@@ -387,7 +350,7 @@ def _min_hash(parts: frozenset[str]) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnReport:
+class ColumnSummary:
     """One column: its kinds of value, how often it is filled, and how long it is as text, in
     characters."""
 
@@ -401,13 +364,13 @@ class ColumnReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileView:
-    """What a person looks at before using a file."""
+    """Columns, lengths and a few rows of a file."""
 
     source: str
     num_rows: int
     question_column: str | None
     reference_column: str | None
-    columns: list[ColumnReport]
+    columns: list[ColumnSummary]
     rows: list[dict[str, Any]]
     """The rows asked for, {"row": number, "values": columns}."""
     problems: list[str]
@@ -419,8 +382,6 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
     Raises:
         DataError: a file that is missing or has no row.
     """
-    _refuse_missing(name)
-    rule = SETS.get(Path(name).stem)
     lengths: dict[str, list[int]] = {}
     kinds: dict[str, dict[str, None]] = {}
     shown: list[dict[str, Any]] = []
@@ -432,65 +393,48 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
         if isinstance(row, BadRow):
             problems.append(row.reason)
             continue
-        for column, value in _leaves(row.values, ""):
-            kinds.setdefault(column, {})[_kind(value)] = None
+        for column, value in nested_columns(row.values):
+            if isinstance(value, Mapping):
+                continue
+            kind = type(value).__name__
+            kinds.setdefault(column, {})[_KINDS.get(kind, kind)] = None
             filled = lengths.setdefault(column, [])
             if value not in (None, "", [], ()):
-                filled.append(len(value if isinstance(value, str) else str(value)))
-        wanted = (
-            (*(rule.question if rule else ()), *QUESTION_COLUMNS),
-            (*(rule.reference if rule else ()), *REFERENCE_COLUMNS),
-        )
-        for place, names in enumerate(wanted):
+                filled.append(len(str(value)))
+        for place, names in enumerate(_columns(name)[:2]):
             if used[place] is None and (found := find_value(row.values, names)):
                 used[place] = found[0]
         if first <= row.number < first + num:
             shown.append({"row": row.number, "values": dict(row.values)})
     if not num_rows:
         raise DataError(f"'{name}' has no rows; expected one object a line.")
-    columns = [_column(column, list(kinds[column]), sorted(lengths[column])) for column in kinds]
     return FileView(
         source=name,
         num_rows=num_rows,
         question_column=used[0],
         reference_column=used[1],
-        columns=columns,
+        columns=[
+            _summary(column, list(kinds[column]), sorted(lengths[column])) for column in kinds
+        ],
         rows=shown,
         problems=problems,
     )
 
 
-def _leaves(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        found += (
-            _leaves(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else [(f"{prefix}{key}", value)]
-        )
-    return found
+_KINDS = {"str": "text", "NoneType": "nothing", "bool": "truth value"}
+_KINDS |= {"int": "integer", "float": "number"}
 
 
-def _kind(value: Any) -> str:
-    names = {
-        "str": "text",
-        "NoneType": "nothing",
-        "bool": "truth value",
-        "int": "integer",
-        "float": "number",
-    }
-    return names.get(type(value).__name__, type(value).__name__)
-
-
-def _column(name: str, kinds: list[str], lengths: list[int]) -> ColumnReport:
-    def at(share: float) -> int:
-        return lengths[min(len(lengths) - 1, int(share * len(lengths)))] if lengths else 0
-
-    return ColumnReport(
+def _summary(name: str, kinds: list[str], lengths: list[int]) -> ColumnSummary:
+    median, p95, longest = (
+        lengths[min(len(lengths) - 1, int(share * len(lengths)))] if lengths else 0
+        for share in (0.5, 0.95, 1.0)
+    )
+    return ColumnSummary(
         name=name,
         kinds=kinds,
         num_filled=len(lengths),
-        length_median=at(0.5),
-        length_p95=at(0.95),
-        length_max=lengths[-1] if lengths else 0,
+        length_median=median,
+        length_p95=p95,
+        length_max=longest,
     )

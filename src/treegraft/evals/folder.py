@@ -1,7 +1,7 @@
-"""Where an evaluation keeps what is done, so that it goes on after Ctrl-C or a crash.
+"""The folder of an evaluation, from which it resumes after Ctrl-C or a crash.
 
     DIR/
-      eval.json            what was asked for: checkpoint, settings, sets
+      eval.json            the request: checkpoint, settings, sets
       trees/NAME.jsonl     a scored tree of each item, in the order of their ends
       judge.jsonl          verdicts of the judge
       report.json          the numbers
@@ -13,16 +13,16 @@ its item runs again.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import write_atomically
+from treegraft.core.files import append_line, drop_cut_line, whole_lines, write_atomically
 from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
 from treegraft.runs.record import RunFolder, tree_from_json, tree_to_json
+from treegraft.settings.config import renamed
 
 FORMAT_VERSION = 1
 _UNCOUNTED = ("rollout.deadline_s", "engine.deadline_s")
@@ -38,7 +38,6 @@ class EvalFolder:
         self.judge_path = path / "judge.jsonl"
         self._asked_path = path / "eval.json"
         self._lock = RunFolder(path)
-        self._files: dict[Path, IO[bytes]] = {}
 
     @classmethod
     def open(cls, path: Path, asked: Mapping[str, Any], sets: Sequence[EvalSet]) -> EvalFolder:
@@ -54,18 +53,38 @@ class EvalFolder:
                 process is at work in it.
         """
         folder = cls(path)
-        wanted = {
+        wanted: dict[str, dict[str, Any]] = {
             one.name: {"digest": one.digest, "num": len(one.tasks), "source": one.source}
             for one in sets
         }
-        if not path.exists() or all(one.name.startswith(".") for one in path.iterdir()):
-            path.mkdir(parents=True, exist_ok=True)
-            held: dict[str, Any] = {}
-        else:
+        held: dict[str, Any] = {}
+        changed: list[str] = []
+        if path.exists() and any(not one.name.startswith(".") for one in path.iterdir()):
             found = folder.asked()
-            folder._refuse_other(found["asked"], asked, found["sets"], wanted)
-            held = found["sets"]
+            before, held = found["asked"], found["sets"]
+            changed += [
+                f"{name} was {before.get(name)!r} and is now {asked.get(name)!r}"
+                for name in sorted(before.keys() | asked.keys())
+                if before.get(name) != asked.get(name)
+            ]
+        for name in sorted(held.keys() & wanted.keys()):
+            old, new = held[name], wanted[name]
+            if old["digest"] != new["digest"]:
+                changed.append(
+                    f"set {name} was {old['num']} items of '{old['source']}' and is now"
+                    f" {new['num']} items of '{new['source']}' with other items or order"
+                )
+        if changed:
+            more = [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
+            raise CheckpointError(
+                f"evaluation '{path}' was begun with other settings:"
+                f" {'; '.join((*changed[:5], *more))}. Numbers of two settings cannot be mixed:"
+                " give the same ones to go on, or name another folder with --into."
+            )
+        path.mkdir(parents=True, exist_ok=True)
         folder._lock.claim()
+        for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
+            drop_cut_line(lines)
         data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
         write_atomically(
             folder._asked_path,
@@ -74,7 +93,7 @@ class EvalFolder:
         return folder
 
     def asked(self) -> dict[str, Any]:
-        """Returns what eval.json holds: "asked" and "sets".
+        """Returns the two tables of eval.json, "asked" and "sets".
 
         Raises:
             CheckpointError: the folder is no evaluation.
@@ -85,39 +104,17 @@ class EvalFolder:
                 raise ValueError(
                     f"format version {data['format_version']}, expected {FORMAT_VERSION}"
                 )
-            asked = {name: value for name, value in data["asked"].items() if name not in _UNCOUNTED}
+            asked = {
+                renamed().get(name, name): value
+                for name, value in data["asked"].items()
+                if name not in _UNCOUNTED
+            }
             return {"asked": asked, "sets": dict(data["sets"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(
-                f"'{self.path}' is not the folder of an evaluation ({error}); expected what"
-                " `treegraft eval --suite` made. Name another folder with --into."
+                f"'{self.path}' is not the folder of an evaluation ({error}); expected one"
+                " that `treegraft eval --suite` made. Name another folder with --into."
             ) from error
-
-    def _refuse_other(
-        self,
-        held: Mapping[str, Any],
-        asked: Mapping[str, Any],
-        held_sets: Mapping[str, Any],
-        sets: Mapping[str, Any],
-    ) -> None:
-        changed = [
-            f"{name} was {held.get(name)!r} and is now {asked.get(name)!r}"
-            for name in sorted(held.keys() | asked.keys())
-            if held.get(name) != asked.get(name)
-        ]
-        for name in sorted(held_sets.keys() & sets.keys()):
-            if held_sets[name]["digest"] != sets[name]["digest"]:
-                changed.append(
-                    f"set {name} was {_of(held_sets[name])} and is now {_of(sets[name])} with other"
-                    " items or order"
-                )
-        if changed:
-            raise CheckpointError(
-                f"evaluation '{self.path}' was begun with other settings:"
-                f" {'; '.join(changed[:5])}{f'; and {len(changed) - 5} more' if len(changed) > 5 else ''}."
-                " Numbers of two settings cannot be mixed: give the same ones to go on, or name"
-                " another folder with --into."
-            )
 
     # ------------------------------------------------------------------ trees
 
@@ -132,7 +129,7 @@ class EvalFolder:
             DataError: a line, other than a last one that was cut off, is not a tree.
         """
         found: dict[str, Tree] = {}
-        for number, line in _whole_lines(self.trees_path(name)):
+        for number, line in whole_lines(self.trees_path(name)):
             try:
                 tree = tree_from_json(line)
             except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -146,63 +143,29 @@ class EvalFolder:
 
     def add_tree(self, name: str, tree: Tree) -> None:
         """Writes a tree; it is on the disk when this returns."""
-        self._append(self.trees_path(name), tree_to_json(tree))
+        append_line(self.trees_path(name), tree_to_json(tree))
 
     # ------------------------------------------------------------------ verdicts
 
     def verdicts(self) -> dict[str, str]:
         """Returns the judge's verdicts by key."""
-        rows = [json.loads(line) for _, line in _whole_lines(self.judge_path)]
+        rows = [json.loads(line) for _, line in whole_lines(self.judge_path)]
         return {row["key"]: row["verdict"] for row in rows}
 
     def add_verdict(self, row: Mapping[str, str]) -> None:
-        """Writes a verdict: "key", "verdict", and what was asked and replied, for people."""
-        self._append(self.judge_path, json.dumps(row, ensure_ascii=True))
+        """Writes a verdict: "key", "verdict", and question, answer and reply for people."""
+        append_line(self.judge_path, json.dumps(row, ensure_ascii=True))
 
     def write_report(self, report: Mapping[str, Any]) -> None:
         """Writes report.json."""
         write_atomically(self.report_path, json.dumps(report, indent=1, ensure_ascii=True) + "\n")
 
     def close(self) -> None:
-        """Closes the files and lets other processes work here."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        """Lets other processes work here."""
         self._lock.release()
-
-    def _append(self, path: Path, line: str) -> None:
-        if path not in self._files:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_cut_line(path)
-            self._files[path] = path.open("ab")
-        file = self._files[path]
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def is_finished(tree: Tree) -> bool:
     """Returns whether an item needs no further run: none of its trajectories was lost to a failure
     of ours."""
     return all(leaf.status is not Status.FAILED for leaf in tree.leaves)
-
-
-def _of(held: Mapping[str, Any]) -> str:
-    return f"{held['num']} items of '{held['source']}'"
-
-
-def _whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that were written to their end, with their numbers."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.endswith(b"\n"):
-                yield number, line.decode()
-
-
-def _drop_cut_line(path: Path) -> None:
-    if path.exists():
-        data = path.read_bytes()
-        if data and not data.endswith(b"\n"):
-            os.truncate(path, data.rfind(b"\n") + 1)

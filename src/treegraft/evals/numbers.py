@@ -19,42 +19,41 @@ from treegraft.evals.scores import (
     pass_ks,
     stratified_bootstrap,
 )
-from treegraft.evals.suites import EvalSet
+from treegraft.evals.suites import EvalSet, SetRule
 from treegraft.rollout.measure import pass_at_k
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdicts:
-    """What the judge said: Verdicts(model="Qwen2.5-72B-Instruct", by_key={"1f0c...": "correct"})"""
+    """The judge's verdicts: Verdicts(model="Qwen2.5-72B", by_key={"1f0c...": "correct"})"""
 
     model: str
     by_key: Mapping[str, str]
 
     def of(self, path: Trajectory) -> str | None:
         """Returns the verdict on a trajectory; None without an answer or a verdict."""
-        answer = answer_of(path)
-        return (
-            None if answer is None else self.by_key.get(verdict_key(self.model, path.task, answer))
-        )
+        if (answer := answer_of(path)) is None:
+            return None
+        return self.by_key.get(verdict_key(self.model, path.task, answer))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LevelReport:
-    """The main score of one level: LevelReport(num_items=39, score=Interval(0.2, 0.1, 0.3))"""
+class LevelNumbers:
+    """The main score of one level: LevelNumbers(num_items=39, score=Interval(0.2, 0.1, 0.3))"""
 
     num_items: int
     score: Interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetReport:
+class SetNumbers:
     """The numbers of one set. Shares are of all trajectories: one without an answer, failed or not,
     scores 0."""
 
     name: str
     source: str
     measure: str
-    """What `score` is: "match", "f1" or "judge"."""
+    """The measure of `score`: "match", "f1" or "judge"."""
     num_items: int
     num_samples: int
     """Trajectories per item."""
@@ -94,12 +93,12 @@ class SetReport:
     sampled_tokens_mean: float
     correct_per_call: float | None
     """Correct trajectories per tool call; None without a call."""
-    levels: dict[str, LevelReport] = field(default_factory=dict)
+    levels: dict[str, LevelNumbers] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuiteReport:
+class SuiteNumbers:
     """All numbers of an evaluation."""
 
     checkpoint: str
@@ -107,7 +106,7 @@ class SuiteReport:
     num_samples: int
     seed: int
     judge_model: str | None
-    sets: list[SetReport]
+    sets: list[SetNumbers]
     mean: Interval
     """Unweighted mean of the sets' scores."""
     is_complete: bool
@@ -119,18 +118,17 @@ class SuiteReport:
 
 
 def correctness(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory], bool]:
-    """Returns what says whether a trajectory is correct: the judge where the measure is its, else
-    the rule."""
+    """Returns the test of a trajectory's correctness: the judge's verdict where it is the measure,
+    else the rule."""
     if measure == "judge" and verdicts is not None:
         return lambda path: verdicts.of(path) == Verdict.CORRECT
     return lambda path: bool(path.leaf.is_correct)
 
 
-def main_measure(one: EvalSet, verdicts: Verdicts | None) -> str:
+def main_measure(rule: SetRule, verdicts: Verdicts | None) -> str:
     """Returns "f1", "judge", or "match" where the set is mathematics or nobody judges."""
-    if one.rule.measure == "judge":
-        return "judge" if verdicts is not None else "match"
-    return "f1" if one.rule.measure == "f1" else "match"
+    is_rule = rule.measure == "math" or (rule.measure == "judge" and verdicts is None)
+    return "match" if is_rule else rule.measure
 
 
 def main_score(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory], float]:
@@ -146,28 +144,26 @@ def item_means(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> l
     return [statistics.fmean(score(path) for path in tree.trajectories()) for tree in trees]
 
 
-def report_set(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -> SetReport:
+def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -> SetNumbers:
     """Returns the numbers of a set.
 
     Raises:
         ValueError: no trees.
     """
-    measure = main_measure(one, verdicts)
+    measure = main_measure(one.rule, verdicts)
     score, is_correct = main_score(measure, verdicts), correctness(measure, verdicts)
     paths = [path for tree in trees for path in tree.trajectories()]
     status = Counter(path.status for path in paths)
     completed = [score(path) for path in paths if path.status is Status.COMPLETED]
     counts = [(len(tree.leaves), sum(map(is_correct, tree.trajectories()))) for tree in trees]
     num_samples = min(num for num, _ in counts)
-    calls: Counter[str] = Counter()
-    for path in paths:
-        calls.update(calls_by_tool(path))
+    calls = sum((calls_by_tool(path) for path in paths), Counter[str]())
     num_calls = sum(path.num_tool_calls for path in paths)
 
     def part(name: str) -> float:
         return statistics.fmean(path.leaf.reward_parts.get(name, 0.0) for path in paths)
 
-    return SetReport(
+    return SetNumbers(
         name=one.name,
         source=one.source,
         measure=measure,
@@ -192,29 +188,27 @@ def report_set(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) -
         correct_per_call=sum(right for _, right in counts) / num_calls if num_calls else None,
         levels=_levels(trees, score),
         notes=list(one.notes),
-        **({} if verdicts is None else _judged(paths, verdicts)),
+        **_judged(paths, verdicts),
     )
 
 
-def _levels(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> dict[str, LevelReport]:
+def _levels(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> dict[str, LevelNumbers]:
     by_level: dict[str, list[Tree]] = {}
     for tree in trees:
         if tree.task.category:
             by_level.setdefault(tree.task.category, []).append(tree)
     return {
-        level: LevelReport(num_items=len(members), score=bootstrap(item_means(members, score)))
+        level: LevelNumbers(num_items=len(members), score=bootstrap(item_means(members, score)))
         for level, members in sorted(by_level.items())
     }
 
 
-def _judged(paths: Sequence[Trajectory], verdicts: Verdicts) -> dict[str, Any]:
+def _judged(paths: Sequence[Trajectory], verdicts: Verdicts | None) -> dict[str, Any]:
+    if verdicts is None:
+        return {}
     said = [(path, verdicts.of(path)) for path in paths]
     judged = [(path, verdict) for path, verdict in said if verdict is not None]
-    read = [
-        (path, verdict == Verdict.CORRECT)
-        for path, verdict in judged
-        if verdict != Verdict.UNPARSED
-    ]
+    read = [(path, one == Verdict.CORRECT) for path, one in judged if one != Verdict.UNPARSED]
     differ = [(path, yes) for path, yes in read if yes != bool(path.leaf.is_correct)]
     return {
         "judge": sum(verdict == Verdict.CORRECT for _, verdict in judged) / len(paths),
@@ -226,7 +220,7 @@ def _judged(paths: Sequence[Trajectory], verdicts: Verdicts) -> dict[str, Any]:
     }
 
 
-def report_suite(
+def suite_numbers(
     sets: Sequence[EvalSet],
     trees: Mapping[str, Sequence[Tree]],
     verdicts: Verdicts | None,
@@ -235,7 +229,7 @@ def report_suite(
     temperature: float,
     num_samples: int,
     seed: int,
-) -> SuiteReport:
+) -> SuiteNumbers:
     """Returns the numbers of all sets that have any tree.
 
     Raises:
@@ -243,16 +237,16 @@ def report_suite(
     """
     begun = [one for one in sets if trees[one.name]]
     groups = [
-        item_means(trees[one.name], main_score(main_measure(one, verdicts), verdicts))
+        item_means(trees[one.name], main_score(main_measure(one.rule, verdicts), verdicts))
         for one in begun
     ]
-    return SuiteReport(
+    return SuiteNumbers(
         checkpoint=checkpoint,
         temperature=temperature,
         num_samples=num_samples,
         seed=seed,
         judge_model=None if verdicts is None else verdicts.model,
-        sets=[report_set(one, trees[one.name], verdicts) for one in begun],
+        sets=[set_numbers(one, trees[one.name], verdicts) for one in begun],
         mean=stratified_bootstrap(groups),
         is_complete=all(len(trees[one.name]) == len(one.tasks) for one in sets),
     )

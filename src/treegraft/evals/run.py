@@ -15,30 +15,14 @@ from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.types import Task, Tree
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
-from treegraft.evals.numbers import SuiteReport, Verdicts, report_suite
+from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
 from treegraft.evals.scores import answer_of, suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.runs.start import open_checkpoint
-from treegraft.settings.config import Config
-from treegraft.settings.idle import EVALUATION_IGNORES
-
-_NO_MATTER = (
-    *(
-        *EVALUATION_IGNORES,
-        "run.dir",
-        "eval.greedy",
-        "eval.num_samples",
-        "track.",
-        "reward.",
-        "model.path",
-    ),
-    *("rollout.deadline_s", "engine.deadline_s"),
-)
-"""Settings that a suite's trajectories do not depend on: the model is told apart by its weights,
-and what a deadline cut off is run again, so that a machine found too slow is given more time."""
+from treegraft.settings.config import Config, settings_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +68,7 @@ class SuitePlan:
 class SuiteResult:
     """What `evaluate_suite` gives back."""
 
-    report: SuiteReport | None
+    report: SuiteNumbers | None
     """None where a stop came before the first item was done."""
     folder: Path
     is_stopped: bool
@@ -161,10 +145,11 @@ def _asked(
     config: Config, place: Path | str, plan: SuitePlan, temperature: float
 ) -> dict[str, Any]:
     """Everything that a trajectory depends on, by name."""
+    no_matter = settings_with("ignored_by_eval", "same_answers")
     values = {
         name: value
         for name, value in _flat(config.model_dump(mode="json"), "")
-        if not name.startswith(_NO_MATTER)
+        if not name.startswith(no_matter)
     }
     return values | {
         "weights": _weights_id(place),
@@ -302,13 +287,13 @@ class _Suite:
         with watch.waiting(f"judge {judge.settings.model}"):
             await judge.judge_all(asked, self._verdicts, keep, progress)
 
-    def report(self, checkpoint: Path | str) -> SuiteReport | None:
+    def report(self, checkpoint: Path | str) -> SuiteNumbers | None:
         """Returns the numbers of what is done; None where nothing is."""
         ordered = {one.name: in_order(one, self.trees[one.name]) for one in self._sets}
         if not any(ordered.values()):
             return None
         judge = self._plan.judge
-        return report_suite(
+        return suite_numbers(
             self._sets,
             ordered,
             None if judge is None else Verdicts(model=judge.model, by_key=self._verdicts),

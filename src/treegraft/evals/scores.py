@@ -1,18 +1,18 @@
-"""The numbers of an evaluation: what a trajectory scores, and means of them with their
-uncertainty."""
+"""Scores of trajectories, and their means with bootstrap intervals."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from treegraft.core.interfaces import RewardFunc
-from treegraft.core.types import Status, Trajectory
+from treegraft.core.types import Trajectory
 from treegraft.tasks import scoring
-from treegraft.tasks.rewards import RewardScorer
+from treegraft.tasks.rewards import RewardScorer, answer_reward
+from treegraft.tasks.rewards import answer_of as answer_of
 
 NUM_RESAMPLES = 10_000
 """Draws of a bootstrap."""
@@ -30,56 +30,28 @@ class Interval:
 
 
 def suite_scorer(deadline_s: float) -> RewardScorer:
-    """Returns what scores an evaluated tree: reward parts "em", "f1" and "match", and whether the
+    """Returns the scorer of evaluated trees: reward parts "em", "f1" and "match", and whether the
     answer is correct.
 
     em and f1 are SQuAD's, f1 with Chinese characters as words; match is `is_correct`: exact match,
     or equal mathematics. The reward is match.
     """
-    functions: list[tuple[str, RewardFunc, float]] = [
-        ("em", _em, 0.0),
-        ("f1", _f1, 0.0),
-        ("match", _match, 1.0),
-    ]
-    return RewardScorer(functions, deadline_s=deadline_s)
-
-
-def _em(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
-    return [
-        scoring.exact_match_squad(answer_of(one) or "", one.task.reference)
-        if answer_of(one)
-        else 0.0
-        for one in trajectories
-    ]
-
-
-def _f1(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
-    return [
-        scoring.f1_characters(answer_of(one) or "", one.task.reference) if answer_of(one) else 0.0
-        for one in trajectories
-    ]
-
-
-def _match(*, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
-    return [
-        float(scoring.is_correct(answer_of(one) or "", one.task.reference))
-        if answer_of(one)
-        else 0.0
-        for one in trajectories
-    ]
-
-
-def answer_of(trajectory: Trajectory) -> str | None:
-    """Returns the answer of a completed trajectory; None for any other."""
-    return trajectory.leaf.answer if trajectory.status is Status.COMPLETED else None
+    return RewardScorer(
+        [
+            ("em", answer_reward(scoring.exact_match_squad), 0.0),
+            ("f1", answer_reward(scoring.f1_characters), 0.0),
+            ("match", answer_reward(scoring.is_correct), 1.0),
+        ],
+        deadline_s=deadline_s,
+    )
 
 
 def bootstrap(values: Sequence[float], *, seed: int = 0) -> Interval:
     """Returns the mean with its 95 % percentile interval over resampled items (Efron & Tibshirani,
     1993, ch. 13).
 
-    `values` holds one number per item, the mean over its samples: items are what another test set
-    would have others of.
+    `values` holds one number per item, the mean over its samples, because another test set would
+    have other items.
 
     Raises:
         ValueError: no values.
@@ -121,10 +93,10 @@ def num_sampled_tokens(trajectory: Trajectory) -> int:
     return sum(trajectory.sampled_mask)
 
 
-def calls_by_tool(trajectory: Trajectory) -> Mapping[str, int]:
+def calls_by_tool(trajectory: Trajectory) -> Counter[str]:
     """Returns the calls that were run, by tool."""
-    counts: dict[str, int] = {}
-    for content in trajectory.contents:
-        for call, _ in zip(content.calls, content.observations, strict=False):
-            counts[call.name] = counts.get(call.name, 0) + 1
-    return counts
+    return Counter(
+        call.name
+        for content in trajectory.contents
+        for call, _ in zip(content.calls, content.observations, strict=False)
+    )

@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from treegraft.core.text import plain
-from treegraft.evals.numbers import SetReport, SuiteReport
+from treegraft.evals.numbers import SetNumbers, SuiteNumbers
 from treegraft.evals.scores import Interval
-from treegraft.evals.versus import Comparison, Flip
+from treegraft.evals.versus import Comparison
 
 MAX_FLIPS = 10
 """Items of each kind that a table names; the JSON names all."""
@@ -37,14 +37,11 @@ def _table(title: str, columns: Sequence[str], num_left: int = 1) -> Table:
     return table
 
 
-def print_report(report: SuiteReport, console: Console) -> None:
+def print_report(report: SuiteNumbers, console: Console) -> None:
     """Prints the numbers of an evaluation: scores, how trajectories ended, what they cost, levels
     and notes."""
-    how = (
-        f"{report.num_samples} at temperature {report.temperature:g}"
-        if report.temperature
-        else "greedy"
-    )
+    is_greedy = report.temperature == 0
+    how = "greedy" if is_greedy else f"{report.num_samples} at temperature {report.temperature:g}"
     judged = f", judged by {report.judge_model}" if report.judge_model else ""
     parts: list[Any] = [_scores(report, f"{report.checkpoint}: {how}{judged}"), _ends(report)]
     if any(one.levels for one in report.sets):
@@ -60,60 +57,35 @@ def print_report(report: SuiteReport, console: Console) -> None:
         )
 
 
-def _scores(report: SuiteReport, title: str) -> Table:
+def _scores(report: SuiteNumbers, title: str) -> Table:
     ks = sorted({k for one in report.sets for k in one.pass_at if k > 1})
     has_judge = report.judge_model is not None
-    columns = [
-        "set",
-        "by",
-        "items",
-        "score [95 %]",
-        "em",
-        "f1",
-        "match",
-        *(["judge"] if has_judge else []),
-    ]
+    columns = ["set", "by", "items", "score [95 %]", "em", "f1", "match"]
+    columns += ["judge"] if has_judge else []
     table = _table(title, [*columns, *(f"pass@{k}" for k in ks)], 2)
     for one in report.sets:
-        judge = [percent(one.judge)] if has_judge else []
-        shares = [
-            percent(one.em),
-            percent(one.f1),
-            percent(one.match),
-            *judge,
-            *(percent(one.pass_at.get(k)) for k in ks),
-        ]
+        judge = [one.judge] if has_judge else []
+        passed = (one.pass_at.get(k) for k in ks)
+        shares = map(percent, (one.em, one.f1, one.match, *judge, *passed))
         table.add_row(one.name, one.measure, str(one.num_items), interval(one.score), *shares)
     if len(report.sets) > 1:
         table.add_row(Text("mean", "bold"), "", "", Text(interval(report.mean), "bold"))
     return table
 
 
-def _ends(report: SuiteReport) -> Table:
-    columns = [
-        "",
-        "completed",
-        "truncated",
-        "off format",
-        "failed",
-        "score if completed",
-        "calls",
-        "tokens",
-        "correct/call",
-    ]
+def _ends(report: SuiteNumbers) -> Table:
+    columns = ["", "completed", "truncated", "off format", "failed"]
+    columns += ["score if completed", "calls", "tokens", "correct/call"]
     table = _table("", columns)
     for one in report.sets:
         per_call = "-" if one.correct_per_call is None else f"{one.correct_per_call:.3f}"
-        counts = [
-            str(n)
-            for n in (one.num_completed, one.num_truncated, one.num_violations, one.num_failed)
-        ]
+        ends = (one.num_completed, one.num_truncated, one.num_violations, one.num_failed)
         cost = [f"{one.tool_calls_mean:.2f}", f"{one.sampled_tokens_mean:.0f}", per_call]
-        table.add_row(one.name, *counts, percent(one.score_completed), *cost)
+        table.add_row(one.name, *map(str, ends), percent(one.score_completed), *cost)
     return table
 
 
-def _levels(sets: Sequence[SetReport]) -> Table:
+def _levels(sets: Sequence[SetNumbers]) -> Table:
     table = _table("", ["", "level", "items", "score [95 %]"], 2)
     for one in sets:
         for level, found in one.levels.items():
@@ -121,7 +93,7 @@ def _levels(sets: Sequence[SetReport]) -> Table:
     return table
 
 
-def _notes(one: SetReport) -> list[str]:
+def _notes(one: SetNumbers) -> list[str]:
     notes = list(one.notes)
     if one.num_failed:
         notes.append(
@@ -147,36 +119,22 @@ def print_comparison(found: Comparison, console: Console) -> None:
     table = _table(f"before: {found.before}\nafter:  {found.after}", columns, 2)
     for one in found.sets:
         shares = [percent(one.before), percent(one.after), interval(one.gain)]
-        table.add_row(
-            one.name,
-            one.measure,
-            str(one.num_items),
-            *shares,
-            str(len(one.gained)),
-            str(len(one.lost)),
-        )
+        counts = map(str, (len(one.gained), len(one.lost)))
+        table.add_row(one.name, one.measure, str(one.num_items), *shares, *counts)
     if len(found.sets) > 1:
         table.add_row("mean", "", "", "", "", interval(found.gain))
     console.print(table)
     for one in found.sets:
-        _print_flips("gained", one.gained, console)
-        _print_flips("lost", one.lost, console)
+        for kind, flips in (("gained", one.gained), ("lost", one.lost)):
+            for flip in flips[:MAX_FLIPS]:
+                text = (
+                    f"{kind} {flip.task_id}: {plain(flip.question, 60)}  "
+                    f"{plain(flip.answer_before or 'no answer', 40)} ->"
+                    f" {plain(flip.answer_after or 'no answer', 40)}"
+                    f"  (accepted: {plain(flip.reference[0], 40)})"
+                )
+                console.print(Text(" ".join(text.split())), soft_wrap=True)
+            if more := len(flips[MAX_FLIPS:]):
+                console.print(Text(f"... and {more} more {kind}; --json names all"), soft_wrap=True)
     for note in found.notes:
         console.print(Text(note, "dim"), soft_wrap=True)
-
-
-def _print_flips(kind: str, flips: Sequence[Flip], console: Console) -> None:
-    for flip in flips[:MAX_FLIPS]:
-        answers = (
-            f"{plain(flip.answer_before or 'no answer', 40)} ->"
-            f" {plain(flip.answer_after or 'no answer', 40)}"
-        )
-        text = (
-            f"{kind} {flip.task_id}: {plain(flip.question, 60)}  {answers}  (accepted:"
-            f" {plain(flip.reference[0], 40)})"
-        )
-        console.print(Text(" ".join(text.split())), soft_wrap=True)
-    if len(flips) > MAX_FLIPS:
-        console.print(
-            Text(f"... and {len(flips) - MAX_FLIPS} more {kind}; --json names all"), soft_wrap=True
-        )

@@ -1,5 +1,4 @@
-"""The papers' evaluation sets by name: where each lies, which columns it has, and what it is
-measured by.
+"""The papers' evaluation sets by name, each with its source, columns and measure.
 
 ARPO (arXiv 2507.19849) reports 13 sets, RAPO (arXiv 2603.03078) fourteen. Of the latter `simpleqa`,
 which ARPO's evaluation data hold too, is taken for the one that ARPO's tables lack.
@@ -8,16 +7,22 @@ which ARPO's evaluation data hold too, is taken for the one that ARPO's tables l
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
-from treegraft.evals.fields import accepted_answers, find_value, last_boxed, question_text
+from treegraft.rollout.formats.markup import boxed
+from treegraft.tasks.fields import (
+    Defects,
+    accepted_answers,
+    after_mark,
+    find_value,
+    question_text,
+)
 from treegraft.tasks.readers import BadRow, read_rows
 
 Measure = Literal["math", "f1", "judge"]
@@ -42,7 +47,7 @@ class SetRule:
     aliases: tuple[str, ...] = ()
     """Columns of further accepted answers."""
     after: str | None = None
-    """Keep what follows this mark in a reference; None keeps all."""
+    """Keep the part of a reference after this mark; None keeps all."""
     boxed: tuple[str, ...] = ()
     """Columns whose last \\boxed{} is the reference, where none of `reference` is there."""
     level: tuple[str, ...] = ()
@@ -131,7 +136,7 @@ class EvalSet:
     tasks: tuple[Task, ...]
     """Ids are "NAME/ROW", rows counted from 0."""
     notes: tuple[str, ...] = ()
-    """What is wrong with it and what was left out, one sentence each."""
+    """Its defects and the rows left out, one sentence each."""
     num_rows: int = 0
     """Usable rows before the choice of `num`."""
 
@@ -235,100 +240,64 @@ def read_set(
     Raises:
         DataError: no usable row; or as `read_rows` does.
     """
-    rule, seen = SETS[name], _Seen()
-    tasks = list(_tasks(name, source, rule, seen))
+    rule, defects, columns = SETS[name], Defects(), set[str]()
+    tasks: list[Task] = []
+    num_rows = 0
+    for number, row in enumerate(read_rows(source, "test")):
+        num_rows += 1
+        if isinstance(row, BadRow):
+            defects.add("that cannot be read", number)
+            continue
+        columns |= set(row.values)
+        found = _read(f"{name}/{row.number}", row.values, rule)
+        if isinstance(found, str):
+            defects.add(found, number)
+        else:
+            tasks.append(found)
     if not tasks:
-        columns = f" Its columns are {', '.join(sorted(seen.columns))}." if seen.columns else ""
+        has = f" Its columns are {', '.join(sorted(columns))}." if columns else ""
         raise DataError(
-            f"set '{name}': '{source}' has no usable row among {seen.num_rows}"
-            f" ({'; '.join(seen.sentences()) or 'it is empty'}). Expected a question in"
+            f"set '{name}': '{source}' has no usable row among {num_rows}"
+            f" ({'; '.join(defects.sentences()) or 'it is empty'}). Expected a question in"
             f" {' or '.join(rule.question)} and a reference in"
-            f" {' or '.join((*rule.reference, *rule.boxed))}.{columns}"
+            f" {' or '.join((*rule.reference, *rule.boxed))}.{has}"
         )
-    num_rows = len(tasks)
     if shuffle_seed is not None:
         tasks.sort(key=lambda task: keyed_int(shuffle_seed, "eval-order", task.id))
-    notes = seen.sentences()
-    if num is not None and num > num_rows:
-        notes.append(f"{num_rows} rows are all it has; {num} were asked for")
+    notes = defects.sentences()
+    if num is not None and num > len(tasks):
+        notes.append(f"{len(tasks)} rows are all it has; {num} were asked for")
     return EvalSet(
         name=name,
         source=source,
         rule=rule,
         tasks=tuple(tasks[:num]),
         notes=tuple(notes),
-        num_rows=num_rows,
+        num_rows=len(tasks),
     )
 
 
-@dataclass(slots=True)
-class _Seen:
-    """What one pass over a source saw."""
-
-    num_rows: int = 0
-    left_out: Counter[str] = field(default_factory=Counter)
-    columns: set[str] = field(default_factory=set)
-
-    def sentences(self) -> list[str]:
-        return [
-            f"{count} {'row' if count == 1 else 'rows'} {what} left out"
-            for what, count in self.left_out.items()
-        ]
-
-
-def _tasks(name: str, source: str, rule: SetRule, seen: _Seen) -> Iterator[Task]:
-    for row in read_rows(source, "test"):
-        seen.num_rows += 1
-        if isinstance(row, BadRow):
-            seen.left_out["that cannot be read"] += 1
-            continue
-        seen.columns |= set(row.values)
-        reason, task = _read(name, row.number, row.values, rule)
-        if task is None:
-            seen.left_out[reason] += 1
-        else:
-            yield task
-
-
-def _read(
-    name: str, number: int, values: Mapping[str, Any], rule: SetRule
-) -> tuple[str, Task | None]:
-    """Returns the row as a task, or None and why it is of no use."""
-    if any(
-        str(found[1] or "").strip()
-        for column in rule.must_be_blank
-        if (found := find_value(values, [column]))
-    ):
-        return "with a picture or file", None
-    question = find_value(values, rule.question)
-    text = "" if question is None else question_text(question[1])
+def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
+    """Returns the row as a task, or the reason why it is of no use."""
+    for column in rule.must_be_blank:
+        if (blank := find_value(values, [column])) and str(blank[1] or "").strip():
+            return "with a picture or file"
+    question, level = find_value(values, rule.question), find_value(values, rule.level)
+    text = question_text(question[1]) if question else ""
     if not text.strip():
-        return "without a question", None
-    reference = tuple(_references(values, rule))
+        return "without a question"
+    found = find_value(values, rule.reference)
+    # A copy of the set may hold the bare reference already.
+    accepted = after_mark(accepted_answers(found[1]) if found else (), rule.after)
+    if not accepted and (solution := find_value(values, rule.boxed)):
+        accepted = (boxed(str(solution[1])) or "",)
+    for column in rule.aliases:
+        if further := find_value(values, [column]):
+            accepted += accepted_answers(further[1])
+    reference = tuple(dict.fromkeys(filter(None, accepted)))
     if not reference:
-        return "without a reference", None
-    level = find_value(values, rule.level)
+        return "without a reference"
     category = "" if level is None or level[1] is None else str(level[1]).strip()
     if category.isdigit():
         category = f"level {category}"
-    return "", Task(id=f"{name}/{number}", question=text, reference=reference, category=category)
-
-
-def _references(values: Mapping[str, Any], rule: SetRule) -> Iterable[str]:
-    found = find_value(values, rule.reference)
-    accepted: Sequence[str] = () if found is None else accepted_answers(found[1])
-    if rule.after is not None:
-        # A copy of the set may hold the bare reference already.
-        accepted = [
-            one.rpartition(rule.after)[2].strip() if rule.after in one else one for one in accepted
-        ]
-    if not accepted and (solution := find_value(values, rule.boxed)):
-        boxed = last_boxed(str(solution[1]))
-        accepted = [boxed] if boxed else []
-    further = [
-        one
-        for column in rule.aliases
-        if (more := find_value(values, [column]))
-        for one in accepted_answers(more[1])
-    ]
-    return dict.fromkeys(one for one in (*accepted, *further) if one)
+    return Task(id=task_id, question=text, reference=reference, category=category)

@@ -1,18 +1,19 @@
-"""Two evaluations of the same items, item by item: how much better, how sure, and which items
+"""Two evaluations of the same items, item by item: the gain, its interval, and the items that
 flipped."""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.types import Trajectory, Tree
+from treegraft.core.types import Tree
 from treegraft.evals.folder import EvalFolder
-from treegraft.evals.numbers import Verdicts, correctness, item_means, main_score
+from treegraft.evals.numbers import Verdicts, correctness, item_means, main_measure, main_score
 from treegraft.evals.scores import Interval, answer_of, bootstrap, stratified_bootstrap
 from treegraft.evals.suites import SETS
 
@@ -88,12 +89,9 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
         for folder, own in zip(folders, held, strict=True)
         if (alone := [name for name in own if name not in common])
     ]
-    is_judged = (
-        verdicts[0] is not None
-        and verdicts[1] is not None
-        and verdicts[0].model == verdicts[1].model
-    )
-    if not is_judged and any(one is not None for one in verdicts):
+    models = [None if one is None else one.model for one in verdicts]
+    is_judged = models[0] is not None and models[0] == models[1]
+    if not is_judged and any(models):
         notes.append("not judged by one model on both sides, so answers count by rule")
     compared, differences = [], []
     for name in common:
@@ -117,9 +115,7 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
 
 
 def _verdicts(folder: EvalFolder) -> Verdicts | None:
-    """The verdicts of the judge that the folder's report was made with."""
-    import json
-
+    """Returns the judge's verdicts that the folder's report was made with."""
     if not folder.report_path.exists():
         return None
     model = json.loads(folder.report_path.read_text(encoding="utf-8")).get("judge_model")
@@ -139,52 +135,33 @@ def _finished(folder: EvalFolder, name: str, num: int) -> list[Tree]:
 def _compare_set(
     name: str, trees: Sequence[Sequence[Tree]], verdicts: Sequence[Verdicts | None]
 ) -> tuple[SetComparison, list[float]]:
-    kind = SETS[name].measure
-    measure = (
-        "f1"
-        if kind == "f1"
-        else "judge"
-        if kind == "judge" and verdicts[0] is not None
-        else "match"
-    )
-    before, after = (
-        item_means(own, main_score(measure, one)) for own, one in zip(trees, verdicts, strict=True)
-    )
+    measure = main_measure(SETS[name], verdicts[0])
+    sides = list(zip(trees, verdicts, strict=True))
+    before, after = (item_means(own, main_score(measure, one)) for own, one in sides)
+    shares = [item_means(own, correctness(measure, one)) for own, one in sides]
     differences = [b - a for a, b in zip(before, after, strict=True)]
-    shares = [
-        {tree.task.id: _share(tree, correctness(measure, one)) for tree in own}
-        for own, one in zip(trees, verdicts, strict=True)
-    ]
-    by_id: list[Mapping[str, Tree]] = [{tree.task.id: tree for tree in own} for own in trees]
     flips = [
-        _flip(by_id[0][key], by_id[1][key], shares[0][key], shares[1][key]) for key in shares[0]
+        Flip(
+            task_id=old.task.id,
+            question=old.task.question,
+            reference=old.task.reference,
+            before=share_before,
+            after=share_after,
+            answer_before=answer_of(old.trajectories()[0]),
+            answer_after=answer_of(new.trajectories()[0]),
+        )
+        for old, new, share_before, share_after in zip(
+            trees[0], trees[1], shares[0], shares[1], strict=True
+        )
     ]
-    return (
-        SetComparison(
-            name=name,
-            measure=measure,
-            num_items=len(differences),
-            before=statistics.fmean(before),
-            after=statistics.fmean(after),
-            gain=bootstrap(differences),
-            gained=[flip for flip in flips if flip.after > flip.before],
-            lost=[flip for flip in flips if flip.after < flip.before],
-        ),
-        differences,
+    compared = SetComparison(
+        name=name,
+        measure=measure,
+        num_items=len(differences),
+        before=statistics.fmean(before),
+        after=statistics.fmean(after),
+        gain=bootstrap(differences),
+        gained=[flip for flip in flips if flip.after > flip.before],
+        lost=[flip for flip in flips if flip.after < flip.before],
     )
-
-
-def _share(tree: Tree, is_correct: Callable[[Trajectory], bool]) -> float:
-    return statistics.fmean(is_correct(path) for path in tree.trajectories())
-
-
-def _flip(before: Tree, after: Tree, share_before: float, share_after: float) -> Flip:
-    return Flip(
-        task_id=before.task.id,
-        question=before.task.question,
-        reference=before.task.reference,
-        before=share_before,
-        after=share_after,
-        answer_before=answer_of(before.trajectories()[0]),
-        answer_after=answer_of(after.trajectories()[0]),
-    )
+    return compared, differences

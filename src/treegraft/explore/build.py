@@ -12,7 +12,7 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.settings.config import ExploreSettings
+from treegraft.settings.explore import ExploreSettings
 
 
 def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:

@@ -18,7 +18,7 @@ from treegraft.core.types import (
     Step,
     Tree,
 )
-from treegraft.settings.config import EntropySettings
+from treegraft.settings.explore import EntropySettings
 
 
 class EntropyBranching:

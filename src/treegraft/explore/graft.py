@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
-from treegraft.settings.config import GraftSettings
+from treegraft.settings.explore import GraftSettings
 
 
 class HybridRollout:

@@ -33,8 +33,8 @@ from treegraft.runs.checkpoint import (
     FORMAT_VERSION,
     PARTIAL,
     TrainState,
-    checksums_of,
     _unreadable,
+    checksums_of,
     read_state,
 )
 

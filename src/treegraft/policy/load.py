@@ -13,7 +13,7 @@ import torch
 from treegraft.core.errors import ModelError
 from treegraft.core.locate import locate
 from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
-from treegraft.settings.config import ModelSettings
+from treegraft.settings.policy import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -46,6 +46,7 @@ class TrainState:
 
 
 def checksums_of(folder: Path) -> dict[str, str]:
+    """Returns the checksum of each file in the folder, by its path there."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): file_checksum(file) for file in files}
 

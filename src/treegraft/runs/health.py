@@ -1,5 +1,4 @@
-"""Warnings while training: what is wrong with an update as far as its metrics say, what that means,
-and what to do.
+"""Warnings while training: problems that an update's metrics show.
 
 The rules look at lines of metrics and at nothing else, in order, so that a resumed run warns as an
 undisturbed one does, and a run that was recorded before there were warnings can still be judged.
@@ -158,14 +157,15 @@ def page() -> Iterator[str]:
     yield "# Warnings while training"
     yield ""
     yield (
-        "Made from `src/treegraft/runs/health_rules.py` by `python -m treegraft.runs.health`. Each"
-        " warning is said in the terminal when it"
+        "Generated from `src/treegraft/runs/health_rules.py` by `python -m treegraft.runs.health`."
+        " The terminal reports"
     )
     yield (
-        "begins and when it ends, written into its updates' lines of `metrics.jsonl` as"
-        " `health/NAME`, and marked in the viewer."
+        "a warning when it begins and when it ends. The lines of its updates in `metrics.jsonl`"
+        " have it as `health/NAME`,"
     )
-    yield 'Limits are settings of the table `[health]`; `"off"` silences a warning.'
+    yield "and the viewer marks them. Limits are settings of the table `[health]`; the limit"
+    yield '`"off"` turns a warning off.'
     for rule in RULES:
         yield ""
         yield f"## {rule.name}"

@@ -1,4 +1,4 @@
-"""The run folder: what is written there, how it is read back, how it is cut to a checkpoint.
+"""The run folder: written, read back, and cut to a checkpoint when a run resumes.
 
     runs/NAME/
       config.json                       resolved settings
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import write_atomically
+from treegraft.core.files import append_line, write_atomically
 from treegraft.core.types import (
     BranchCause,
     BranchDecision,
@@ -283,10 +283,7 @@ class RunFolder:
     def append_metrics(self, update: int, metrics: Mapping[str, float]) -> None:
         """Adds one line to metrics.jsonl."""
         line = json.dumps({"update": update, **dict(sorted(metrics.items()))})
-        with self.metrics_path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.metrics_path, line)
 
     def metrics_size(self) -> int:
         """Returns the length of metrics.jsonl in bytes."""

@@ -17,10 +17,10 @@ from functools import cached_property
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.core.interfaces import Tool
 from treegraft.core.keyed import keyed_choice, keyed_int
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.config import ReasoningGymSettings
+from treegraft.settings.tasks import ReasoningGymSettings
+from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.scoring import math_equal
 
 _RANGE_SIZE = 1 << 29
@@ -64,7 +64,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
 _MAX_SHIFT = 4096
 
 
-class ReasoningGym:
+class ReasoningGym(OpenTasks):
     """Tasks of one reasoning-gym generator."""
 
     def __init__(
@@ -92,10 +92,6 @@ class ReasoningGym:
         different questions."""
         return self._eval
 
-    def tools(self) -> Sequence[Tool]:
-        """Returns none: the recipe turns the python tool on."""
-        return ()
-
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
         """Returns a python call that prints the question's expression, and the answer read off it.
 
@@ -117,10 +113,6 @@ class ReasoningGym:
             StepContent(thought=conclusion, answer=result),
         )
 
-    def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        """Returns None: before its one call the expert has nothing to answer."""
-        return None
-
     def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
         """Returns tasks that occur neither in training nor in evaluation and that the expert can
         do.
@@ -133,10 +125,6 @@ class ReasoningGym:
         seen = {task.question for task in (*self._eval, *self._train)}
         tasks = self._draw("warmup", num, keyed_int("warmup", seed), seen)
         return tuple(task for task in tasks if self.expert(task, seed) is not None)
-
-    def vocabulary(self) -> Sequence[str]:
-        """Returns nothing: the language is open."""
-        return ()
 
     def report(self) -> Sequence[str]:
         """Returns a sentence for each part that has fewer tasks than asked for."""
@@ -212,8 +200,8 @@ def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
     """Returns the arithmetic expression of a reasoning-gym item; None where its question shows
     none.
 
-    An expression that only the metadata have (countdown's solution) is not what the question asks
-    to compute.
+    An expression that only the metadata have (countdown's solution) is not the one that the
+    question asks to compute.
     """
     candidates = [metadata.get("expression"), metadata.get("problem")]
     candidates += [
@@ -229,7 +217,7 @@ def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
 
 
 def _program(expression: str) -> tuple[str, str] | None:
-    """Returns the code that prints the expression's value and what it prints; None where it is no
+    """Returns the code that prints the expression's value, and its output; None where it is no
     arithmetic.
 
     Divisions of integers come out even in reasoning-gym and are written //, so that no digit is

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.plugins import load_object
-from treegraft.settings.config import TasksSettings
+from treegraft.core.plugins import pick
+from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
 from treegraft.tasks.search_world import SearchWorld
@@ -18,27 +18,18 @@ _METHODS = tuple(name for name in vars(TaskSource) if not name.startswith("_"))
 def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
     """Returns the source of tasks that `settings.kind` names.
 
-    A source given by import path is called with seed, num_train, num_eval and what tasks.options
-    holds.
+    A source given by import path is called with seed, num_train, num_eval and the entries
+    of tasks.options.
 
     Raises:
         SettingError: an unknown kind, an import path to nothing that makes a task source, or
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
-    build = _BUILT_IN.get(settings.kind)
-    if build is not None:
-        return build(settings, seed)
-    if ":" not in settings.kind:
-        raise SettingError(
-            f"tasks.kind is '{settings.kind}'; expected {', '.join(map(repr, _BUILT_IN))} or an"
-            f" import path 'package.module:Source'.{nearest(settings.kind, _BUILT_IN)}"
-        )
-    return _build_custom(settings, seed)
-
-
-def _build_custom(settings: TasksSettings, seed: int) -> TaskSource:
-    make = load_object(settings.kind)
+    make = pick(settings.kind, TASKS, "tasks.kind")
+    if settings.kind in TASKS:
+        built_in: TaskSource = make(settings, seed)
+        return built_in
     try:
         source: TaskSource = make(
             seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options
@@ -52,13 +43,13 @@ def _build_custom(settings: TasksSettings, seed: int) -> TaskSource:
     if missing:
         raise SettingError(
             f"tasks.kind '{settings.kind}' gave a {type(source).__name__} without"
-            f" {', '.join(missing)}; see treegraft.core.interfaces.TaskSource for what a task"
-            " source has"
+            f" {', '.join(missing)}; expected every method of"
+            " treegraft.core.interfaces.TaskSource"
         )
     return source
 
 
-_BUILT_IN: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
+TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
     "search_world": lambda settings, seed: SearchWorld(
         settings.search_world, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
     ),

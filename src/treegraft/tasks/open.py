@@ -1,4 +1,4 @@
-"""What every source of open questions answers alike."""
+"""A base class for task sources without tools, expert or closed vocabulary."""
 
 from __future__ import annotations
 

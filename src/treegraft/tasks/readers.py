@@ -52,6 +52,12 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     return readers[path.suffix.lower()](path)
 
 
+def check_is_there(spec: str) -> None:
+    """Raises DataError as `read_rows` does for a file that is missing; the hub is not asked."""
+    if not spec.startswith(HUB):
+        _resolve(spec)
+
+
 def source_names(specs: Sequence[str]) -> dict[str, str]:
     """Returns a short and unique name for each source, for the ids of its tasks."""
     names: dict[str, str] = {}
@@ -72,10 +78,11 @@ def _resolve(spec: str) -> Path:
     path = Path(expanded)
     if not path.is_file():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
+        given = "" if spec == str(path) else f" (given as '{spec}')"
         place = "" if siblings else f" The folder '{path.parent}' does not exist or is empty."
         raise DataError(
-            f"there is no file '{path}' ('{spec}' in the"
-            f" recipe).{place}{nearest(path.name, siblings)}"
+            f"there is no file '{path}'{given}; expected a .jsonl, .json or .parquet file, or"
+            f" 'hub:NAME:SPLIT'.{place}{nearest(path.name, siblings)}"
         )
     return path
 

@@ -35,25 +35,11 @@ _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\
 _LATEX = re.compile(r"\\|\^|_\{")
 _EXPRESSION = re.compile(r"[0-9A-Za-z+\-*/^=<>().,\[\]{}|!\s°√≤≥]+")
 _OPERATOR = re.compile(r"[+*/^=<>()\[\]{}|√≤≥-]|\d[A-Za-z!]|,")
-_FUNCTIONS = frozenset(
-    (
-        "sin",
-        "cos",
-        "tan",
-        "cot",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "log",
-        "ln",
-        "exp",
-        "sqrt",
-        "abs",
-        "max",
-        "min",
-        "mod",
-    )
-)
+_FUNCTIONS = {
+    *("sin", "cos", "tan", "cot", "arcsin", "arccos", "arctan", "log", "ln", "exp", "sqrt"),
+    *("abs", "max", "min", "mod"),
+}
+_WRAPPINGS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), (r"\boxed{", "}"))
 _CHARACTERS = str.maketrans(
     {
         "\N{MINUS SIGN}": "-",
@@ -96,11 +82,8 @@ def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
 def exact_match_squad(prediction: str, reference: str | Sequence[str]) -> float:
     """Returns 1.0 for an exact match as SQuAD v1.1's evaluation script takes it (arXiv 1606.05250),
     else 0.0."""
-    return _best(
-        lambda one, other: float(_normalise_squad(one) == _normalise_squad(other)),
-        prediction,
-        reference,
-    )
+    expected = map(_normalise_squad, _as_references(reference))
+    return float(_normalise_squad(prediction) in expected)
 
 
 def f1(prediction: str, reference: str | Sequence[str]) -> float:
@@ -190,14 +173,10 @@ def _as_references(reference: str | Sequence[str]) -> tuple[str, ...]:
     return (reference,) if isinstance(reference, str) else tuple(reference)
 
 
-def _is_ideographic(text: str) -> bool:
-    return _IDEOGRAPH.search(text) is not None
-
-
 def _spaced(text: str) -> str:
     """Sets characters of scripts without spaces apart, and writes their punctuation as ASCII; other
     texts stay as they are."""
-    if not _is_ideographic(text):
+    if not _IDEOGRAPH.search(text):
         return text
     text = unicodedata.normalize("NFKC", text).translate(_IDEOGRAPHIC_PUNCTUATION)
     return _IDEOGRAPH.sub(lambda match: f" {match[0]} ", text)
@@ -231,7 +210,7 @@ def _exact_match_one(prediction: str, reference: str) -> float:
     if is_mathematical(reference) or is_mathematical(prediction):
         return float(_same_text(prediction, reference))
     plain = (_TEXT_COMMAND.sub(r"\1", text) for text in (prediction, reference))
-    if _is_ideographic(prediction) and _is_ideographic(reference):
+    if _IDEOGRAPH.search(prediction) and _IDEOGRAPH.search(reference):
         plain = (_spaced(text) for text in plain)
     predicted, expected = (_normalise_squad(_protect_numbers(text)) for text in plain)
     if not predicted or not expected:
@@ -262,13 +241,7 @@ def _unwrap(text: str) -> str:
     while text != before:
         before = text
         text = text.removesuffix(".").strip()
-        for start, end in (
-            ("$$", "$$"),
-            ("$", "$"),
-            (r"\(", r"\)"),
-            (r"\[", r"\]"),
-            (r"\boxed{", "}"),
-        ):
+        for start, end in _WRAPPINGS:
             inner = text[len(start) : -len(end)]
             if text.startswith(start) and text.endswith(end) and len(text) >= len(start) + len(end):
                 is_whole = _is_balanced(inner) if start == r"\boxed{" else start not in inner

@@ -170,7 +170,7 @@ class BufferBuild:
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
-        toolbox = Toolbox.from_settings(
+        toolbox = Toolbox(
             tools, config.tools, None if kind is None else Environments(kind, config.environment)
         )
         try:

@@ -3,18 +3,17 @@ from the event loop."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from treegraft.core.batches import Batcher
 from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
-from treegraft.settings.config import BufferSettings
+from treegraft.settings.explore import BufferSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
 
@@ -26,7 +25,6 @@ class _Question:
     whole: bool
     draw: int | None
     """Seed of a random draw; None for the nearest trace."""
-    answer: asyncio.Future[Retrieved | None]
 
 
 class BufferRetriever:
@@ -41,9 +39,7 @@ class BufferRetriever:
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
         """The buffer stays the caller's to close, after this."""
         self._buffer, self._settings = buffer, settings
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retrieval")
-        self._waiting: list[_Question] = []
-        self._worker: asyncio.Task[None] | None = None
+        self._batcher = Batcher(self._answer, "retrieval")
         self._counts: Counter[str] = Counter()
         self._busy_s = 0.0
 
@@ -54,37 +50,12 @@ class BufferRetriever:
         where none is eligible."""
         is_random = keyed_unit(*noise_key, "noise rate") < self._settings.random_prob
         draw = keyed_int(*noise_key, "random trace") if is_random else None
-        answer: asyncio.Future[Retrieved | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(
-            _Question(retrieval_key(task.question, contents), task.id, whole, draw, answer)
+        found = await self._batcher.ask(
+            _Question(retrieval_key(task.question, contents), task.id, whole, draw)
         )
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
-        return await answer
-
-    async def _work(self) -> None:
-        """Answers batch after batch until no question waits; the next batch gathers while one is
-        under way."""
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                try:
-                    found = await asyncio.get_running_loop().run_in_executor(
-                        self._thread, self._answer, batch
-                    )
-                # Each trajectory that asked fails by it, as data on its leaf.
-                except Exception as error:
-                    for question in batch:
-                        if not question.answer.done():
-                            question.answer.set_exception(error)
-                    continue
-                for question, answer in zip(batch, found, strict=True):
-                    self._counts["asked"] += 1
-                    self._counts["nothing"] += answer is None
-                    if not question.answer.done():
-                        question.answer.set_result(answer)
-        finally:
-            self._worker = None
+        self._counts["asked"] += 1
+        self._counts["nothing"] += found is None
+        return found
 
     def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
         """Returns the answers to a batch; runs in the thread of retrievals."""
@@ -143,4 +114,4 @@ class BufferRetriever:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._thread.shutdown()
+        self._batcher.close()

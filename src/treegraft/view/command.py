@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import webbrowser
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.core.errors import SettingError
+from treegraft.core.listener import address_of, is_loopback, listen, serve
 from treegraft.view.runs import open_runs
 from treegraft.view.text import pick_file, show
 
@@ -64,7 +66,7 @@ def view_pages(
     # A buffer's encoder is loaded from this machine or not at all.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        from treegraft.view.server import address_of, build_app, is_loopback, listen, serve
+        from treegraft.view.server import build_app
     except ImportError as error:
         raise SettingError(
             f"the viewer needs the package '{error.name}', which is not installed; run: pip install"
@@ -79,7 +81,7 @@ def view_pages(
         runs, host=host, buffer=None if buffer is None else buffer.expanduser().resolve()
     )
     made = listen(host, port)
-    address = address_of(made, host)
+    address = address_of(made)
 
     def on_ready() -> None:
         print(f"viewer at {address}  (Ctrl-C ends it)", flush=True)
@@ -93,5 +95,6 @@ def view_pages(
         if opens_browser:
             webbrowser.open(address)
 
-    serve(app, made, on_ready)
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(app, made, grace_s=1, on_ready=on_ready)
     print("viewer ended", flush=True)

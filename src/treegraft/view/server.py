@@ -10,10 +10,8 @@ path, and what models wrote goes out as JSON alone.
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -27,6 +25,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
+from treegraft.core.listener import OwnNames
 from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.view.pieces import Pieces
 from treegraft.view.query import Filter, find, grafts_of, task_history
@@ -60,11 +59,10 @@ _TYPES = {
 
 
 class Guard:
-    """Lets through GET requests to names of this machine, and puts the safety headers on every
-    answer."""
+    """Lets through GET requests, and puts the safety headers on every answer."""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app, self._host = app, host
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,52 +76,12 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
-        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1 or not is_own_name(hosts[0], self._host):
-            refusal = Response(
-                "refused: this viewer answers to names of its own machine only",
-                421,
-                media_type="text/plain",
-            )
-            await refusal(scope, receive, send_guarded)
-        elif scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] not in ("GET", "HEAD"):
             await Response("refused: this viewer only reads", 405, media_type="text/plain")(
                 scope, receive, send_guarded
             )
         else:
             await self._app(scope, receive, send_guarded)
-
-
-def is_own_name(header: str, host: str) -> bool:
-    """Returns whether a Host header names this server: "localhost", the `host` it was started for,
-    or an address in figures that it can have been reached by (loopback; any where it was opened
-    beyond loopback). A name that others control is none."""
-    name = header.strip().lower()
-    if name.startswith("["):
-        name, _, rest = name[1:].partition("]")
-        if rest and not (rest.startswith(":") and rest[1:].isdigit()):
-            return False
-    elif name.count(":") == 1:
-        name, _, port = name.partition(":")
-        if not port.isdigit():
-            return False
-    if name in ("localhost", host.lower()):
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return not is_loopback(host) and name == socket.gethostname().lower()
-    return address.is_loopback or not is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a server that listens there."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _finite(value: Any) -> Any:
@@ -409,51 +367,4 @@ def build_app(
     )
     routes = [Route(path, _answer(method)) for path, method in paths]
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
-    return Guard(Starlette(routes=routes), host)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens. Raises SettingError: the address is taken or none of this
-    machine's."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-        except BaseException:
-            made.close()
-            raise
-        return made
-    except OSError as error:
-        raise SettingError(
-            f"cannot listen on {host} port {port} ({error}); expected a free one. --port 0"
-            " takes any"
-        ) from error
-
-
-def address_of(made: socket.socket, host: str) -> str:
-    """Returns what to type into a browser."""
-    port = made.getsockname()[1]
-    shown = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
-
-
-def serve(app: ASGIApp, made: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Answers until Ctrl-C, which ends it quietly."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            on_ready()
-
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
-    )
-    try:
-        Server(config).run(sockets=[made])
-    except KeyboardInterrupt:
-        return
-    finally:
-        made.close()
+    return Guard(OwnNames(Starlette(routes=routes), host))

@@ -32,7 +32,7 @@ from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.head import Head, end_token_ids, max_context
 from treegraft.policy.weights import weights_fingerprint
-from treegraft.settings.config import EngineSettings
+from treegraft.settings.policy import EngineSettings
 
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
@@ -83,8 +83,9 @@ class NativeEngine:
         self._limit = max_context(model)
         self._version = 0
         self._fingerprint = weights_fingerprint(model.state_dict())
+        own = settings.native
         forward, problem = build_forward(
-            model, pack=settings.pack_weights, compile_kernels=settings.compile_kernels
+            model, pack=own.pack_weights, compile_kernels=own.compile_kernels
         )
         if forward is None:
             raise ModelError(
@@ -96,7 +97,7 @@ class NativeEngine:
             forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
         self._head = Head(model)
-        self._cache = PathCache(BlockPool(model, settings.cache_gb * 1e9), settings.max_rows)
+        self._cache = PathCache(BlockPool(model, own.cache_gb * 1e9), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
         self._waiting: list[Request] = []
@@ -384,7 +385,8 @@ class NativeEngine:
         room, offset = self._buckets[-1], 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
-        limit = min(self.settings.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
+        most = self.settings.native.max_prefill_tokens
+        limit = min(most, max(MIN_ROWS, room - self.settings.max_rows))
         ready = [(request, request.row) for request in self._running if request.row is not None]
         ready.sort(
             key=lambda pair: (

@@ -47,7 +47,7 @@ from treegraft.policy.learn.scores import (
     rowwise_hidden,
 )
 from treegraft.policy.weights import ModelWeights, plain_weights
-from treegraft.settings.config import LearnSettings, LossSettings
+from treegraft.settings.policy import LearnSettings, LossSettings
 
 DEFAULT_CHUNK = 2048
 

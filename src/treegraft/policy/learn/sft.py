@@ -23,7 +23,7 @@ from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import ROOT_ID, Origin, StepContent, Task, Tree
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
-from treegraft.settings.config import WarmupSettings
+from treegraft.settings.policy import WarmupSettings
 
 Demonstration = tuple[Task, tuple[StepContent, ...]]
 NUM_CHECKED = 1000

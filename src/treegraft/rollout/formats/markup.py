@@ -1,5 +1,4 @@
-"""Parts of a format that know no tag: special tokens, boxed answers, harmless text, the composed
-system prompt."""
+"""Parts shared by all formats: special tokens, boxed answers, harmless text, the system prompt."""
 
 from __future__ import annotations
 

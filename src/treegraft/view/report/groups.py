@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treegraft.settings.config import settings_with
 from treegraft.view.report.records import Record
 
-EXPERT = ("tasks.search_world.detour_prob", "tasks.search_world.error_prob")
+EXPERT = tuple(name for name in settings_with("retrieval_source") if name.startswith("tasks."))
 """Settings of the tasks that change the off-policy agent alone."""
-SOURCE = ("buffer.path", *EXPERT)
-"""What decides whose steps are retrieved."""
 _MOST = 60
 """Characters of a label."""
 
@@ -33,7 +32,7 @@ def group(records: Sequence[Record]) -> list[Group]:
     """Returns the groups in the order in which their first runs were given.
 
     Runs with one label of the user's are one group; of the others those whose settings are equal
-    but for `NOT_SETTINGS`.
+    but for those that only label a run.
     """
     panels = _panels(records)
     by_key: dict[tuple[str, str], list[Record]] = {}

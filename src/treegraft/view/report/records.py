@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.settings.config import renamed, settings_with
 from treegraft.view.runs import Run
 
 Line = Mapping[str, float]
-NOT_SETTINGS = ("run.name", "run.dir", "run.seed")
-"""What tells runs apart that are one method all the same."""
 SAMPLED = "eval/accuracy_sampled"
 _CURVE_ONLY = ("update", "accuracy")
 
@@ -124,7 +123,11 @@ def read_run(path: Path, label: str | None = None) -> Record:
         name=run.name,
         label=label,
         seed=settings.get("run.seed"),
-        settings={name: value for name, value in settings.items() if name not in NOT_SETTINGS},
+        settings={
+            renamed().get(name, name): value
+            for name, value in settings.items()
+            if name not in settings_with("labels_run")
+        },
         lines=lines,
         num_eval=_num_eval(run, settings),
         run=run,

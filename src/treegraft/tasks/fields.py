@@ -1,0 +1,124 @@
+"""Columns of a row under the names that files give them, and the rows that have a defect."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+QUESTION_COLUMNS = (
+    *("extra_info.question", "question", "problem", "query", "instruction", "prompt", "input"),
+)
+"""Where a question is looked for; the first column that a row has."""
+REFERENCE_COLUMNS = (
+    *("reward_model.ground_truth", "answer", "reference", "final answer", "golden_answers"),
+    *("target", "solution"),
+)
+"""Where a reference is looked for."""
+
+# Tabs and line breaks belong to text; the others are mostly what a lost backslash leaves: a
+# backspace and "oxed".
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+_MISSING = object()
+
+
+def find_value(values: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any] | None:
+    """Returns the first of the named columns that the row has, with its value; None where it has
+    none of them.
+
+    Dots go into nested columns; the exact name is preferred to one in another case.
+    """
+    for name in names:
+        value = _entry(values, name)
+        if value is _MISSING:
+            value = values
+            for part in name.split("."):
+                value = _entry(value, part) if isinstance(value, Mapping) else _MISSING
+        if value is not _MISSING:
+            return name, value
+    return None
+
+
+def _entry(values: Mapping[str, Any], name: str) -> Any:
+    if name in values:
+        return values[name]
+    return next((value for key, value in values.items() if key.lower() == name.lower()), _MISSING)
+
+
+def nested_columns(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields every column with its value, nested ones by dotted names after their parents."""
+    for name, value in values.items():
+        yield f"{prefix}{name}", value
+        if isinstance(value, Mapping):
+            yield from nested_columns(value, f"{prefix}{name}.")
+
+
+def accepted_answers(value: Any) -> tuple[str, ...]:
+    """Returns the texts of a reference, a single one or a list, that are not blank, each once."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    texts = (
+        str(one).strip()
+        for one in values
+        if one is not None and not (isinstance(one, float) and math.isnan(one))
+    )
+    return tuple(dict.fromkeys(text for text in texts if text))
+
+
+def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:
+    """Returns the part of each answer after the last `mark`, the whole of one without it."""
+    if mark is None:
+        return tuple(answers)
+    return tuple(text for one in answers if (text := one.rpartition(mark)[2].strip()))
+
+
+def question_text(value: Any) -> str:
+    """Returns a question as text; of a list of chat messages the last one by the user."""
+    if isinstance(value, (list, tuple)):
+        users = (one for one in value if isinstance(one, Mapping) and one.get("role") == "user")
+        value = [one.get("content") for one in users][-1:]
+        value = value[0] if value else ""
+    return "" if value is None else str(value)
+
+
+def control_places(value: Any, path: str) -> list[tuple[str, str]]:
+    """Returns (column, text around the first control character) for each text in `value` that holds
+    one."""
+    if isinstance(value, str):
+        found = CONTROL.search(value)
+        return [(path, value[max(0, found.start() - 12) : found.end() + 12])] if found else []
+    if isinstance(value, Mapping):
+        places = [(f"{path}.{key}" if path else str(key), one) for key, one in value.items()]
+    else:
+        places = [(path, one) for one in value] if isinstance(value, (list, tuple)) else []
+    return list(dict.fromkeys(found for name, one in places for found in control_places(one, name)))
+
+
+@dataclass(slots=True)
+class Defects:
+    """Rows with a defect, by kind, kinds in the order in which they first occur."""
+
+    rows: dict[str, list[int]] = field(default_factory=dict)
+    examples: dict[str, str] = field(default_factory=dict)
+    """Of the first row of each kind."""
+
+    def add(self, kind: str, row: int, example: str = "") -> None:
+        """Counts a row, once per kind."""
+        rows = self.rows.setdefault(kind, [])
+        if not rows or rows[-1] != row:
+            rows.append(row)
+        self.examples.setdefault(kind, example)
+
+    def sentences(self, kept: tuple[str, ...] = ()) -> list[str]:
+        """Returns one sentence per kind, such as "2 rows without a question were left out".
+
+        `kept` holds the beginnings of the kinds whose rows were used nevertheless.
+        """
+        return [
+            f"{len(rows)} {'row' if len(rows) == 1 else 'rows'} {kind}"
+            f" {'was' if len(rows) == 1 else 'were'}"
+            f" {'kept' if kind.startswith(kept) else 'left out'}"
+            for kind, rows in self.rows.items()
+        ]

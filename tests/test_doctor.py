@@ -1,0 +1,183 @@
+"""`treegraft doctor`: memory by hand, shapes of models, and everything that is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from treegraft.cli import doctor
+from treegraft.cli import main as cli
+from treegraft.core.errors import ModelError
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
+
+RECIPES = sorted((Path(__file__).resolve().parents[1] / "recipes").glob("*.toml"))
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Runs `treegraft doctor` in this process; returns the exit code."""
+    monkeypatch.setattr(sys, "argv", ["treegraft", "doctor", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_doctor_without_and_with_a_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch) == 0
+    assert "torch" in capsys.readouterr().out
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[run]\nseed = 5\n[warmup]\nnum_steps = 2\n")
+    assert run(monkeypatch, recipe, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory estimate"]["sum"]["is_good"] and "learner" in found["what runs where"]
+
+
+def test_doctor_finds_what_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NOWHERE", raising=False)
+    path = tmp_path / "r.toml"
+    path.write_text(
+        '[tasks]\nkind = "dataset"\n[tasks.dataset]\ntrain = ["$NOWHERE/a.jsonl",'
+        ' "/nowhere/b.jsonl", "hub:c"]\n[tools]\nuse = ["search",'
+        ' "no_such_module:lookup"]\n[model]\npath = "/nowhere/model/x"\n[explore]\nexplorers ='
+        ' ["graft"]\n[buffer]\npath = "/nowhere/traces.sqlite"\n'
+    )
+    assert run(monkeypatch, path) == 2
+    printed = " ".join(capsys.readouterr().out.split())
+    for part in (
+        "set the environment variable",
+        "cannot be read",
+        "name a file",
+        "no module",
+        "no such folder",
+        "buffer.path",
+        "/nowhere/traces.sqlite",
+        "hub:c",
+    ):
+        assert part in printed
+
+
+def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
+    # One layer, width 8, 2 heads of 4, 1 key-value head, feed-forward 16, no relations beyond the
+    # defaults.
+    config = Config.model_validate(
+        {
+            "model": {
+                "tiny": {
+                    "hidden_size": 8,
+                    "num_layers": 1,
+                    "num_heads": 2,
+                    "num_kv_heads": 1,
+                    "intermediate_size": 16,
+                }
+            },
+            "engine": {"max_rows": 4},
+            "learn": {"max_pack_tokens": 64, "vocab_chunk": 1},
+        }
+    )
+    shape = doctor.model_shape(config)
+    assert shape is not None
+    # Query 8*8, key and value 2 * 8*4, output 8*8, feed-forward 3 * 8*16, two norms of 8.
+    layer = 64 + 2 * 32 + 64 + 3 * 128 + 16
+    assert shape.num_weights == layer + 2 * shape.vocab_size * 8 + 8
+    parts = doctor.memory_estimate(config, shape)
+    copies = (parts["engine's copy"], parts["engine's packed weights"])
+    assert parts["weights"] == parts["gradients"] == copies[0] == copies[1] == 4 * shape.num_weights
+    assert parts["AdamW"] == 8 * shape.num_weights
+    # 4 rows of 256 tokens, one layer, key and value of 4 numbers of 4 bytes.
+    assert parts["keys and values"] == 4 * 256 * 2 * 4 * 4
+    assert parts["logits of one chunk, their gradients"] == 2 * shape.vocab_size * 4
+    assert not {"float32 master weights", "reference"} & parts.keys()
+    half = config.model_copy(
+        update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
+    )
+    parts = doctor.memory_estimate(half, shape)
+    assert (
+        parts["weights"]
+        == parts["engine's copy"]
+        == parts["engine's packed weights"]
+        == 2 * shape.num_weights
+    )
+    assert parts["float32 master weights"] == 4 * shape.num_weights
+
+
+def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
+    header = {"__metadata__": {}, "a": {"dtype": "F32", "shape": [3, 4], "data_offsets": [0, 48]}}
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {"num_attention_heads": 2, "num_hidden_layers": 5, "hidden_size": 6, "vocab_size": 9}
+        )
+    )
+    shape = doctor.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    assert shape == doctor.ModelShape(
+        num_weights=12, num_layers=5, num_kv_heads=2, head_dim=3, hidden_size=6, vocab_size=9
+    )
+
+
+def test_unusable_models_are_named(tmp_path: Path) -> None:
+    unusable = (
+        (str(tmp_path), "config.json"),
+        ("pypi:not-a-package-here", "not installed"),
+        ("a b", "no such folder"),
+    )
+    for path, part in unusable:
+        with pytest.raises(ModelError, match=part):
+            doctor.model_shape(Config.model_validate({"model": {"path": path}}))
+
+
+def test_sizes_for_people() -> None:
+    assert doctor.gigabytes(2.14e9) == "2.1 GB" and doctor.gigabytes(512e6) == "512 MB"
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_fits_in_24_gigabytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: 24 * 2**30)
+    monkeypatch.setattr(doctor, "gpus", list)
+    parts, total = doctor.recipe_memory(load_config(path))
+    assert parts and total.is_good and total.value.endswith(("MB", "GB"))
+
+
+def test_too_little_memory_is_said_with_the_settings_that_help(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: 2**28)
+    monkeypatch.setattr(doctor, "gpus", list)
+    _, total = doctor.recipe_memory(Config())
+    assert not total.is_good and "lower learn.max_pack_tokens" in total.note
+
+
+def test_a_model_of_another_architecture_is_read_from_its_gguf_file(tmp_path: Path) -> None:
+    from gguf import GGUFWriter
+
+    writer = GGUFWriter(tmp_path / "m.gguf", "qwen2")
+    writer.add_block_count(3)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_embedding_length(8)
+    writer.add_tensor("token_embd.weight", np.zeros((5, 8), np.float32))
+    writer.add_tensor("output_norm.weight", np.zeros(8, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = doctor.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    assert shape == doctor.ModelShape(
+        num_weights=48, num_layers=3, num_kv_heads=2, head_dim=2, hidden_size=8, vocab_size=5
+    )
+
+
+def test_a_sandbox_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    config = Config.model_validate({"tools": {"use": ["python"], "python": {"backend": "bwrap"}}})
+    found = {finding.name: finding for finding in doctor.placement(config)}["tool python"]
+    assert not found.is_good
+    assert "apt-get install bubblewrap" in found.note
