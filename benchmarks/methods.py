@@ -1,9 +1,9 @@
 """GRPO, ARPO, RAPO, their compositions and imitation of the buffer, side by side on three worlds;
 one resumable command.
 
-    python benchmarks/methods.py --budget-minutes 60      runs what is missing, then prints the tables
-    python benchmarks/methods.py --table                  prints the tables of what is there
-    python benchmarks/methods.py --ablations              the ablations of RAPO instead (three seeds, boundary world)
+    python benchmarks/methods.py --budget-minutes 60   trains the missing runs, prints the tables
+    python benchmarks/methods.py --table               prints the tables of the finished runs
+    python benchmarks/methods.py --ablations           RAPO's ablations: three seeds, boundary world
 
 What a finished run found goes to `benchmarks/methods.jsonl`, one line a run, so that the command
 goes on where it stopped, on another machine too; delete a line to run it again.
@@ -33,7 +33,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.types import Origin
+from treegraft.core.types import Origin, StepContent
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes" / "demo.toml"
 RESULTS = Path(__file__).with_suffix(".jsonl")
@@ -121,7 +123,6 @@ def settings(world: str, overrides: Sequence[str], out: Path, name: str, seed: i
 
 def run_warmup(world: str, number: int, out: Path) -> None:
     """Trains a warm-up, unless it is there."""
-    from treegraft.settings.load import load_config
     from treegraft.train import sft
 
     place = out / warmup_name(world, number)
@@ -138,7 +139,6 @@ def run_job(job: Job, out: Path) -> None:
     import logging
 
     from treegraft.runs.checkpoint import latest_checkpoint
-    from treegraft.settings.load import load_config
     from treegraft.train import train
 
     logging.disable(logging.WARNING)
@@ -170,7 +170,6 @@ def imperfect_buffer(out: Path, seed: int) -> Path:
     """Returns the buffer of imperfect traces of this seed's training questions, built first where
     there is none."""
     from treegraft.assemble import assemble
-    from treegraft.settings.load import load_config
     from treegraft.traces.agents import ScriptedAgent
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.collect import build_traces
@@ -179,66 +178,66 @@ def imperfect_buffer(out: Path, seed: int) -> Path:
     if place.exists():
         return place
     config = load_config(RECIPE, [*WORLDS["imperfect"], *IMPERFECT, f"run.seed={seed}"])
-    parts = assemble(config)
     partial = place.with_suffix(f".{os.getpid()}.partial")
 
     async def build() -> None:
-        try:
+        async with assemble(config) as parts:
             with TraceBuffer(partial, config.buffer.encoder) as buffer:
                 agent = ScriptedAgent(parts.source, seed=seed)
                 await build_traces(
-                    parts.source.train_tasks(), agent, parts.scorer, parts.format, buffer, seed=seed
+                    parts.train_tasks, agent, parts.scorer, parts.format, buffer, seed=seed
                 )
-        finally:
-            await parts.close()
 
     asyncio.run(build())
     partial.rename(place)
     return place
 
 
-def imitate(config: object, place: Path) -> None:
+def imitate(config: Config, place: Path) -> None:
     """Supervised fine-tuning on the buffer's trajectories: as many optimiser steps and evaluations
     as the other methods."""
-    from treegraft.assemble import assemble
+    from treegraft.assemble import assemble_training
     from treegraft.core.keyed import keyed_int
     from treegraft.evals.evaluate import evaluate
-    from treegraft.policy.learn.learner import Learner
     from treegraft.policy.learn.sft import demonstration_tree, imitation_step
-    from treegraft.settings.config import Config
-    from treegraft.traces.supply import open_buffer
+    from treegraft.tasks.build import build_tasks
+    from treegraft.tools.search.encoders import build_encoder
+    from treegraft.traces.run_buffer import open_buffer
 
-    assert isinstance(config, Config)
-    parts = assemble(config)
-    learner = Learner(parts.model, config.learn, config.loss, length_constant=1)
-    tasks = {task.id: task for task in parts.source.train_tasks()}
     lines: list[dict[str, float]] = []
 
     async def run() -> None:
         place.mkdir(parents=True, exist_ok=True)
-        buffer = await open_buffer(config, parts.source, parts.scorer, parts.format, place, 0)
-        with buffer:
-            found = [
-                (tasks[steps[0].task_id], tuple(step.value for step in steps))
-                for steps in buffer.trajectories()
-            ]
-        for update in range(NUM_UPDATES + 1):
-            began = time.process_time()
-            if update:
-                for half in range(config.learn.num_minibatches):
-                    keys = [
-                        (config.run.seed, "sft", update, half, n)
-                        for n in range(config.warmup.batch_size)
-                    ]
-                    picks = [keyed_int(*key) % len(found) for key in keys]
-                    batch = [demonstration_tree(parts.format, *found[pick]) for pick in picks]  # type: ignore[arg-type]
-                    imitation_step(learner, batch, config.learn.lr)
-            line = {"update": float(update), "time/cpu_s": time.process_time() - began}
-            if update % EVERY == 0:
-                await parts.engine.publish(learner.export_weights(), update)
-                line |= (await evaluate(parts, parts.source.eval_tasks(), update)).metrics
-            lines.append(line)
-        await parts.close()
+        source = build_tasks(config.tasks, config.run.seed)
+        async with assemble_training(config, source=source) as parts:
+            tasks = {task.id: task for task in parts.train_tasks}
+            encoder = build_encoder(config.buffer.encoder)
+            with await open_buffer(
+                config, source, parts.scorer, parts.format, place, 0, encoder
+            ) as buffer:
+                trees = [
+                    demonstration_tree(
+                        parts.format,
+                        tasks[steps[0].task_id],
+                        [step.value for step in steps if isinstance(step.value, StepContent)],
+                    )
+                    for steps in buffer.trajectories()
+                ]
+            for update in range(NUM_UPDATES + 1):
+                began = time.process_time()
+                if update:
+                    for half in range(config.learn.num_minibatches):
+                        keys = [
+                            (config.run.seed, "sft", update, half, n)
+                            for n in range(config.warmup.batch_size)
+                        ]
+                        batch = [trees[keyed_int(*key) % len(trees)] for key in keys]
+                        imitation_step(parts.learner, batch, config.learn.lr)
+                line = {"update": float(update), "time/cpu_s": time.process_time() - began}
+                if update % EVERY == 0:
+                    await parts.engine.publish(parts.learner.weights(), update)
+                    line |= (await evaluate(parts, parts.eval_tasks, update)).metrics
+                lines.append(line)
 
     asyncio.run(run())
     (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -291,7 +290,8 @@ def metrics_of(job: Job, out: Path) -> list[dict[str, float]]:
 def told_apart(job: Job) -> Line:
     """Returns the settings in which the runs differ, by dotted name: what `treegraft report`
     compares them by."""
-    from treegraft.settings.load import known_settings, load_config
+    from treegraft.settings.config import known_settings
+    from treegraft.settings.load import load_config
 
     is_flawed = job.world == "imperfect" and uses_buffer(job.method)
     every = [*METHODS.values(), *ABLATIONS.values(), *WORLDS.values(), IMPERFECT]

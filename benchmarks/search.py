@@ -37,11 +37,12 @@ import numpy.typing as npt
 import uvicorn
 
 from benchmarks.speed.measure import compare
+from treegraft.core.listener import address_of, listen
 from treegraft.tools.search.corpus import Corpus, Passage, read_rows
 from treegraft.tools.search.dense import DenseIndex, save_lists
 from treegraft.tools.search.encoders import CACHE_SIZE, Encoder, build_encoder
 from treegraft.tools.search.nearest import FLAT_LIMIT
-from treegraft.tools.search.serve import listen, search_app, url_of
+from treegraft.tools.search.serve import search_app
 from treegraft.tools.search.tool import CorpusSearch, SearchBackend
 
 Vectors = npt.NDArray[np.float32]
@@ -101,6 +102,9 @@ class Uncached:
 
 class OneAtATime:
     """The other server's search: a flat index, one query after another."""
+
+    is_remote = False
+    fingerprint = ""
 
     def __init__(self, corpus: Corpus, blocks: Iterable[Vectors], encoder: Encoder) -> None:
         import faiss
@@ -203,12 +207,12 @@ def make_index(folder: Path, real: Vectors, passages: list[str], num: int) -> Pa
 def served(backend: SearchBackend) -> Iterator[str]:
     """Serves a search on loopback; gives its address."""
     listener = listen("127.0.0.1", 0)
-    app = search_app(backend, default_top_k=TOP_K, hosts=["*"])
+    app = search_app(backend, default_top_k=TOP_K, host="127.0.0.1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, ws="none"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        yield url_of(listener)
+        yield f"{address_of(listener)}retrieve"
     finally:
         server.should_exit = True
         thread.join()
@@ -220,7 +224,8 @@ def ask_all(url: str, queries: list[str]) -> list[list[Any]]:
     request."""
 
     async def work() -> list[list[Any]]:
-        waiting, found = list(enumerate(queries)), [[] for _ in queries]
+        waiting = list(enumerate(queries))
+        found: list[list[Any]] = [[] for _ in queries]
 
         async def client(connection: httpx.AsyncClient) -> None:
             while waiting:

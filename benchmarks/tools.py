@@ -15,11 +15,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 
 from benchmarks.speed.measure import compare
 from treegraft.core.types import Task
+from treegraft.settings.tools import PythonToolSettings
 from treegraft.tools.python.bwrap import Sandbox, SandboxLimits
-from treegraft.tools.python.sandbox import SandboxedPythonTool
+from treegraft.tools.python.bwrap_tool import BwrapTool
 
 CODES = {
     "code": "print(sum(n * n for n in range(100)))",
@@ -32,7 +35,7 @@ WORKERS = 2
 def main() -> None:
     num_calls = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     with asyncio.Runner() as runner:
-        tool = SandboxedPythonTool(num_workers=WORKERS, max_duration_s=60)
+        tool = BwrapTool(PythonToolSettings(num_workers=WORKERS, max_duration_s=60))
         runner.run(tool("import sympy", TASK))
 
         async def ours(code: str) -> None:
@@ -50,12 +53,18 @@ def main() -> None:
 
             await asyncio.gather(*(one() for _ in range(num_calls)))
 
+        def run(side: Callable[[str], Awaitable[None]], code: str) -> None:
+            async def calls() -> None:
+                await side(code)
+
+            runner.run(calls())
+
         for name, code in CODES.items():
             print(f"{num_calls} calls of '{name}', {WORKERS} at once")
             compare(
                 "python calls per second",
-                lambda code=code: runner.run(ours(code)),
-                lambda code=code: runner.run(theirs(code)),
+                partial(run, ours, code),
+                partial(run, theirs, code),
                 "a subprocess",
                 num_runs=3,
             )

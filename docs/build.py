@@ -1,14 +1,16 @@
 """Builds the documentation: the pages of this folder, and references made from the code.
 
-    python docs/build.py [FOLDER]      # build/docs where none is given; the site is FOLDER/site
+    python docs/build.py [FOLDER]      # build/docs by default; the site is FOLDER/site
+    python docs/build.py --files       # the list of files in CONTRIBUTING.md, from the docstrings
 
 A line `<!-- include: PATH -->` in a page is replaced by that file: code in a block, a drawing as it
-is. Nothing is fetched, and a warning of the site's builder (a link or an anchor that leads nowhere,
-a page without a place) fails the build.
+is. Nothing is fetched, and a warning of the site's builder (a broken link or anchor, a page missing
+from the navigation) fails the build.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -22,27 +24,31 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
+FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
 SETTINGS_HEAD = """# Settings
 
-Every setting of a recipe, made from `src/treegraft/settings/config.py`. `treegraft config RECIPE` prints those of one recipe. On the command
-line a setting is named with its table, such as `learn.lr=1e-5`; its last part will do where only one setting has it. Naming one
-there that would do nothing beside the others is an error."""
+All settings of a recipe, generated from `src/treegraft/settings`. `treegraft config RECIPE` prints
+the resolved settings of a recipe. On the command line, write a setting with its table, such as
+`learn.lr=1e-5`; the last part is enough if only one setting has it. A setting on the command line
+that would have no effect is an error."""
 METRICS_HEAD = """# Metrics
 
-The keys of `metrics.jsonl`, made from `src/treegraft/runs/metrics.py`: one line for each update, flat. `num_` counts, `_frac` is 0..1,
-`_s` seconds; names in braces stand for what a recipe decides. `time/*` is outside all promises of reproducibility."""
+The keys of `metrics.jsonl`, generated from `src/treegraft/runs/metrics.py`. Each update is one line
+with flat keys: `num_` is a count, `_frac` a share from 0 to 1, `_s` seconds; names in braces depend
+on the recipe. `time/*` is not reproducible."""
 NAMES_HEAD = """# Names of other frameworks
 
-What TRL and verl call a setting, and what it is called here, made from `src/treegraft/settings/foreign.py`. An error for an unknown setting
-names ours where one of theirs was typed.
+Settings of TRL and verl with their names in Treegraft, generated from the settings. If you type one
+of their names, the error message gives ours.
 
-| there | here |
+| TRL or verl | Treegraft |
 |---|---|"""
 COMMANDS_HEAD = """# Commands
 
-Made from the program itself: `treegraft COMMAND --help` prints the same. Exit codes: 0 done; 1 failed while working; 2 something to
-correct first (settings, data, model, usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C."""
+Generated from the program; `treegraft COMMAND --help` prints the same. Exit codes: 0 success; 1
+failure while working; 2 wrong settings, data, model or usage; 3 unusable checkpoint or run folder;
+130 stopped with Ctrl-C."""
 
 
 def stage(folder: Path) -> None:
@@ -59,7 +65,7 @@ def stage(folder: Path) -> None:
 
 
 def included(found: re.Match[str]) -> str:
-    """Returns the file that a line names, as a page shows it."""
+    """Returns the included file as Markdown."""
     path = ROOT / found[1]
     text = path.read_text(encoding="utf-8").rstrip()
     if path.suffix == ".svg":
@@ -68,7 +74,7 @@ def included(found: re.Match[str]) -> str:
 
 
 def references() -> dict[str, str]:
-    """Returns the pages that are made from the code, by name."""
+    """Returns the generated pages by name."""
     return {
         "settings": settings_page(),
         "metrics": metrics_page(),
@@ -81,18 +87,17 @@ def references() -> dict[str, str]:
 
 
 def settings_page() -> str:
-    """Returns every setting with its type, default and meaning, a table for each table of a
-    recipe."""
-    from treegraft.settings.config import Config
-    from treegraft.settings.load import describe, known_settings
+    """Returns all settings with type, default and meaning, grouped by the tables of a recipe."""
+    from treegraft.settings.config import Config, known_settings
+    from treegraft.settings.load import describe
 
-    fields = known_settings()
+    known = known_settings()
     lines = [SETTINGS_HEAD]
     tables: dict[str, list[str]] = {}
     for row in describe(Config()):
         table, _, name = row.name.rpartition(".")
         default = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-        kind = type_name(fields[row.name].annotation)
+        kind = type_name(known[row.name].field.annotation)
         tables.setdefault(table, []).append(
             f"| `{name}` | {code(kind)} | {code(default)} | {cell(row.meaning)} |"
         )
@@ -109,9 +114,8 @@ def settings_page() -> str:
 
 
 def servers_table() -> str:
-    """Returns the table of what one entry of tools.mcp holds: a table inside a list has no dotted
-    name."""
-    from treegraft.settings.config import McpSettings
+    """Returns the settings of one entry of tools.mcp, which have no dotted names."""
+    from treegraft.settings.tools import McpSettings
 
     rows = [
         "",
@@ -131,9 +135,10 @@ def servers_table() -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Returns a type as a reader of recipes says it: texts, numbers, one of several names."""
+    """Returns a type in the words of a recipe: text, number, one of several names."""
     is_plain = isinstance(annotation, type) and not hasattr(annotation, "__args__")
     text = annotation.__name__ if is_plain else str(annotation)
+    text = re.sub(r"typing\.Annotated\[(\w+), .*?\]\)\]", r"\1", text)
     text = re.sub(
         r"typing\.Literal\[(.*?)\]",
         lambda found: found[1].replace("'", '"').replace(", ", " or "),
@@ -172,11 +177,11 @@ def metrics_page() -> str:
 
 
 def names_page() -> str:
-    """Returns what settings of other frameworks are called here."""
-    from treegraft.settings.foreign import FOREIGN_NAMES
+    """Returns settings of other frameworks with their names here."""
+    from treegraft.settings.config import foreign_names
 
     lines = [NAMES_HEAD]
-    for there, here in FOREIGN_NAMES.items():
+    for there, here in foreign_names().items():
         ours = " ".join(word if word in ("and", "or") else code(word) for word in here.split())
         lines.append(f"| `{there}` | {ours} |")
     return "\n".join(lines) + "\n"
@@ -198,7 +203,7 @@ def commands_page() -> str:
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yields each command that does something, with its whole name."""
+    """Yields each command that can be run, with its full name."""
     inner = getattr(command, "commands", None)
     if inner is None:
         yield name, command
@@ -244,17 +249,55 @@ def described(name: str, command: Any) -> list[str]:
     return lines + (["", "| argument or option | meaning |", "|---|---|", *rows] if rows else [])
 
 
+# --- files ----------------------------------------------------------------------------------------
+
+
+def with_files(page: str) -> str:
+    """Returns the text of CONTRIBUTING.md with its list of files renewed."""
+    package = ROOT / "src" / "treegraft"
+    head = f"{'src/treegraft/':<28}{first_sentence(package)}"
+    block = "\n".join(["```text", head, *tree(package)])
+    return FILES.sub(lambda _: f"{block}\n```\n", page)
+
+
+def tree(folder: Path, indent: str = "  ") -> Iterator[str]:
+    """Yields a line for each module in `folder` and below: its name and first sentence."""
+    for path in sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name)):
+        is_package = (path / "__init__.py").exists()
+        if is_package or (path.suffix == ".py" and not path.name.startswith("__")):
+            name = f"{indent}{path.name}{'/' if is_package else ''}"
+            yield f"{name:<27} {first_sentence(path)}"
+            if is_package:
+                yield from tree(path, indent + "  ")
+
+
+def first_sentence(path: Path) -> str:
+    """Returns the first sentence of a module's or package's docstring, cut at a colon or else a
+    comma where it is too long for one line."""
+    source = (path / "__init__.py" if path.is_dir() else path).read_text(encoding="utf-8")
+    text = " ".join((ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.?]) (?=[A-Z])", text)[0].removesuffix(".")
+    if len(sentence) <= 72:
+        return sentence
+    heads = [sentence[: mark.start()] for mark in re.finditer(r"[:;,] ", sentence[:74])]
+    whole = [
+        head for head in heads if len(re.findall(r"[({]", head)) == len(re.findall(r"[)}]", head))
+    ]
+    clauses = [head for head in whole if len(head) > 24 and sentence[len(head)] != ","]
+    return (clauses or whole or [sentence])[-1]
+
+
 # --- writing --------------------------------------------------------------------------------------
 
 
 def code(text: str) -> str:
-    """Returns inline code that may stand in a cell of a table."""
+    """Returns inline code, escaped for a table cell."""
     fence = "``" if "`" in text else "`"
     return f"{fence}{text}{fence}".replace("|", "\\|")
 
 
 def cell(text: str) -> str:
-    """Returns a sentence that may stand in a cell: no line breaks, nothing taken for markup."""
+    """Returns text for a table cell: one line, markup escaped."""
     flat = " ".join(text.split())
     parts = re.split(r"(`[^`]*`)", flat)
     plain = [
@@ -277,6 +320,10 @@ def build(folder: Path) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:] == ["--files"]:
+        contributing = ROOT / "CONTRIBUTING.md"
+        contributing.write_text(with_files(contributing.read_text("utf-8")), encoding="utf-8")
+        sys.exit()
     chosen = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "docs"
     outcome = build(chosen)
     if outcome == 0:

@@ -24,8 +24,9 @@ def rise(tree: Tree) -> Tree:
     value of their own override."""
     below: dict[str, list[float]] = {step.id: [] for step in tree.steps}
     for path in tree.trajectories():
-        for step in path.steps if path.reward is not None else ():
-            below[step.id].append(path.reward)
+        if path.reward is not None:
+            for step in path.steps:
+                below[step.id].append(path.reward)
     value = {step: fmean(rewards) for step, rewards in below.items() if rewards}
     steps = [
         replace(s, advantage=value[s.id] - value[s.parent]) if s.parent and s.id in value else s

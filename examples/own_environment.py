@@ -5,6 +5,7 @@ python examples/own_environment.py
 """
 
 import tempfile
+from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
@@ -41,7 +42,11 @@ def make_engine(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
     """Returns agents that take the key, and then unlock the door or give up: they are unsure what
     to do with it."""
     second = cycle(["<unlock> </unlock>", "<answer> \\boxed{ e0 } </answer>"])
-    replies = ["<take> </take>", second, "<answer> \\boxed{ e1 } </answer>"]
+    replies: list[str | Iterator[str]] = [
+        "<take> </take>",
+        second,
+        "<answer> \\boxed{ e1 } </answer>",
+    ]
 
     def agent(path: str) -> str:
         reply = replies[path.count("</result>")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from itertools import cycle
+from typing import Any
 
 from treegraft.core.types import Branch, BranchCause, PathView, Start
 from treegraft.explore.independent import Independent
@@ -37,7 +38,7 @@ class Retry(Independent):
         )
 
 
-def make_engine(*, tokenizer, **_) -> ScriptedEngine:
+def make_engine(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
     """Returns agents that forget the relation in every other first search, and then guess or search
     again."""
     guess, search = "<answer> \\boxed{ e0 } </answer>", "<search> {entity} {relation} </search>"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -16,6 +18,15 @@ _FENCE = re.compile(r"^```.*?^```", re.M | re.S)
 _RUNNABLE = re.compile(r"<!-- runnable -->\n```(\w+)\n(.*?)```", re.S)
 _MESSAGE = re.compile(r"<!-- message -->\n```text\n(.*?)\n```", re.S)
 _SHELL = re.compile(r"^```sh\n(.*?)^```", re.M | re.S)
+
+
+def builder() -> ModuleType:
+    """Returns docs/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def runnable() -> dict[str, list[tuple[str, str]]]:

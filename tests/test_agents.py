@@ -13,30 +13,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from tests.test_build_traces import SCORER, format, world
 
-from treegraft.core.chat_client import api_key_from, api_root
+from treegraft.core.chat_client import MAX_BACKOFF_S, api_key_from, api_root, served_model
 from treegraft.core.errors import ModelError, SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import StepContent, Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.agents import (
-    Attempt,
-    CheckpointAgent,
-    EndpointAgent,
-    EndpointSettings,
-    served_model,
-)
+from treegraft.traces.agents import Attempt, CheckpointAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import build_traces
+from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
 """From a request and its number to a status and a body: an object for JSON, bytes as they are, None
@@ -127,10 +124,7 @@ def expert(body: dict[str, Any], number: int) -> tuple[int, Any]:
 def toolbox(tools: Any = None) -> Toolbox:
     return Toolbox(
         tools or world().tools(),
-        deadline_s=5.0,
-        max_output_chars=200,
-        cache=False,
-        max_concurrent=4,
+        ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=4),
     )
 
 
@@ -383,13 +377,34 @@ def test_waits_double_and_vary_by_key_alone(monkeypatch: pytest.MonkeyPatch) -> 
         waits.append(seconds)
         await wait(0)
 
-    monkeypatch.setattr("treegraft.traces.agents.asyncio.sleep", note)
+    monkeypatch.setattr("treegraft.core.chat_client.asyncio.sleep", note)
     with serving(lambda *_: (500, {})) as (url, _):
         for sample in (0, 0, 1):
             solve(endpoint(url, backoff_s=1.0, max_retries=6), TASKS[0], sample)
     first, again, other = waits[:6], waits[6:12], waits[12:]
     assert first == again != other
     assert all(min(30.0, 2**n / 2) <= seconds <= min(30.0, 2**n) for n, seconds in enumerate(first))
+
+
+def test_a_wait_that_the_server_asks_for_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    async def note(seconds: float) -> None:
+        waits.append(seconds)
+
+    class Refusal:
+        status_code = 429
+        headers: ClassVar = {"retry-after": "7"}
+
+    async def post(*_: object, **__: object) -> Refusal:
+        return Refusal()
+
+    monkeypatch.setattr("treegraft.core.chat_client.asyncio.sleep", note)
+    monkeypatch.setattr("httpx.AsyncClient.post", post)
+    assert solve(endpoint("http://127.0.0.1:1", max_retries=2), TASKS[0]).error == "HTTP 429"
+    Refusal.headers = {"retry-after": "3600"}
+    solve(endpoint("http://127.0.0.1:1", max_retries=1), TASKS[0])
+    assert waits == [7.0, 7.0, MAX_BACKOFF_S]
 
 
 def test_a_server_that_dies_half_way_leaves_the_good_trajectories(tmp_path: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Task
-from treegraft.settings.config import ReasoningGymSettings, TasksSettings
+from treegraft.settings.tasks import ReasoningGymSettings, TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym, find_expression
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.scoring import is_correct

@@ -38,7 +38,7 @@ from treegraft.cli.profile import Line, Recorder
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.policy.kernels.engine import kernels_for
 from treegraft.policy.load import load_model
-from treegraft.settings.config import ModelSettings, TinySettings
+from treegraft.settings.policy import ModelSettings, TinySettings
 
 KEYS = {"what", "against", "ratio", "ours", "theirs", "unit", "num_runs"}
 

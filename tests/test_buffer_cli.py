@@ -18,7 +18,7 @@ from tests.test_agents import expert_text, said, serving
 from tests.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.train import train
@@ -274,7 +274,7 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(
     with serving(interrupting) as (url, _):
         assert treegraft(*build, "--agent", url) == 130
     ended = capsys.readouterr()
-    assert "stopped; what is done is kept" in ended.err
+    assert "stopped; the finished tasks are in" in ended.err
     with TraceBuffer.open_as_built(tmp_path / "b") as buffer:
         done, num_traces = buffer.stats().num_tasks, len(buffer)
     assert 0 < done < 200

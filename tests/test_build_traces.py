@@ -18,7 +18,7 @@ from treegraft.core.errors import EngineError
 from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.settings.config import RewardSettings, SearchWorldSettings
+from treegraft.settings.tasks import RewardSettings, SearchWorldSettings
 from treegraft.tasks.rewards import RewardScorer
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.agents import Attempt, ScriptedAgent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from pathlib import Path
 
@@ -11,16 +12,16 @@ from hypothesis import strategies as st
 
 from treegraft.core.errors import SettingError
 from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
-from treegraft.settings.config import BUILT_IN, Config
-from treegraft.settings.foreign import FOREIGN_NAMES
-from treegraft.settings.idle import IDLE_RULES
-from treegraft.settings.load import (
-    config_json,
-    describe,
+from treegraft.settings.config import (
+    Config,
+    foreign_names,
     known_settings,
-    load_config,
-    refuse_ignored,
+    renamed,
+    settings_with,
+    tables_and_settings,
 )
+from treegraft.settings.load import config_json, describe, load_config, refuse_ignored
+from treegraft.settings.table import Condition, setting
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -352,8 +353,8 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "loss.graft_coef is 0" in refused(graft, "loss.graft_form=luffy")
     assert "num_hybrid is 0" in refused(graft, "explore.graft.num_hybrid=0", "buffer.random_prob=1")
     assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
-    assert "without one that branches" in refused(graft, "credit.attribution=hard")
-    assert "without one that branches" in refused({}, "credit.leaf_weight=inverse_branching")
+    assert "without 'entropy'" in refused(graft, "credit.attribution=hard")
+    assert "without 'entropy'" in refused({}, "credit.leaf_weight=inverse_branching")
     load_config(
         graft, ["loss.clip_high=0.01"]
     )  # a grafted trajectory's ratio is above 1 from the start
@@ -361,7 +362,7 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     branch = {"explore": {"explorers": ["entropy"]}}
     load_config(branch, ["explore.entropy.rule=bernoulli", "normaliser=log_vocabulary"])
     load_config(branch, ["explore.entropy.threshold=0.6", "explore.entropy.entropy_weight=0.1"])
-    assert "tosses a coin" in refused(
+    assert "explore.entropy.rule is 'bernoulli'; add explore.entropy.rule=threshold" in refused(
         branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6"
     )
     assert "however little" in refused(branch, "normaliser=log_vocabulary")
@@ -378,14 +379,81 @@ def test_evaluation_refuses_what_only_training_uses() -> None:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def test_tables_speak_of_settings_that_exist() -> None:
+def test_facts_speak_of_settings_that_exist() -> None:
     known = set(known_settings())
-    for ours in FOREIGN_NAMES.values():
-        assert {name.strip() for name in ours.replace(" and ", " or ").split(" or ")} <= known
-    assert set(BUILT_IN) <= known
-    for rule in IDLE_RULES:
-        assert any(f"{name}.".startswith(rule.prefix) for name in known), rule.prefix
-        assert rule.besides in known | {""}
+    for ours in foreign_names().values():
+        assert set(ours.replace(" and ", " or ").split(" or ")) <= known
+    assert not set(renamed()) & set(tables_and_settings())
+    for found in tables_and_settings().values():
+        for condition in found.facts.idle_unless:
+            assert not isinstance(condition, Condition) or condition.other in known
+            assert isinstance(condition(Config()), str)
+    facts = ("resumable", "ignored_by_eval", "same_answers", "labels_run", "retrieval_source")
+    for name in (one for fact in facts for one in settings_with(fact)):
+        assert name.removesuffix(".") in tables_and_settings()
+        others = [one for one in known if one.startswith(name)]
+        assert name.endswith(".") or others == [name], "names are compared by their beginnings"
+
+
+def test_foreign_names_are_joined_by_what_they_mean() -> None:
+    assert foreign_names()["clip_ratio"] == "loss.clip_low and loss.clip_high"
+    assert foreign_names()["max_steps"] == "run.num_updates or rollout.max_agent_steps"
+    assert foreign_names()["adam_beta2"] == "learn.betas"
+
+
+def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
+    from treegraft.tasks.build import TASKS
+    from treegraft.tasks.rewards import REWARDS
+    from treegraft.tools.build import ENVIRONMENTS, TOOLS
+
+    tables = {
+        "tasks.kind": TASKS,
+        "reward.funcs": REWARDS,
+        "tools.use": TOOLS,
+        "environment.kind": ENVIRONMENTS,
+    }
+    for name, table in tables.items():
+        assert known_settings()[name].facts.built_in == tuple(table)
+
+
+def test_an_unknown_fact_is_refused_where_it_is_declared() -> None:
+    with pytest.raises(TypeError, match="resumeable"):
+        setting(3, resumeable=True)
+
+
+# --- settings that have moved ---------------------------------------------------------------------
+
+MOVED = {"cache_gb": 2.5, "max_prefill_tokens": 64, "pack_weights": False, "compile_kernels": False}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_recipe_that_says_a_former_name_is_told_the_new_one(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f"[engine]\n{name} = 1\n")
+    said = f"unknown setting 'engine.{name}'. It is 'engine.native.{name}' now."
+    assert refused(recipe) == f"{recipe}: {said}"
+    assert refused({}, f"engine.{name}=1") == f"command line: {said}"
+
+
+def test_settings_written_by_0_6_are_read_without_a_word(tmp_path: Path) -> None:
+    saved = json.loads(config_json(Config()))
+    saved["engine"] = {"kind": "native", "max_rows": 99, "deadline_s": 7.0, **MOVED}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(saved), encoding="utf-8")
+    engine = load_config(path).engine
+    assert (engine.max_rows, engine.deadline_s) == (99, 7.0)
+    assert engine.native.model_dump() == MOVED
+    assert load_config(path, ["engine.native.cache_gb=3"]).engine.native.cache_gb == 3.0
+    assert "'engine.native.cache_gb' now" in refused(path, "engine.cache_gb=3")
+
+
+def test_options_go_to_an_engine_of_your_own() -> None:
+    config = load_config({"engine": {"kind": "mine:Engine"}}, ["engine.options.url=http://x"])
+    assert config.engine.options == {"url": "http://x"}
+    assert "no import path" in refused({}, "engine.options.url=x")
+    assert "engine.kind is 'm:E'" in refused(
+        {"engine": {"kind": "m:E"}}, "engine.native.cache_gb=1"
+    )
 
 
 def test_every_setting_with_a_choice_is_described() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from treegraft.core.errors import DataError, SettingError
-from treegraft.settings.config import DatasetSettings, TasksSettings
+from treegraft.settings.tasks import DatasetSettings, TasksSettings
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.datasets import DatasetSource
 
@@ -240,7 +240,7 @@ def test_a_data_set_has_no_expert(tmp_path: Path) -> None:
 def test_reading_needs_no_torch(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", rows(3))
     code = (
-        "import sys\nfrom treegraft.settings.config import TasksSettings, DatasetSettings\nfrom"
+        "import sys\nfrom treegraft.settings.tasks import TasksSettings, DatasetSettings\nfrom"
         " treegraft.tasks.build import build_tasks\nheavy = {'torch', 'datasets', 'pyarrow',"
         " 'reasoning_gym', 'math_verify', 'sympy'}\nassert not heavy & set(sys.modules), heavy &"
         " set(sys.modules)\nsettings = TasksSettings(kind='dataset', num_eval=1,"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -18,6 +17,7 @@ from types import ModuleType
 
 import pytest
 from tests.pages import DOCS, PAGES, ROOT, messages
+from tests.pages import builder as load_builder
 
 SOURCE = ROOT / "src" / "treegraft"
 LOADS = {
@@ -33,12 +33,7 @@ LOADS = {
 
 @pytest.fixture(scope="module")
 def builder() -> ModuleType:
-    """docs/build.py as a module."""
-    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_builder()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +55,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WIDE = """() => {
-  const column = document.querySelector('.md-content__inner').getBoundingClientRect().right + 1;
-  const parts = [...document.querySelectorAll('.md-content table, .md-content pre, .md-content svg')];
-  return parts.filter(e => e.getBoundingClientRect().right > column).map(e => e.textContent.slice(0, 60));
+  const right = e => e.getBoundingClientRect().right;
+  const column = right(document.querySelector('.md-content__inner')) + 1;
+  const parts = document.querySelectorAll('table, pre, svg');
+  const inside = [...parts].filter(e => e.closest('.md-content'));
+  return inside.filter(e => right(e) > column).map(e => e.textContent.slice(0, 60));
 }"""
 """The tables, blocks and drawings of a page that reach beyond its column."""
 
@@ -177,8 +174,7 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
 
 def test_references_hold_everything(builder: ModuleType) -> None:
     from treegraft.runs.metrics import METRICS
-    from treegraft.settings.foreign import FOREIGN_NAMES
-    from treegraft.settings.load import known_settings
+    from treegraft.settings.config import foreign_names, known_settings
 
     pages = builder.references()
     for name in known_settings():
@@ -186,21 +182,21 @@ def test_references_hold_everything(builder: ModuleType) -> None:
         section = pages["settings"].split(f"## [{table}]\n")[1].split("\n## ")[0]
         assert f"| `{last}` |" in section
     assert [key for key in METRICS if f"| `{key}` |" not in pages["metrics"]] == []
-    assert [name for name in FOREIGN_NAMES if f"| `{name}` |" not in pages["names"]] == []
+    assert [name for name in foreign_names() if f"| `{name}` |" not in pages["names"]] == []
     for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
         assert f"## treegraft {command}\n" in pages["commands"]
     assert (
-        "| `--resume RUN_DIR` | Continue this run from its latest checkpoint. |"
+        "| `--resume RUN_DIR` | Run folder to continue from its latest checkpoint. |"
         in pages["commands"]
     )
 
 
 def test_types_are_said_in_plain_words(builder: ModuleType) -> None:
-    from treegraft.settings.load import known_settings
+    from treegraft.settings.config import known_settings
 
     fields = known_settings()
     said = {
-        name: builder.type_name(fields[name].annotation)
+        name: builder.type_name(fields[name].field.annotation)
         for name in ("run.name", "model.dtype", "learn.betas", "reward.weights")
     }
     assert said == {

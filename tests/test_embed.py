@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treegraft.core.errors import ModelError, SettingError
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.tools.search.encoders import (
     MINILM_HUB,

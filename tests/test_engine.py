@@ -33,8 +33,8 @@ from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.kernels.engine import kernels_for
-from treegraft.policy.weights import weights_fingerprint
-from treegraft.settings.config import EngineSettings
+from treegraft.policy.weights import ModelWeights, weights_fingerprint
+from treegraft.settings.policy import EngineSettings, NativeSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -48,7 +48,8 @@ def make_engine(
     **settings: Any,
 ) -> NativeEngine:
     model = model if model is not None else build_model(family, seed)
-    settings = {"max_rows": 32, "deadline_s": 30.0, **settings}
+    native = {name: settings.pop(name) for name in NativeSettings.model_fields if name in settings}
+    settings = {"max_rows": 32, "deadline_s": 30.0, "native": native} | settings
     return NativeEngine(model, tokenizer or word_tokenizer(), EngineSettings(**settings))
 
 
@@ -261,7 +262,7 @@ def test_packed_weights_give_the_products_of_plain_ones_also_after_a_publish(fam
 
     async def work(engine: NativeEngine) -> list[Completion]:
         before = await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))
-        await engine.publish(other, 1)
+        await engine.publish(ModelWeights(other), 1)
         return [before, await engine.complete(ids_of(40, 1), greedy(1), noise_key=(0,))]
 
     packed, plain = (
@@ -486,7 +487,9 @@ def test_a_branch_by_copy_equals_a_fresh_computation() -> None:
 
     async def apart(engine: NativeEngine, cut: int, n: int) -> Completion:
         first = await engine.complete(prompt, Sampling(max_new_tokens=12), noise_key=(1,))
-        await engine.publish(engine.model.state_dict(), 0)  # nothing is cached any more
+        await engine.publish(
+            ModelWeights(engine.model.state_dict()), 0
+        )  # nothing is cached any more
         path = prompt + first.token_ids
         return await engine.complete(
             path[: 20 + cut], Sampling(max_new_tokens=10), noise_key=("branch", cut, n)
@@ -537,7 +540,7 @@ def assert_traffic_agrees(seed: int, **options: Any) -> None:
             for version in (1, 2):
                 while len(finished) < 5 * version:
                     await asyncio.sleep(0.001)
-                await engine.publish(weights[version], version)
+                await engine.publish(ModelWeights(weights[version]), version)
 
         trees = [grow(engine, ids_of(draw.randint(1, 150), 5), 2, (n,)) for n in range(5)]
         *grown, _ = await asyncio.gather(*trees, publish())
@@ -693,7 +696,7 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
             asyncio.create_task(engine.complete(prefix, long, noise_key=(n,))) for n in range(3)
         ]
         await asyncio.sleep(0.01)
-        publish = asyncio.create_task(engine.publish(new.state_dict(), 5))
+        publish = asyncio.create_task(engine.publish(ModelWeights(new.state_dict()), 5))
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.complete(prefix, short, noise_key=(7,)))
         await publish
@@ -728,7 +731,7 @@ def test_a_publish_drains_and_then_everything_is_new() -> None:
 def test_foreign_weights_are_refused_and_the_engine_lives_on() -> None:
     async def work(engine: NativeEngine) -> Completion:
         with pytest.raises(EngineError, match="names in only one of them"):
-            await engine.publish({"x": torch.zeros(1)}, 1)
+            await engine.publish(ModelWeights({"x": torch.zeros(1)}), 1)
         assert engine.policy_version == 0
         return await engine.complete(ids_of(4, 1), greedy(2), noise_key=(0,))
 
@@ -763,13 +766,13 @@ def test_a_death_reaches_every_waiter() -> None:
             for n in range(3)
         ]
         await asyncio.sleep(0.2)
-        publish = asyncio.create_task(engine.publish(engine.model.state_dict(), 1))
+        publish = asyncio.create_task(engine.publish(ModelWeights(engine.model.state_dict()), 1))
         await asyncio.sleep(0)
         gate.set()
         results = list(await asyncio.gather(*waiters, publish, return_exceptions=True))
         for later in (
             engine.complete(ids_of(5, 9), sampling, noise_key=(9,)),
-            engine.publish({}, 2),
+            engine.publish(ModelWeights({}), 2),
         ):
             results.extend(await asyncio.gather(later, return_exceptions=True))
         engine.forget(ids_of(5, 1))
@@ -791,7 +794,9 @@ def test_closing_tells_those_who_wait() -> None:
         await asyncio.sleep(0.02)
         await engine.close()
         results = list(await asyncio.gather(task, return_exceptions=True))
-        results.extend(await asyncio.gather(engine.publish({}, 1), return_exceptions=True))
+        results.extend(
+            await asyncio.gather(engine.publish(ModelWeights({}), 1), return_exceptions=True)
+        )
         with pytest.raises(EngineError, match="closed"):
             await engine.complete((3,), greedy(1), noise_key=(1,))
         return results
@@ -853,7 +858,7 @@ def test_a_deadline_is_kept_and_named() -> None:
         running = asyncio.create_task(engine.complete(ids_of(5, 1), greedy(2), noise_key=(1,)))
         await asyncio.sleep(0.02)
         with pytest.raises(DeadlineExceeded, match="version 3 was not published within"):
-            await engine.publish(engine.model.state_dict(), 3)
+            await engine.publish(ModelWeights(engine.model.state_dict()), 3)
         with pytest.raises(DeadlineExceeded, match=r"engine\.deadline_s = 0\.05 s"):
             await running
         engine.settings = EngineSettings(deadline_s=30.0)

@@ -257,7 +257,7 @@ def test_grafts_need_an_environment_that_can_be_tried() -> None:
     with pytest.raises(
         SettingError, match="got 'graft' with an environment whose capability is 'none'"
     ):
-        assemble(config)
+        asyncio.run(assemble(config).__aenter__())
 
 
 def test_an_environment_without_branches_needs_no_capability(tmp_path: Path) -> None:

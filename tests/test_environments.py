@@ -36,14 +36,16 @@ from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
-from treegraft.settings.tools import EnvironmentSettings
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
+from treegraft.settings.explore import EntropySettings, GraftSettings
+from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 from treegraft.tasks.rewards import RewardScorer, environment_reward
 from treegraft.tools.build import open_environments
 from treegraft.tools.environments.own import ClassEnvironments, capability_of, row_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.agents import EndpointAgent, EndpointSettings
+from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 TASK = Task(id="t/0", question="w0", reference=(), columns={"key": "w3"})
 ANSWER = "<answer>\\boxed{ w9 }</answer>"
@@ -85,10 +87,9 @@ def make_toolbox(
 ) -> Toolbox:
     return Toolbox(
         worlds.kind.tools,
-        deadline_s=deadline_s,
-        max_output_chars=max_output_chars,
-        cache=True,
-        max_concurrent=8,
+        ToolsSettings(
+            deadline_s=deadline_s, max_output_chars=max_output_chars, cache=True, max_concurrent=8
+        ),
         environments=worlds,
     )
 
@@ -254,7 +255,10 @@ KINDS = (KeyDoor, CopiedKeyDoor, ReplayedKeyDoor)
 def test_a_branch_begins_in_the_state_of_its_step(made: type, allocate: Any) -> None:
     """One start takes the key, unlocks, and grows unsure; it and its branches each make move 3 on
     their own."""
-    explorer = EntropyBranching(num_starts=1, num_branches=2, probe_tokens=2)
+    explorer = EntropyBranching(
+        EntropySettings(num_starts=1, num_branches=2, probe_tokens=2, normaliser="none"),
+        vocab_size=100,
+    )
     grower = make(
         made, by_plan(*WAY_IN), explorer, entropy=unsure_after_two, num_leaves=3, allocate=allocate
     )
@@ -278,7 +282,9 @@ def test_a_wish_that_is_not_granted_costs_a_copy_and_nothing_else() -> None:
     grower = make(
         KeyDoor,
         by_plan(*WAY_IN),
-        EntropyBranching(num_starts=2, probe_tokens=2),
+        EntropyBranching(
+            EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
+        ),
         entropy=unsure_after_two,
     )
     assert seen(grow(grower)) == [["w1 1", "w1 2", "w1 3"]] * 2
@@ -286,7 +292,9 @@ def test_a_wish_that_is_not_granted_costs_a_copy_and_nothing_else() -> None:
     grower = make(
         ReplayedKeyDoor,
         by_plan(*WAY_IN),
-        EntropyBranching(num_starts=2, probe_tokens=2),
+        EntropyBranching(
+            EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
+        ),
         entropy=unsure_after_two,
     )
     assert len(grow(grower).leaves) == 2
@@ -295,7 +303,9 @@ def test_a_wish_that_is_not_granted_costs_a_copy_and_nothing_else() -> None:
 
 def test_steps_behind_too_many_calls_do_not_branch() -> None:
     for limit, num_replays in ((1, 0), (2, 1)):
-        explorer = EntropyBranching(num_starts=1, probe_tokens=2)
+        explorer = EntropyBranching(
+            EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
+        )
         grower = make(
             ReplayedKeyDoor,
             by_plan(*WAY_IN),
@@ -311,7 +321,12 @@ def test_steps_behind_too_many_calls_do_not_branch() -> None:
 def test_a_replay_that_finds_something_else_fails_its_own_leaf() -> None:
     plan = by_plan("<take>w3</take>", "<unlock>w5</unlock>")
     grower = make(
-        Forgetful, plan, EntropyBranching(num_starts=1, probe_tokens=2), entropy=unsure_after_two
+        Forgetful,
+        plan,
+        EntropyBranching(
+            EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
+        ),
+        entropy=unsure_after_two,
     )
     tree = grow(grower)
     assert [leaf.status for leaf in tree.leaves] == [Status.COMPLETED, Status.FAILED]
@@ -356,7 +371,9 @@ def test_trees_do_not_depend_on_latencies() -> None:
 
     found = []
     for latency in (None, lambda: (next(waits) * 7 % 5) / 500, lambda: (next(waits) * 3 % 7) / 500):
-        explorer = EntropyBranching(num_starts=2, probe_tokens=2)
+        explorer = EntropyBranching(
+            EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
+        )
         grower = make(
             Counter,
             reply,
@@ -404,7 +421,7 @@ def graft_of(*pairs: tuple[str, str, str]) -> OneTrace:
 def test_a_graft_is_done_in_the_environment_before_it_is_shown(made: type) -> None:
     """The agent takes the key, the graft unlocks the door, the agent goes in: as move 3 of one
     world."""
-    explorer = HybridRollout(num_hybrid=1, num_leaves=1, probability=1.0)
+    explorer = HybridRollout(GraftSettings(num_hybrid=1, probability=1.0), num_leaves=1)
 
     def reply(path: str) -> str:
         if "<result>" not in path:
@@ -426,7 +443,7 @@ def test_a_graft_is_done_in_the_environment_before_it_is_shown(made: type) -> No
 def test_a_graft_that_the_environment_contradicts_is_left_out() -> None:
     """The door does not open without a key, so a step that says it did is not attached, and changes
     nothing."""
-    explorer = HybridRollout(num_hybrid=1, num_leaves=1, probability=1.0)
+    explorer = HybridRollout(GraftSettings(num_hybrid=1, probability=1.0), num_leaves=1)
     grower = make(
         KeyDoor,
         by_plan(*WAY_IN),
@@ -506,7 +523,9 @@ def test_a_copy_that_fails_is_a_failed_branch() -> None:
     grower = make(
         Unique,
         by_plan(*WAY_IN),
-        EntropyBranching(num_starts=1, probe_tokens=2),
+        EntropyBranching(
+            EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
+        ),
         entropy=unsure_after_two,
     )
     tree = grow(grower)
@@ -519,7 +538,9 @@ def test_a_copy_that_fails_is_a_failed_branch() -> None:
 
 def test_an_object_that_hangs_in_its_copy_is_lost_with_the_branch() -> None:
     """Its next call would wait for the copy, in its one thread."""
-    explorer = EntropyBranching(num_starts=1, probe_tokens=2)
+    explorer = EntropyBranching(
+        EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
+    )
     grower = make(
         Hanging,
         by_plan(*["<look></look>"] * 3),

@@ -26,7 +26,7 @@ from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
 from treegraft.runs.record import tree_to_json
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 
 ROOT = Path(__file__).resolve().parents[1]

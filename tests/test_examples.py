@@ -33,7 +33,8 @@ def threads() -> Iterator[None]:
 
 
 def test_each_example_is_tested() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == PRINTED.keys()
+    # The diversity of a run that is there already has a file of tests of its own.
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {*PRINTED, "diversity"}
 
 
 @pytest.mark.usefixtures("threads")
@@ -42,7 +43,7 @@ def test_example(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = EXAMPLES / f"{name}.py"
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 60
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 90
     monkeypatch.chdir(EXAMPLES)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(path), run_name="__main__")

@@ -18,6 +18,7 @@ from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
+from treegraft.settings.explore import EntropySettings, GraftSettings
 
 KEY = (0, "train", 1, "t/0", "0.0.0")
 
@@ -59,7 +60,7 @@ def wanted(found: Branch | None) -> int:
 def test_threshold_branches_where_entropy_rose() -> None:
     """Baseline 1.0 and 0.5 nats, then 1.5 and 0.6: the change is 0.6, over a normaliser of 2 it is
     0.3, P = 0.5 + 0.2 · 0.3."""
-    explorer = EntropyBranching(num_branches=3, probe_tokens=2, normaliser=2.0)
+    explorer = EntropyBranching(EntropySettings(num_branches=3, probe_tokens=2), vocab_size=2)
     found = explorer.after_probe(path(step("0.0", [1.0, 0.5, 9.0])), [1.5, 0.6])
     assert found is not None and found.num == 3
     assert found.cause.entropy_change == pytest.approx(0.3)
@@ -73,7 +74,7 @@ def test_threshold_branches_where_entropy_rose() -> None:
 
 def test_the_normaliser_cannot_matter_where_base_and_threshold_agree() -> None:
     for normaliser in (1.0, 11.9, 151_665.0):
-        explorer = EntropyBranching(probe_tokens=1, normaliser=normaliser)
+        explorer = EntropyBranching(EntropySettings(probe_tokens=1), vocab_size=normaliser)
         assert wanted(explorer.after_probe(path(step("0.0", [1.0])), [1.01])) > 0
         assert wanted(explorer.after_probe(path(step("0.0", [1.0])), [0.99])) == 0
 
@@ -81,14 +82,16 @@ def test_the_normaliser_cannot_matter_where_base_and_threshold_agree() -> None:
 def test_the_baseline_is_the_roots_first_step_for_branches_too() -> None:
     """Deep on a branch, the step before the probe (2.0 nats) does not matter; the start's (0.1)
     does."""
-    explorer = EntropyBranching(probe_tokens=1)
+    explorer = EntropyBranching(EntropySettings(probe_tokens=1, normaliser="none"), vocab_size=100)
     view = path(step("0.2", [0.1]), step("0.2.1", [2.0]))
     assert wanted(explorer.after_probe(view, [0.2])) > 0
     assert view.start == 2
 
 
 def test_bernoulli_tosses_a_keyed_coin_with_that_probability() -> None:
-    explorer = EntropyBranching(probe_tokens=1, rule="bernoulli", normaliser=1.0)
+    explorer = EntropyBranching(
+        EntropySettings(probe_tokens=1, rule="bernoulli", normaliser="none"), vocab_size=100
+    )
     first = path(step("0.0", [0.0]))
     hits = [
         wanted(explorer.after_probe(PathView(first.steps, (0, "train", n)), [1.0])) > 0
@@ -110,7 +113,9 @@ def test_bernoulli_tosses_a_keyed_coin_with_that_probability() -> None:
 def test_the_lagging_statistic_looks_at_the_step_that_called() -> None:
     """The released code: no change after the first result by construction, and one result late
     afterwards."""
-    explorer = EntropyBranching(probe_tokens=1, statistic="lagging")
+    explorer = EntropyBranching(
+        EntropySettings(probe_tokens=1, statistic="lagging", normaliser="none"), vocab_size=100
+    )
     assert explorer.probe_tokens == 0
     assert wanted(explorer.after_probe(path(step("0.0", [1.0])), ())) == 0
     assert wanted(explorer.after_probe(path(step("0.0", [1.0]), step("0.0.0", [1.5])), ())) > 0
@@ -120,7 +125,7 @@ def test_the_lagging_statistic_looks_at_the_step_that_called() -> None:
 
 
 def test_the_first_starts_never_retrieve_and_a_coin_decides_for_the_others() -> None:
-    explorer = HybridRollout(num_hybrid=8, num_leaves=16)
+    explorer = HybridRollout(GraftSettings(num_hybrid=8), num_leaves=16)
     assert [explorer.is_hybrid(n) for n in range(16)] == [False] * 8 + [True] * 8
     asked = [
         explorer.before_step(path(step(f"0.{n}", [0.0]), key=(n, k)))
@@ -138,24 +143,33 @@ def test_the_first_starts_never_retrieve_and_a_coin_decides_for_the_others() -> 
 
 def test_shares_of_hybrids_keep_with_fewer_starts_and_with_back_fill() -> None:
     """Of 16 leaves 4 hybrid, 8 starts: the last 2 of 8; the same of those that fill up."""
-    explorer = HybridRollout(num_hybrid=4, num_leaves=16, num_starts=8)
+    explorer = HybridRollout(GraftSettings(num_hybrid=4), num_leaves=16, num_starts=8)
     assert [n for n in range(16) if explorer.is_hybrid(n)] == [6, 7, 14, 15]
-    assert [n for n in range(4) if HybridRollout(num_hybrid=4, num_leaves=4).is_hybrid(n)] == [
+    assert [
+        n for n in range(4) if HybridRollout(GraftSettings(num_hybrid=4), num_leaves=4).is_hybrid(n)
+    ] == [
         0,
         1,
         2,
         3,
     ]
-    assert not any(HybridRollout(num_hybrid=0, num_leaves=4).is_hybrid(n) for n in range(4))
+    assert not any(
+        HybridRollout(GraftSettings(num_hybrid=0), num_leaves=4).is_hybrid(n) for n in range(4)
+    )
     counts = [
-        sum(HybridRollout(num_hybrid=h, num_leaves=16, num_starts=8).is_hybrid(n) for n in range(8))
+        sum(
+            HybridRollout(GraftSettings(num_hybrid=h), num_leaves=16, num_starts=8).is_hybrid(n)
+            for n in range(8)
+        )
         for h in (0, 1, 3, 5, 16)
     ]
     assert counts == [0, 1, 2, 3, 8]  # rounded half up, at least one
 
 
 def test_whole_trajectories_are_grafted_once() -> None:
-    explorer = HybridRollout(num_hybrid=1, num_leaves=1, probability=1.0, whole=True)
+    explorer = HybridRollout(
+        GraftSettings(num_hybrid=1, probability=1.0, unit="trajectory"), num_leaves=1
+    )
     first, graft, own = (
         step("0.0", [0.0]),
         step("0.0.0", [0.0], Origin.RETRIEVED, 0),
@@ -169,21 +183,36 @@ def test_whole_trajectories_are_grafted_once() -> None:
 
 
 def test_explorers_compose_in_order() -> None:
-    entropy = EntropyBranching(num_starts=2, probe_tokens=3)
+    entropy = EntropyBranching(
+        EntropySettings(num_starts=2, probe_tokens=3, normaliser="none"), vocab_size=100
+    )
     both = Composed(
-        [entropy, HybridRollout(num_hybrid=4, num_leaves=4, num_starts=2, probability=1.0)]
+        [
+            entropy,
+            HybridRollout(GraftSettings(num_hybrid=4, probability=1.0), num_leaves=4, num_starts=2),
+        ]
     )
     assert both.starts(4) == Start(2)
     assert both.probe_tokens == 3
     assert both.before_step(path(step("0.0", [0.0]))) == Graft()
-    twice = Composed([entropy, EntropyBranching(num_branches=4, probe_tokens=1)])
+    twice = Composed(
+        [
+            entropy,
+            EntropyBranching(
+                EntropySettings(num_branches=4, probe_tokens=1, normaliser="none"), vocab_size=100
+            ),
+        ]
+    )
     found = twice.after_probe(path(step("0.0", [0.0] * 3)), [0.0, 1.0, 1.0])
     assert (
         found is not None and found.num == 1
     )  # the second sees one token only, and that did not change
     found = twice.after_probe(path(step("0.0", [0.0] * 3)), [1.0, 1.0, 1.0])
     assert found is not None and found.num == 5
-    assert Composed([Independent(), HybridRollout()]).probe_tokens is None
+    assert (
+        Composed([Independent(), HybridRollout(GraftSettings(), num_leaves=16)]).probe_tokens
+        is None
+    )
 
 
 # ---------------------------------------------------------------------- who gets branches

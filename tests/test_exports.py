@@ -6,6 +6,8 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,45 +19,31 @@ import treegraft
 
 SOURCE = Path(treegraft.__file__).parent
 
-NAMES = {
-    "treegraft.core.types": (
-        "Task",
-        "Step",
-        "Tree",
-        "Trajectory",
-        "Origin",
-        "Status",
-        "Trace",
-        "StepContent",
-    ),
-    "treegraft.algo.rapo": ("retrieval_reward", "combined_advantages", "shaping_factor"),
-    "treegraft.algo.arpo": ("entropy_change", "branch_probability", "shared_advantages"),
-    "treegraft.traces.buffer": ("TraceBuffer",),
-    "treegraft.policy.learn.pack": ("pack_trees", "TreeBatch"),
-    "treegraft.policy.learn.learner": ("token_scores",),
-    "treegraft.algo.advantages": ("group_advantages",),
-    "treegraft.tasks.scoring": ("exact_match", "f1", "math_equal"),
-    "treegraft.runs.record": ("read_trees",),
-    "treegraft.policy.engine.scripted": ("ScriptedEngine",),
-    "treegraft.train": ("train", "RunResult"),
-}
+NAMES = (
+    *("Task", "Step", "Tree", "Trajectory", "Origin", "Status", "Trace", "StepContent"),
+    *("retrieval_reward", "combined_advantages", "shaping_factor"),
+    *("entropy_change", "branch_probability", "shared_advantages"),
+    *("TraceBuffer", "pack_trees", "TreeBatch", "token_scores", "group_advantages"),
+    *("exact_match", "f1", "math_equal", "read_trees", "ScriptedEngine", "train", "RunResult"),
+    *("Config", "load_config", "evaluate_checkpoint", "answer_question"),
+)
 
 SIGNATURES = {
-    "treegraft.policy.learn.pack:pack_trees": ["trees", "*device"],
-    "treegraft.policy.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
-    "treegraft.algo.advantages:group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
-    "treegraft.algo.rapo:retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
-    "treegraft.algo.rapo:combined_advantages": [
+    "pack_trees": ["trees", "*device"],
+    "token_scores": ["model", "batch", "*vocab_chunk"],
+    "group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
+    "retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
+    "combined_advantages": [
         "outcome_advantages",
         "retrieval_rewards",
         "weight=0.2",
         "eps=1e-06",
     ],
-    "treegraft.algo.rapo:shaping_factor": ["retrieved_frac", "weight=0.05"],
-    "treegraft.algo.arpo:entropy_change": ["current", "initial", "normaliser"],
-    "treegraft.algo.arpo:branch_probability": ["change", "base=0.5", "weight=0.2"],
-    "treegraft.algo.arpo:shared_advantages": ["advantages", "descendants"],
-    "treegraft.core.types:Trace": [
+    "shaping_factor": ["retrieved_frac", "weight=0.05"],
+    "entropy_change": ["current", "initial", "normaliser"],
+    "branch_probability": ["change", "base=0.5", "weight=0.2"],
+    "shared_advantages": ["advantages", "descendants"],
+    "Trace": [
         *(
             "key",
             "value",
@@ -68,38 +56,70 @@ SIGNATURES = {
             "policy_version=None",
         ),
     ],
-    "treegraft.traces.buffer:TraceBuffer": ["path", "encoder='minilm'"],
-    "treegraft.tasks.scoring:exact_match": ["prediction", "reference"],
-    "treegraft.tasks.scoring:f1": ["prediction", "reference"],
-    "treegraft.tasks.scoring:math_equal": ["prediction", "reference", "*deadline_s"],
-    "treegraft.runs.record:read_trees": ["path"],
-    "treegraft.core.types:Tree.trajectories": ["self"],
-    "treegraft.policy.learn.pack:TreeBatch.per_trajectory": ["self", "values"],
-    "treegraft.policy.engine.scripted:ScriptedEngine": [
+    "TraceBuffer": ["path", "encoder='minilm'"],
+    "exact_match": ["prediction", "reference"],
+    "f1": ["prediction", "reference"],
+    "math_equal": ["prediction", "reference", "*deadline_s"],
+    "read_trees": ["path"],
+    "Tree.trajectories": ["self"],
+    "TreeBatch.per_trajectory": ["self", "values"],
+    "ScriptedEngine": [
         "replies",
         "tokenizer",
         "*logprob",
         "*entropy",
         "*latency_s",
     ],
-    "treegraft.train:train": ["config", "*recipe", "*resume", "*display"],
+    "train": ["config", "*recipe", "*resume", "*display"],
 }
 """Parameters in order; a star marks those that only a keyword reaches, "=" a default that is
 promised."""
 
 
 def find(path: str) -> Any:
-    module, _, names = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in names.split("."):
+    """Returns what the path of attributes from the package's root leads to."""
+    found: Any = treegraft
+    for name in path.split("."):
         found = getattr(found, name)
     return found
 
 
-@pytest.mark.parametrize("module", NAMES)
-def test_public_names_exist(module: str) -> None:
-    for name in NAMES[module]:
-        assert find(f"{module}:{name}").__doc__
+def test_the_public_names_are_these() -> None:
+    assert sorted((*NAMES, "__version__")) == treegraft.__all__
+    for name in NAMES:
+        assert find(name).__doc__
+
+
+ORDERS = (
+    "from treegraft import train; from treegraft.train import train as other",
+    "from treegraft.train import train as other; from treegraft import train",
+    "import treegraft.train; from treegraft import train; other = treegraft.train",
+    "import treegraft; train = treegraft.train; import treegraft.train; other = treegraft.train",
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_train_is_the_function_in_any_import_order(order: str) -> None:
+    code = f"{order}; assert train is other and train.__name__ == 'train' and callable(train)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_train_is_the_function_and_its_module_is_there() -> None:
+    """Both ways in this process, whatever was imported before."""
+    from treegraft import train
+    from treegraft.train import train as other
+
+    assert train is other is treegraft.train
+    assert importlib.import_module("treegraft.train").train is train
+    assert (
+        "torch"
+        not in subprocess.run(
+            [sys.executable, "-c", "import sys, treegraft; print(*sys.modules)"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+    )
 
 
 @pytest.mark.parametrize("path", SIGNATURES)
@@ -145,6 +165,12 @@ def test_the_root_package_lists_what_it_has() -> None:
         _ = treegraft.nothing
 
 
+def test_the_page_of_public_names_lists_them() -> None:
+    page = (SOURCE.parents[1] / "docs" / "api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \|", page, re.M)
+    assert sorted(listed) == sorted(set(treegraft.__all__) - {"__version__"})
+
+
 def test_scores_of_packed_trees_come_per_trajectory() -> None:
     """The names above, used together: two leaves share a step, whose token is scored once and given
     to both."""
@@ -154,7 +180,7 @@ def test_scores_of_packed_trees_come_per_trajectory() -> None:
     from treegraft.policy.learn.learner import token_scores
     from treegraft.policy.learn.pack import pack_trees
     from treegraft.policy.tiny import build_tiny_model
-    from treegraft.settings.config import TinySettings
+    from treegraft.settings.policy import TinySettings
 
     def step(name: str, parent: str | None, tokens: tuple[int, ...], origin: Origin) -> Step:
         count = len(tokens)

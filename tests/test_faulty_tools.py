@@ -18,8 +18,10 @@ from treegraft.core.types import Status, Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -130,7 +132,10 @@ ERRORS = (
 def grow(names: list[str]) -> tuple[dict[str, Tree], dict[str, float], float]:
     tools = [FunctionTool(search)]
     box = Toolbox(
-        tools, deadline_s=DEADLINE_S, max_output_chars=MAX_CHARS, cache=False, max_concurrent=64
+        tools,
+        ToolsSettings(
+            deadline_s=DEADLINE_S, max_output_chars=MAX_CHARS, cache=False, max_concurrent=64
+        ),
     )
     grower = Grower(
         ScriptedEngine(by_step, word_tokenizer()),

@@ -35,8 +35,10 @@ from treegraft.policy.learn.sft import demonstration_tree
 from treegraft.rollout.formats.build import use_template
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
-from treegraft.settings.config import FormatSettings
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
+from treegraft.settings.tasks import FormatSettings
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tasks.rewards import hierarchical_reward
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
@@ -418,7 +420,9 @@ def test_arguments_that_do_not_fit_are_an_observation() -> None:
     )
     (call,) = form_of("qwen25").parse_step(ids_of("qwen25", text)).content.calls
     assert (call.name, call.body) == ("search", '{"q": "x", "k": 3}')
-    toolbox = Toolbox(TOOLS, deadline_s=5.0, max_output_chars=200, cache=True, max_concurrent=2)
+    toolbox = Toolbox(
+        TOOLS, ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=True, max_concurrent=2)
+    )
     seen = asyncio.run(toolbox.call(call, TASK))
     assert (seen.text, seen.is_error) == (
         'search takes {"query": "..."}, one text and nothing else',
@@ -576,7 +580,9 @@ def grow(kind: str, replies: Any, **limits: Any) -> tuple[Tree, ScriptedEngine]:
         "max_agent_steps": 4,
     }
     fields |= {"max_tool_calls": 4, "deadline_s": 20.0, **limits}
-    toolbox = Toolbox(TOOLS, deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8)
+    toolbox = Toolbox(
+        TOOLS, ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8)
+    )
     grower = Grower(engine, form, toolbox, Independent(), Limits(**fields), unscored)
     return asyncio.run(grower.grow(TASK, noise_key=(0, "train", 1), group_id="g")), engine
 

@@ -24,7 +24,7 @@ from treegraft.core.types import BranchCause, GraftCause, Origin, StepContent, T
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.supply import OWN_FILE
+from treegraft.traces.run_buffer import OWN_FILE
 from treegraft.train import RunResult, train
 
 BOTH: dict[str, Any] = {

@@ -35,8 +35,11 @@ from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import rollout_metrics
+from treegraft.settings.explore import EntropySettings, GraftSettings
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -92,7 +95,10 @@ def make(
     return Grower(
         engine or ScriptedEngine(replies, word_tokenizer(), entropy=entropy, latency_s=latency_s),
         TagsFormat(word_tokenizer(), tools, system_prompt="", require_think=False),
-        Toolbox(tools, deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        Toolbox(
+            tools,
+            ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        ),
         explorer,
         Limits(**{**fields, **limits}),
         leave,
@@ -123,7 +129,14 @@ def ids(tree: Tree) -> list[str]:
 def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
     """Two starts search and grow unsure: each gets one more child below its search; 4 leaves, 2
     calls."""
-    tree = grow(make(EntropyBranching(num_starts=2, probe_tokens=2), entropy=unsure_after_results))
+    tree = grow(
+        make(
+            EntropyBranching(
+                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
+            ),
+            entropy=unsure_after_results,
+        )
+    )
     assert ids(tree) == ["0", "0.0", "0.0.0", "0.0.1", "0.1", "0.1.0", "0.1.1"]
     causes = {step.id: step.cause for step in tree.steps}
     assert causes["0.0"] == StartCause() and causes["0.0.0"] == ContinuationCause()
@@ -145,7 +158,9 @@ def test_it_branches_beside_the_continuation_and_shares_the_call() -> None:
 def test_no_branch_where_entropy_fell_and_fresh_starts_fill_up() -> None:
     tree = grow(
         make(
-            EntropyBranching(num_starts=2, probe_tokens=2),
+            EntropyBranching(
+                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
+            ),
             entropy=lambda path: 1.5 - unsure_after_results(path),
         )
     )
@@ -155,13 +170,28 @@ def test_no_branch_where_entropy_fell_and_fresh_starts_fill_up() -> None:
 
 def test_all_leaves_ended_early_and_all_fill_up_at_once() -> None:
     engine = ScriptedEngine(lambda _: ANSWER, word_tokenizer(), entropy=9.0)
-    tree = grow(make(EntropyBranching(num_starts=1, probe_tokens=2), engine=engine, num_leaves=5))
+    tree = grow(
+        make(
+            EntropyBranching(
+                EntropySettings(num_starts=1, probe_tokens=2, normaliser="none"), vocab_size=100
+            ),
+            engine=engine,
+            num_leaves=5,
+        )
+    )
     assert ids(tree) == ["0", "0.0", "0.1", "0.2", "0.3", "0.4"]
     assert len(engine.calls) == 5
 
 
 def test_n_equal_to_m_is_grpo() -> None:
-    tree = grow(make(EntropyBranching(num_starts=4, probe_tokens=2), entropy=unsure_after_results))
+    tree = grow(
+        make(
+            EntropyBranching(
+                EntropySettings(num_starts=4, probe_tokens=2, normaliser="none"), vocab_size=100
+            ),
+            entropy=unsure_after_results,
+        )
+    )
     assert not any(isinstance(step.cause, BranchCause) for step in tree.steps)
     assert len(tree.leaves) == 4
 
@@ -170,7 +200,10 @@ def test_more_children_than_the_budget_are_cut() -> None:
     """Z = 5 with two leaves left: the first start in the tree gets both."""
     tree = grow(
         make(
-            EntropyBranching(num_starts=2, num_branches=5, probe_tokens=2),
+            EntropyBranching(
+                EntropySettings(num_starts=2, num_branches=5, probe_tokens=2, normaliser="none"),
+                vocab_size=100,
+            ),
             entropy=unsure_after_results,
         )
     )
@@ -193,7 +226,9 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     0.2, below the threshold."""
     tree = grow(
         make(
-            EntropyBranching(num_starts=2, probe_tokens=2),
+            EntropyBranching(
+                EntropySettings(num_starts=2, probe_tokens=2, normaliser="none"), vocab_size=100
+            ),
             entropy=lambda path: 1.5 - unsure_after_results(path),
         )
     )
@@ -208,7 +243,10 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     )
     tossed = grow(
         make(
-            EntropyBranching(num_starts=2, probe_tokens=2, rule="bernoulli"),
+            EntropyBranching(
+                EntropySettings(num_starts=2, probe_tokens=2, rule="bernoulli", normaliser="none"),
+                vocab_size=100,
+            ),
             entropy=unsure_after_results,
         )
     )
@@ -218,7 +256,10 @@ def test_a_branch_that_was_not_opened_says_what_the_rule_saw() -> None:
     assert wanted == [int(coin.probability > (coin.bar or 0.0)) for coin in coins]
     tree = grow(
         make(
-            EntropyBranching(num_starts=1, num_branches=2, probe_tokens=2),
+            EntropyBranching(
+                EntropySettings(num_starts=1, num_branches=2, probe_tokens=2, normaliser="none"),
+                vocab_size=100,
+            ),
             entropy=unsure_after_results,
         )
     )
@@ -241,7 +282,9 @@ def test_branches_go_on_and_may_branch_again() -> None:
     """One start, eight leaves, three searches, always unsure: 1 -> 2 -> 4 -> 8 leaves; 1 + 2 + 4
     calls."""
     grower = make(
-        EntropyBranching(num_starts=1, probe_tokens=1),
+        EntropyBranching(
+            EntropySettings(num_starts=1, probe_tokens=1, normaliser="none"), vocab_size=100
+        ),
         three_searches,
         entropy=unsure_after_results,
         num_leaves=8,
@@ -282,7 +325,12 @@ def test_only_the_first_child_after_a_result_probes() -> None:
 
 
 def test_a_step_shorter_than_the_probe_is_probed_at_its_end() -> None:
-    grower = make(EntropyBranching(num_starts=2, probe_tokens=50), entropy=unsure_after_results)
+    grower = make(
+        EntropyBranching(
+            EntropySettings(num_starts=2, probe_tokens=50, normaliser="none"), vocab_size=100
+        ),
+        entropy=unsure_after_results,
+    )
     tree = grow(grower)
     changes = [
         step.cause.entropy_change for step in tree.steps if isinstance(step.cause, BranchCause)
@@ -320,7 +368,15 @@ def test_law_8_a_failed_leaf_does_not_hold_up_the_round() -> None:
             return await super().complete(prefix_ids, sampling, noise_key=noise_key, **hints)
 
     engine = Lame(breaks, word_tokenizer(), entropy=unsure_after_results)
-    tree = grow(make(EntropyBranching(num_starts=3, probe_tokens=1), engine=engine, deadline_s=0.3))
+    tree = grow(
+        make(
+            EntropyBranching(
+                EntropySettings(num_starts=3, probe_tokens=1, normaliser="none"), vocab_size=100
+            ),
+            engine=engine,
+            deadline_s=0.3,
+        )
+    )
     statuses = {leaf.step_id: leaf.status for leaf in tree.leaves}
     assert statuses.pop("0.1") is Status.FAILED
     assert set(statuses.values()) == {Status.COMPLETED} and "0.0.1" in statuses
@@ -349,7 +405,9 @@ def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(
     allocate: Callable[[Budget], Allocation],
 ) -> None:
     engine = Belated(three_searches, word_tokenizer(), entropy=unsure_after_results)
-    explorer = EntropyBranching(num_starts=2, probe_tokens=1)
+    explorer = EntropyBranching(
+        EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
+    )
     fields = {"deadline_s": 0.4, "num_leaves": 7, "max_completion_tokens": 200}
     tree = grow(make(explorer, engine=engine, allocate=allocate, **fields))
     assert next(leaf.step_id for leaf in tree.leaves if leaf.status is Status.FAILED) == "0.1.0"
@@ -361,7 +419,9 @@ def test_law_8_a_probe_of_a_leaf_that_is_over_changes_nothing(
 
 
 def always(**options: Any) -> HybridRollout:
-    return HybridRollout(**{"num_hybrid": 2, "num_leaves": 4, "probability": 1.0, **options})
+    num_leaves = options.pop("num_leaves", 4)
+    settings = GraftSettings(**{"num_hybrid": 2, "probability": 1.0, **options})
+    return HybridRollout(settings, num_leaves=num_leaves)
 
 
 def test_a_graft_follows_an_own_step_and_precedes_one() -> None:
@@ -488,7 +548,7 @@ def test_a_whole_trajectory_is_one_graft() -> None:
     retriever = OneTrace()
     tree = grow(
         make(
-            always(num_hybrid=4, whole=True),
+            always(num_hybrid=4, unit="trajectory"),
             three_searches,
             retriever=retriever,
             max_completion_tokens=200,
@@ -522,8 +582,11 @@ def test_metrics_of_grafts_by_hand() -> None:
 def both(**options: Any) -> Composed:
     return Composed(
         [
-            EntropyBranching(num_starts=2, probe_tokens=1, **options),
-            HybridRollout(num_hybrid=8, num_leaves=8),
+            EntropyBranching(
+                EntropySettings(num_starts=2, probe_tokens=1, **options, normaliser="none"),
+                vocab_size=100,
+            ),
+            HybridRollout(GraftSettings(num_hybrid=8), num_leaves=8),
         ]
     )
 
@@ -533,8 +596,10 @@ def test_a_branch_shares_the_grafts_above_it() -> None:
     graft."""
     composed = Composed(
         [
-            EntropyBranching(num_starts=2, probe_tokens=1),
-            HybridRollout(num_hybrid=8, num_leaves=8, num_starts=2, probability=0.5),
+            EntropyBranching(
+                EntropySettings(num_starts=2, probe_tokens=1, normaliser="none"), vocab_size=100
+            ),
+            HybridRollout(GraftSettings(num_hybrid=8, probability=0.5), num_leaves=8, num_starts=2),
         ]
     )
     shared = 0

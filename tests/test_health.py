@@ -3,7 +3,7 @@ runs that set some off."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,11 @@ from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.unused import unused_metrics
-from treegraft.runs.health import Monitor, explained, page, recorded, warnings_of
+from treegraft.runs.health import HealthWarning, Monitor, explained, page, recorded
 from treegraft.runs.health_rules import RULES
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics
+from treegraft.settings.explore import EntropySettings, GraftSettings
 from treegraft.settings.health import HealthSettings
 from treegraft.settings.load import load_config
 from treegraft.train import train
@@ -76,6 +77,14 @@ def at_end(**changes: Any) -> Callable[[int], dict[str, Any]]:
     return lambda n: (
         {key.replace("__", "/"): value for key, value in changes.items()} if n == LONG else {}
     )
+
+
+def warnings_of(
+    history: Sequence[Mapping[str, Any]], settings: HealthSettings | None = None
+) -> list[list[HealthWarning]]:
+    """Returns for each line the warnings that stand after it."""
+    monitor = Monitor(settings or HealthSettings())
+    return [monitor.take(line)[0] for line in history]
 
 
 def names(found: list[list[Any]]) -> list[list[str]]:
@@ -240,7 +249,7 @@ def test_a_warning_is_said_once_and_its_end_too() -> None:
         said += [(line["update"], one.name) for one in began] + [
             (line["update"], text) for text in over
         ]
-    end = "truncated is over: it stood in 3 updates from 2 to 5, and not in the 3 since"
+    end = "truncated is over: last seen in update 5"
     assert said == [(2, "truncated"), (8, end)] and monitor.standing == []
 
 
@@ -376,7 +385,10 @@ def test_unused_budgets() -> None:
     )
     unused = build_tree(Part.of("p", *(Part("s") for _ in range(4))))
     both = Composed(
-        [EntropyBranching(num_starts=2), HybridRollout(num_hybrid=2, num_leaves=4, num_starts=2)]
+        [
+            EntropyBranching(EntropySettings(num_starts=2, normaliser="none"), vocab_size=100),
+            HybridRollout(GraftSettings(num_hybrid=2), num_leaves=4, num_starts=2),
+        ]
     )
     found = unused_metrics([used, unused], both, 4)
     # Starts 1 and 3 may retrieve: of three such trajectories one holds a graft.

@@ -27,7 +27,7 @@ from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import TreeBatch, pack_trees, split_tree
 from treegraft.policy.learn.tree_attention import PackedPlan
 from treegraft.policy.load import with_adapters
-from treegraft.settings.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -482,7 +482,7 @@ def test_law_3_a_shared_token_weighs_what_the_leaves_below_it_weigh() -> None:
     logprobs = torch.full((5,), -2.0, requires_grad=True)
     factors = learner._factors(pack.batch, learner._denominators([tree]))
     loss = learner._pack_loss(
-        pack, logprobs, torch.zeros(5), logprobs.detach(), factors, learner_module._Tally()
+        pack, logprobs, torch.zeros(5), logprobs.detach(), factors, learner_module.Tally()
     )
     loss.backward()
     # Rewards 1, 0, 0: mean 1/3, deviation 1/sqrt(3); A = 2/sqrt(3), -1/sqrt(3) twice; w = 1/3, |y|
@@ -813,7 +813,7 @@ def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            resumed.export_weights().values(), whole.export_weights().values(), strict=True
+            resumed.weights().tensors.values(), whole.weights().tensors.values(), strict=True
         )
     )
 

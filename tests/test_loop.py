@@ -19,8 +19,10 @@ from treegraft.explore.budget import Budget
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.rollout.loop import Grower, Limits
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
 from treegraft.rollout.measure import eval_metrics, paired_gain, pass_at_k, rollout_metrics
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -65,7 +67,10 @@ def make_loop(
     loop = Grower(
         engine,
         TagsFormat(word_tokenizer(), tools, system_prompt="", require_think=False),
-        Toolbox(tools, deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        Toolbox(
+            tools,
+            ToolsSettings(deadline_s=5.0, max_output_chars=200, cache=False, max_concurrent=8),
+        ),
         Independent(),
         Limits(**{**fields, **limits}),
         leave,

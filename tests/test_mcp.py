@@ -21,10 +21,12 @@ from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.types import Observation, Task, ToolCall
 from treegraft.rollout.formats.markup import system_prompt_for
-from treegraft.settings.config import Config, McpSettings, ToolsSettings
+from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.tools import McpSettings, ToolsSettings
 from treegraft.tools.build import build_tools
-from treegraft.tools.mcp import McpServer, McpTool, signature_from, tag_of
+from treegraft.tools.json_tools import signature_from, tag_of
+from treegraft.tools.mcp import McpServer, McpTool
 from treegraft.tools.toolbox import Toolbox
 
 pytest.importorskip("mcp", reason="the extra 'mcp' is not installed")
@@ -42,7 +44,9 @@ def over_stdio(**options: Any) -> McpSettings:
 
 
 def toolbox_of(tools: list[Tool]) -> Toolbox:
-    return Toolbox(tools, deadline_s=60.0, max_output_chars=200, cache=False, max_concurrent=8)
+    return Toolbox(
+        tools, ToolsSettings(deadline_s=60.0, max_output_chars=200, cache=False, max_concurrent=8)
+    )
 
 
 def is_alive(pid: int) -> bool:
@@ -185,7 +189,7 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
                 "the server of crash ended during the call",
                 True,
             )
-            again = await toolbox._tools["about"]("", TASK)
+            again = await toolbox.tools["about"]("", TASK)
             assert first.text.split()[0] != again.split()[0]
             await ask(toolbox, ("crash", ""))
             with pytest.raises(ToolUnavailable, match="'local' has ended: "):
@@ -196,7 +200,7 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
     reported = [
         record.getMessage() for record in caplog.records if record.name == "treegraft.tools.mcp"
     ]
-    assert "restart 1" in reported[0] and "its last words: the end is near" in reported[0]
+    assert "restart 1" in reported[0] and "its last line on stderr: the end is near" in reported[0]
     assert "stays so after 1 restarts" in reported[1]
 
 
@@ -206,7 +210,7 @@ def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCapt
         ({"command": ["/nowhere/at-all"]}, "could not be started or reached.*No such file"),
         (
             {"command": [sys.executable, "-c", "import sys; sys.exit('no licence')"]},
-            "its last words: no licence",
+            "its last line on stderr: no licence",
         ),
         (
             {

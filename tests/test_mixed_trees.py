@@ -23,7 +23,7 @@ from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn.learner import token_scores
 from treegraft.policy.learn.pack import pack_trees, pack_with_lessons
 from treegraft.runs.metrics import check_known
-from treegraft.settings.config import LossSettings
+from treegraft.settings.policy import LossSettings
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
@@ -486,7 +486,7 @@ def test_hard_differs_where_clipping_acts() -> None:
         new = torch.tensor([math.log(1.5), 0.0, 0.0], requires_grad=True)
         factors = learner._factors(pack.batch, learner._denominators(trees))
         loss = learner._pack_loss(
-            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module._Tally()
+            pack, new, torch.zeros(3), torch.zeros(3), factors, learner_module.Tally()
         )
         loss.backward()
         assert new.grad is not None

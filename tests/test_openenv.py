@@ -241,7 +241,7 @@ def test_steps_rewards_branches_and_the_end(urls: dict[str, str]) -> None:
             ]
             refused = await other.call(ToolCall("add", '{"nummer": 1}'))
             assert refused.is_error and "number: Field required" in refused.text
-            assert "is needed" in (await other.call(ToolCall("add", "three"))).text
+            assert "needs a JSON object" in (await other.call(ToolCall("add", "three"))).text
             assert await add(other, 8) == '{"total": 10}\n[the episode is over; give your answer]'
             assert await add(other, 8) == "the episode is over; give your answer"
             assert await other.reward() == pytest.approx(0.8)

@@ -1,5 +1,5 @@
-"""What README and docs/ show runs: the blocks marked runnable, the commands, and the settings,
-metrics and files they name.
+"""README and docs/ show the truth: blocks marked runnable run, and the commands, settings, metrics
+and files they name exist.
 
 A block of Python or TOML that begins with a comment naming a file becomes that file; any other
 Python block is executed. Recipes are trained for one update with a tiny random model, or, where
@@ -138,7 +138,7 @@ def test_the_tool_of_the_page_answers(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_settings_named_on_the_pages_exist() -> None:
-    from treegraft.settings.load import known_settings
+    from treegraft.settings.config import known_settings
 
     names = set(known_settings())
     names |= {name.rpartition(".")[0] for name in names}
@@ -198,10 +198,49 @@ def test_there_is_one_place_for_results() -> None:
     assert PAGE.count("<!-- results -->") == 1
 
 
+def test_the_layout_of_the_readme_is_that_of_the_package() -> None:
+    block = re.search(r"^src/treegraft/\n(.*?)^```", PAGE, re.S | re.M)
+    assert block is not None
+    listed = {line.split()[0].rstrip("/") for line in block[1].splitlines()}
+    package = ROOT / "src" / "treegraft"
+    there = {path.name for path in package.iterdir() if not path.name.startswith("__")}
+    assert listed == there - {"py.typed"}
+
+
 def test_tests_and_examples_named_on_the_pages_exist() -> None:
     pages = ALL + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     named = set(re.findall(r"\b(?:tests|examples)/\w+\.py", pages))
     assert named and {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def test_places_named_in_contributing_exist() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = page.split("## Where do I add")[1].split("\n## ")[0]
+    named = set(re.findall(r"`([\w/]+(?:/|\.py|\.md|\.toml))`", section))
+    bases = (ROOT, ROOT / "src" / "treegraft")
+    assert len(named) > 30
+    assert {name for name in named if not any((base / name).exists() for base in bases)} == set()
+
+
+def test_new_module_paths_of_the_changelog_exist() -> None:
+    news = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split("\n## [")[1]
+    moved = re.findall(r"^\| `.*?\| (.*) \|$", news, re.M)
+    names = {name for cell in moved for name in re.findall(r"`([\w.]+)`", cell)}
+    places = {name: name.replace(".", "/") for name in names}
+    bases = (ROOT, ROOT / "src" / "treegraft")
+    found = {
+        name
+        for name, place in places.items()
+        if any((base / place).is_dir() or (base / f"{place}.py").exists() for base in bases)
+    }
+    assert len(names) > 30 and names - found == set()
+
+
+def test_benchmarks_named_on_the_pages_exist() -> None:
+    from benchmarks.speed.__main__ import BENCHES
+
+    named = set(re.findall(r"-m benchmarks\.speed (\w+)", ALL))
+    assert named and named <= set(BENCHES)
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:

@@ -3,13 +3,16 @@ Chromium."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.test_report import made_run, write_hostile
+from tests.test_view_large import write_large_run
 from tests.viewed import write_run
 
 pytest.importorskip(
@@ -19,6 +22,8 @@ pytest.importorskip(
 from treegraft.cli import main as cli
 from treegraft.view.report.command import write_report
 
+MOST_MB = 400
+"""What a report on a large run may take: matplotlib and a line of trees, not the run."""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
@@ -40,17 +45,17 @@ def test_the_command_says_what_it_wrote(
             "report",
             run,
             "--only",
-            "efficiency",
+            "final-accuracy",
             "--only",
-            "noise-rate",
+            "sweep",
             "--out",
             tmp_path / "out",
         )
         == 0
     )
     said = capsys.readouterr().out
-    assert f"{tmp_path / 'out' / 'report.html'}: 1 figures (efficiency)" in said
-    assert "no noise-rate: no two groups differ in buffer.random_prob alone." in said
+    assert f"{tmp_path / 'out' / 'report.html'}: 1 figures (final-accuracy)" in said
+    assert "no sweep: no two groups differ in one numeric setting alone." in said
 
 
 @pytest.mark.parametrize(
@@ -113,3 +118,28 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             assert "<script>window.hacked=1</script>" in page.locator("body").inner_text()
         browser.close()
     assert asked == [written.page.as_uri()] * 2 and said == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="memory is read from /proc, which only Linux has"
+)
+def test_a_large_run_is_streamed(tmp_path: Path) -> None:
+    path = write_large_run(tmp_path / "large")
+    code = (
+        "import sys\nfrom treegraft.cli.main import main\nsys.argv = ['treegraft', 'report',"
+        " sys.argv[1]]\ntry:\n    main()\nexcept SystemExit as end:\n    assert not end.code,"
+        " end.code\nassert 'torch' not in sys.modules\nprint(next(line for line in"
+        " open('/proc/self/status') if line.startswith('VmHWM')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=os.environ,
+        timeout=500,
+    )
+    most = int(done.stdout.split("VmHWM:")[1].split()[0]) / 1024
+    print(f"largest memory {most:.0f} MB")
+    assert most < MOST_MB

@@ -22,8 +22,9 @@ from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.interrupt import run_to_end
 from treegraft.policy.learn.learner import Learner
-from treegraft.runs.checkpoint import latest_checkpoint, read_state
+from treegraft.runs.checkpoint import file_checksum, latest_checkpoint, read_state
 from treegraft.runs.record import RunFolder, read_metrics
+from treegraft.runs.start import open_checkpoint
 from treegraft.train import RunResult, sft, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,18 +52,18 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         4,
         "before",
     ),
-    "learned, not published": ("treegraft.policy.learn.drift:DriftGuard.publish", 3, "before"),
+    "learned, not published": ("treegraft.policy.publish:Publisher.publish", 3, "before"),
     # The settings, two evaluations, the first update, two evaluations, the second update.
-    "half of the trees written": ("treegraft.core.files:write_atomically", 7, "half"),
-    "in an evaluation between": ("treegraft.train:write_trees", 5, "before"),
-    "a checkpoint written, not renamed": ("treegraft.runs.checkpoint:_checksums", 8, "after"),
+    "half of the trees written": ("treegraft.runs.record:write_atomically", 7, "half"),
+    "in an evaluation between": ("treegraft.runs.run:write_trees", 5, "before"),
+    "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "a checkpoint renamed, old ones not removed": (
-        "treegraft.train:prune_checkpoints",
+        "treegraft.runs.run:prune_checkpoints",
         7,
         "before",
     ),
-    "an old checkpoint half removed": ("treegraft.policy.checkpoint:shutil.rmtree", 30, "before"),
-    "all done but the end": ("treegraft.train:RunResult", 1, "before"),
+    "an old checkpoint half removed": ("treegraft.runs.checkpoint:shutil.rmtree", 30, "before"),
+    "all done but the end": ("treegraft.runs.run:RunResult", 1, "before"),
 }
 
 
@@ -217,6 +218,29 @@ def test_other_changes_are_refused(tmp_path: Path) -> None:
         train(None)
 
 
+def test_a_run_of_0_6_goes_on_and_its_checkpoint_is_opened(tmp_path: Path) -> None:
+    """Its files have the settings of the native engine in [engine]."""
+    run = start(tmp_path, "a", run={"num_updates": 1}, engine={"native": {"cache_gb": 0.5}})
+    for path in [
+        *run.run_dir.glob("config.json"),
+        *run.run_dir.glob("checkpoints/*/*/config.json"),
+    ]:
+        saved = json.loads(path.read_text())
+        saved["engine"] |= saved["engine"].pop("native")
+        del saved["engine"]["options"]
+        path.write_text(json.dumps(saved))
+        state = path.with_name("state.json")
+        if state.exists():
+            data = json.loads(state.read_text())
+            data["checksums"]["treegraft/config.json"] = file_checksum(path)
+            state.write_text(json.dumps(data))
+    config, _ = open_checkpoint(run.run_dir, None, [])
+    assert config.engine.native.cache_gb == 0.5
+    longer = {"name": "a", "dir": str(tmp_path), "num_updates": 2}
+    assert train(tiny(run=longer, engine={"native": {"cache_gb": 0.5}}), resume=run.run_dir)
+    assert len(read_metrics(run.run_dir)) == 3
+
+
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:
     run = start(tmp_path, "a", run={"num_updates": 1})
     folder = RunFolder.open(run.run_dir)
@@ -279,10 +303,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("where", "nth", "kept"),
     [
         ("treegraft.policy.learn.optimiser:MasterAdamW.step", 5, "warmup-000005"),
-        ("treegraft.train:_Run._evaluate", 1, "warmup-000032"),
+        ("treegraft.train:evaluate_update", 1, "warmup-000032"),
         ("treegraft.rollout.loop:Grower.grow", 10, "update-000000"),
         ("treegraft.train:credit_trees", 2, "update-000002"),
-        ("treegraft.train:_Run._evaluate", 2, "update-000001"),
+        ("treegraft.train:evaluate_update", 2, "update-000001"),
     ],
     ids=["warm-up", "evaluation at the start", "sampling", "learning", "evaluation"],
 )

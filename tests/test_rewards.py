@@ -21,7 +21,7 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.settings.config import RewardSettings
+from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks.rewards import (
     RewardScorer,
     build_rewards,

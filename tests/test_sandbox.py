@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -22,13 +23,13 @@ from attacks import ATTACKS, SIGN, STOPPED, UNCONTAINED, UNCONTAINED_AS_ROOT, co
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import PythonToolSettings, ToolsSettings
+from treegraft.settings.tools import PythonToolSettings, ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.python import bwrap
 from treegraft.tools.python.bwrap import Sandbox, SandboxLimits, find_problem
-from treegraft.tools.python.monty import PythonTool
-from treegraft.tools.python.sandbox import SandboxedPythonTool
-from treegraft.tools.python.shown import NO_OUTPUT
+from treegraft.tools.python.bwrap_tool import BwrapTool
+from treegraft.tools.python.monty_tool import MontyTool
+from treegraft.tools.python.output import NO_OUTPUT
 from treegraft.tools.toolbox import Toolbox
 
 T = TypeVar("T")
@@ -78,10 +79,24 @@ def run_all(
         sandbox.close()
 
 
+def test_the_worker_finds_its_modules_where_they_are_mounted() -> None:
+    """Without bubblewrap too: a module that is moved must not end the sandbox unseen, by a skip."""
+    command = bwrap._command(3, None)
+    mounted = {
+        target: Path(source)
+        for option, source, target in zip(command, command[1:], command[2:], strict=False)
+        if option == "--ro-bind" and target.startswith("/worker/")
+    }
+    assert f"/worker/{command[-1].replace('.', '/')}.py" in mounted
+    for source in mounted.values():
+        for name in re.findall(r"^(?:from|import) (treegraft[\w.]*)", source.read_text(), re.M):
+            assert f"/worker/{name.replace('.', '/')}.py" in mounted
+
+
 @needs_bwrap
 def test_the_libraries_work_and_values_are_shown() -> None:
     async def run() -> list[str]:
-        tool = SandboxedPythonTool(max_duration_s=20, num_workers=1)
+        tool = BwrapTool(PythonToolSettings(max_duration_s=20, num_workers=1))
         assert isinstance(tool, Tool)
         try:
             return [
@@ -144,7 +159,7 @@ def test_a_call_reads_like_montys() -> None:
     ]
 
     async def monty(body: str) -> str:
-        tool = PythonTool(max_duration_s=20)
+        tool = MontyTool(PythonToolSettings(max_duration_s=20))
         try:
             return await tool(body, TASK)
         except ToolError as error:
@@ -234,11 +249,8 @@ def test_long_code_and_odd_characters_arrive_whole() -> None:
 def test_a_killed_sandbox_is_an_error_and_the_next_call_works() -> None:
     async def run() -> tuple[Observation, Observation]:
         box = Toolbox(
-            [SandboxedPythonTool(max_duration_s=60, num_workers=1)],
-            deadline_s=90,
-            max_output_chars=200,
-            cache=False,
-            max_concurrent=4,
+            [BwrapTool(PythonToolSettings(max_duration_s=60, num_workers=1))],
+            ToolsSettings(deadline_s=90, max_output_chars=200, cache=False, max_concurrent=4),
         )
         await box.call(ToolCall("python", "1"), TASK)
         running = asyncio.create_task(box.call(ToolCall("python", "while True: pass"), TASK))
@@ -288,7 +300,7 @@ def test_an_ordinary_user_can_have_one() -> None:
         pytest.skip(f"there is no {python} that another user could run")
     site = Path(bwrap._package_folders("numpy")[0]).parent
     code = "from treegraft.tools.python import bwrap; print(bwrap.find_problem())"
-    path = os.pathsep.join([str(Path(bwrap.__file__).parents[2]), str(site)])
+    path = os.pathsep.join([str(Path(bwrap.__file__).parents[3]), str(site)])
     done = subprocess.run(
         [python, "-B", "-c", code],
         user=12_345,
@@ -322,7 +334,7 @@ def test_where_namespaces_are_forbidden_the_error_says_so(
     with pytest.raises(
         SettingError, match=r"No permissions to create new namespace.*user namespaces"
     ):
-        SandboxedPythonTool()
+        BwrapTool(PythonToolSettings())
 
 
 # Attacks
@@ -358,13 +370,18 @@ def test_attacks_are_contained(
 ) -> None:
     async def attack(secret: Path, port: int) -> dict[str, Observation]:
         tool: Tool = (
-            PythonTool(max_duration_s=1.0)
+            MontyTool(PythonToolSettings(max_duration_s=1.0))
             if backend == "monty"
-            else SandboxedPythonTool(
-                max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8
+            else BwrapTool(
+                PythonToolSettings(
+                    max_duration_s=1.0, max_memory_mb=128, max_files_mb=4, max_threads=8
+                )
             )
         )
-        box = Toolbox([tool], deadline_s=60, max_output_chars=500, cache=False, max_concurrent=2)
+        box = Toolbox(
+            [tool],
+            ToolsSettings(deadline_s=60, max_output_chars=500, cache=False, max_concurrent=2),
+        )
         codes = [code_of(name, secret=str(secret), pid=os.getpid(), port=port) for name in ATTACKS]
         answers = await asyncio.gather(
             *(box.call(ToolCall("python", code), TASK) for code in codes)
@@ -444,8 +461,11 @@ class Page(BaseHTTPRequestHandler):
 @pytest.mark.slow
 def test_two_thousand_calls_from_64_trajectories_leak_nothing() -> None:
     async def run() -> tuple[int, int, dict[str, float]]:
-        tool = SandboxedPythonTool(max_duration_s=20)
-        box = Toolbox([tool], deadline_s=120, max_output_chars=200, cache=False, max_concurrent=16)
+        tool = BwrapTool(PythonToolSettings(max_duration_s=20))
+        box = Toolbox(
+            [tool],
+            ToolsSettings(deadline_s=120, max_output_chars=200, cache=False, max_concurrent=16),
+        )
         await box.call(ToolCall("python", "1"), TASK)
         before = (open_files(), len(sandboxes()))
 

@@ -13,6 +13,7 @@ from treegraft.core.errors import EngineError
 from treegraft.core.interfaces import Engine
 from treegraft.core.types import Completion, EntropyKind, Sampling, StopReason
 from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.policy.weights import ModelWeights
 
 SAMPLING = Sampling(max_new_tokens=50, stop=("</search>",), final=("</answer>",))
 
@@ -34,7 +35,7 @@ def test_it_is_an_engine() -> None:
     engine = ScriptedEngine([], word_tokenizer())
     assert isinstance(engine, Engine)
     assert (engine.policy_version, engine.fingerprint) == (0, "")
-    asyncio.run(engine.publish({}, 3))
+    asyncio.run(engine.publish(ModelWeights({}), 3))
     assert engine.policy_version == 3
     engine.forget((1, 2))
     asyncio.run(engine.close())

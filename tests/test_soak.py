@@ -18,7 +18,8 @@ from tests.trees import VOCABULARY
 
 from treegraft.core.types import Sampling
 from treegraft.policy.engine.native import NativeEngine
-from treegraft.settings.config import EngineSettings
+from treegraft.policy.weights import ModelWeights
+from treegraft.settings.policy import EngineSettings
 
 SECONDS = float(os.environ.get("TREEGRAFT_SOAK_S", "1800"))
 """How long; shorter to see that it runs."""
@@ -71,7 +72,9 @@ async def tree(engine: NativeEngine, draw: random.Random, number: int) -> None:
 def test_soak() -> None:
     draw, model = random.Random(0), build_model("qwen3")
     engine = NativeEngine(
-        model, word_tokenizer(), EngineSettings(max_rows=24, cache_gb=0.01, deadline_s=60.0)
+        model,
+        word_tokenizer(),
+        EngineSettings(max_rows=24, native={"cache_gb": 0.01}, deadline_s=60.0),
     )
     marks: list[tuple[float, float, int]] = []
 
@@ -87,7 +90,7 @@ def test_soak() -> None:
                 task.result()
             if number % 200 == 0 and version < number // 200:
                 version = number // 200
-                await engine.publish(model.state_dict(), version)
+                await engine.publish(ModelWeights(model.state_dict()), version)
             if number % 50 == 0:
                 marks.append(
                     (time.monotonic() - end + SECONDS, resident_mb(), threading.active_count())

@@ -14,8 +14,8 @@ import pytest
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import ToolsSettings
 from treegraft.settings.load import load_config
+from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.toolbox import Toolbox
 
@@ -63,9 +63,7 @@ def failing(num_times: int) -> Callable[[int, str], Awaitable[str]]:
 
 
 def box_of(tool: Any, **settings: Any) -> Toolbox:
-    return Toolbox.from_settings(
-        [tool], ToolsSettings(**{"deadline_s": 5.0, "backoff_s": 0.01, **settings})
-    )
+    return Toolbox([tool], ToolsSettings(**{"deadline_s": 5.0, "backoff_s": 0.01, **settings}))
 
 
 def ask(tool: Any, *bodies: str, **settings: Any) -> tuple[list[Observation], dict[str, float]]:
@@ -224,11 +222,9 @@ def test_faults_of_every_kind_at_once() -> None:
     async def run() -> tuple[list[Any], float, dict[str, float]]:
         box = Toolbox(
             [Service(_misbehave)],
-            deadline_s=8.0,
-            max_output_chars=100,
-            cache=True,
-            max_concurrent=64,
-            num_retries=1,
+            ToolsSettings(
+                deadline_s=8.0, max_output_chars=100, cache=True, max_concurrent=64, num_retries=1
+            ),
         )
         started = time.monotonic()
         answers = await asyncio.gather(

@@ -18,10 +18,10 @@ from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.plugins import load_object
 from treegraft.core.types import Observation, Task, ToolCall
-from treegraft.settings.config import ToolsSettings
+from treegraft.settings.tools import PythonToolSettings, ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import FunctionTool
-from treegraft.tools.python.monty import NO_OUTPUT, PythonTool
+from treegraft.tools.python.monty_tool import NO_OUTPUT, MontyTool
 from treegraft.tools.toolbox import Toolbox
 
 TASK = Task(id="t/1", question="?", reference=())
@@ -56,10 +56,9 @@ def toolbox(
 ) -> Toolbox:
     return Toolbox(
         tools,
-        deadline_s=deadline_s,
-        max_output_chars=max_output_chars,
-        cache=cache,
-        max_concurrent=4,
+        ToolsSettings(
+            deadline_s=deadline_s, max_output_chars=max_output_chars, cache=cache, max_concurrent=4
+        ),
     )
 
 
@@ -101,11 +100,11 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read
 # Python
 
 
-def run_python(*bodies: str, **options: Any) -> list[str]:
+def run_python(*bodies: str, max_output_chars: int = 1000, **options: Any) -> list[str]:
     """Results of the bodies, run one after the other, errors as their text."""
 
     async def run() -> list[str]:
-        tool = PythonTool(**options)
+        tool = MontyTool(PythonToolSettings(**options), max_output_chars=max_output_chars)
         texts = []
         for body in bodies:
             try:
@@ -179,7 +178,7 @@ def test_python_repeats_itself() -> None:
 
 def test_python_calls_run_side_by_side() -> None:
     async def run() -> list[str]:
-        tool = PythonTool(num_workers=2)
+        tool = MontyTool(PythonToolSettings(num_workers=2))
         texts = await asyncio.gather(*(tool(f"sum(range({n}))", TASK) for n in range(20)))
         await tool.close()
         return texts
@@ -190,7 +189,9 @@ def test_python_calls_run_side_by_side() -> None:
 @on_linux
 def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
     async def run() -> tuple[Observation, Observation]:
-        box = toolbox(PythonTool(max_duration_s=20, num_workers=1), deadline_s=20)
+        box = toolbox(
+            MontyTool(PythonToolSettings(max_duration_s=20, num_workers=1)), deadline_s=20
+        )
         running = asyncio.create_task(box.call(ToolCall("python", "while True: pass"), TASK))
         while not worker_pids():
             await asyncio.sleep(0.01)
@@ -214,8 +215,9 @@ def test_a_killed_worker_is_an_error_and_the_next_call_works() -> None:
 def test_no_worker_outlives_its_interpreter() -> None:
     # The worker's id is printed by the parent; the tool is left open on purpose.
     code = (
-        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import PythonTool, TASK,"
-        " worker_pids\ntool = PythonTool(); print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
+        "import asyncio, sys; sys.path.insert(0, 'tests'); from test_tools import MontyTool,"
+        " PythonToolSettings, TASK, worker_pids\ntool = MontyTool(PythonToolSettings());"
+        " print(asyncio.run(tool('6 * 7', TASK)), *worker_pids())"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     root = Path(__file__).parent.parent
@@ -241,7 +243,7 @@ def is_alive(pid: int) -> bool:
 
 def test_a_closed_python_tool_starts_again() -> None:
     async def run() -> str:
-        tool = PythonTool()
+        tool = MontyTool(PythonToolSettings())
         await tool("1", TASK)
         await tool.close()
         text = await tool("2", TASK)
@@ -346,7 +348,8 @@ def test_the_deadline_starts_when_the_call_does() -> None:
 
     async def run() -> list[Observation]:
         box = Toolbox(
-            [Fake(nap)], deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1
+            [Fake(nap)],
+            ToolsSettings(deadline_s=0.4, max_output_chars=100, cache=False, max_concurrent=1),
         )
         return await asyncio.gather(*(box.call(ToolCall("fake", str(n)), TASK) for n in range(4)))
 
@@ -449,7 +452,8 @@ def test_a_toolbox_serves_one_event_loop_after_another() -> None:
         return body
 
     box = Toolbox(
-        [Fake(nap, cacheable=True)], deadline_s=1, max_output_chars=99, cache=True, max_concurrent=1
+        [Fake(nap, cacheable=True)],
+        ToolsSettings(deadline_s=1, max_output_chars=99, cache=True, max_concurrent=1),
     )
 
     async def run() -> list[Observation]:

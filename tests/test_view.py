@@ -10,6 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 from starlette.testclient import TestClient
 from tests.trees import recorded_trees
 from tests.viewed import (
@@ -32,13 +35,14 @@ from typer.testing import CliRunner
 
 from treegraft.cli.main import app as command_line
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.types import Tree
-from treegraft.runs.record import RunFolder, tree_to_json, write_trees
+from treegraft.core.listener import is_own_name
+from treegraft.core.types import Observation, Step, Tree
+from treegraft.runs.health import recorded
+from treegraft.runs.record import RunFolder, read_places, read_trajectory, tree_to_json, write_trees
+from treegraft.view.pages import draw, path_tokens, summarise
 from treegraft.view.runs import Run, open_runs
-from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app, is_own_name
-from treegraft.view.shapes import draw, path_tokens, summarise
-from treegraft.view.stepindex import parse_indexed, read_steps
-from treegraft.view.warnings import shown, standing
+from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app
+from treegraft.view.warnings import page_warnings
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +65,7 @@ def ask(client: TestClient, path: str, **query: Any) -> Any:
 
 
 def test_a_group_is_summed_up() -> None:
-    group = summarise(json.loads(tree_to_json(grown_tree(1, "t/1"))))
+    group = summarise(grown_tree(1, "t/1"))
     assert (
         group["num_leaves"],
         group["num_grafts"],
@@ -81,7 +85,7 @@ def test_a_group_is_summed_up() -> None:
 
 
 def test_a_tree_is_drawn_with_its_reasons() -> None:
-    drawn = draw(json.loads(tree_to_json(grown_tree(1, "t/1"))))
+    drawn = draw(grown_tree(1, "t/1"))
     steps = {step["id"]: step for step in drawn["steps"]}
     assert steps["0.0.1"]["cause"] == {
         "kind": "branch",
@@ -103,7 +107,7 @@ def test_a_tree_is_drawn_with_its_reasons() -> None:
 
 
 def test_tokens_carry_what_was_recorded() -> None:
-    steps = path_tokens(json.loads(tree_to_json(grown_tree(1, "t/1"))), 0)
+    steps = path_tokens(grown_tree(1, "t/1").trajectories()[0])
     assert [step["id"] for step in steps] == ["0", "0.0", "0.0.0", "0.0.0.0"]
     assert steps[1]["origins"] == [[1, 3], [2, 2]] and steps[1]["loss_mask"] == [[1, 3], [0, 2]]
     assert steps[1]["ratios"] == pytest.approx([1.1, 1.2, 1.3]) and steps[1]["advantage"] == 1.5
@@ -141,19 +145,13 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
 
 def test_warnings_say_what_is_wrong() -> None:
     lines = [{"update": n, **metrics_of(n)} for n in range(5)]
-    # Recorded before there were warnings: the rules look now.
-    found = shown(standing(lines, {}))
+    found = page_warnings([recorded(line) for line in lines])
     assert [bool(some) for some in found] == [False, False, False, True, False]
     assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
         ("failed", "trajectories lost to failures of ours: 25.0%", True)
     ]
-    assert [
-        one["rule"] for one in shown(standing([{"update": 1, "learn/loss": "nan"}], {}))[0]
-    ] == ["not_finite"]
-    # Recorded with them: what stands in the lines counts, whatever the default limits would say.
-    assert standing(lines, {"health": {}}) == [[]] * 5
-    held = [{**line, "health/tool_failing_search": 0.75} for line in lines]
-    told = shown(standing(held, {"health": {}}))
+    held = [{"update": n, "health/tool_failing_search": 0.75} for n in range(5)]
+    told = page_warnings([recorded(line) for line in held])
     assert [one["text"] for one in told[0]] == [
         "the tool search fails more than usual: 75% of its calls"
     ]
@@ -491,52 +489,56 @@ def test_the_viewer_starts_without_torch() -> None:
 # ---------------------------------------------------------------------- one path of a large tree
 
 
-@given(recorded_trees())
+@given(trees=st.lists(recorded_trees(), max_size=3))
 @hypothesis_settings(max_examples=40, deadline=None)
-def test_a_path_read_by_its_places_is_the_path_of_the_whole_tree(tree: Tree) -> None:
-    line = tree_to_json(tree).encode()
-    parsed, index = parse_indexed(line)
-    assert parsed == json.loads(line)
-    for leaf, path in zip(tree.leaves, tree.trajectories(), strict=True):
-        ids = [step.id for step in path.steps]
-        found = read_steps(index, ids, lambda begin, end: line[begin:end])
-        wanted = [step for step in parsed["steps"] if step["id"] in ids]
-        assert found == {**parsed, "steps": wanted} and ids[-1] == leaf.step_id
-
-
-@pytest.mark.parametrize(
-    "line",
-    ["", "[]", "{", '{"a"}', '{"a": 1', '{"steps": [1 2]}', '{"steps": [', '{"a": 1} x', '{"a" 1}'],
-)
-def test_damaged_lines_are_no_trees(line: str) -> None:
-    with pytest.raises(ValueError):  # what json says differs
-        parse_indexed(line.encode())
+def test_a_path_read_by_its_places_is_the_path_of_the_whole_tree(trees: list[Tree]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trees" / "update-000001.jsonl"
+        write_trees(path, trees)
+        index = Path(folder) / "trees-index" / "update-000001.json"
+        places = read_places(path)
+        index.unlink()
+        # Without the index the same places are found by parsing, those of steps apart.
+        assert read_places(path) == [replace(place, steps={}) for place in places]
+        for tree, place in zip(trees, places, strict=True):
+            assert list(place.steps) == [step.id for step in tree.steps]
+            for known in (place, replace(place, steps={})):
+                for number, wanted in enumerate(tree.trajectories()):
+                    assert read_trajectory(path, known, number, "here") == wanted
 
 
 def test_the_next_leaf_parses_its_path_alone(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = Run(run_dir)
-    whole = run.tree("update-000001", 0)
+    whole = run.tree("update-000001", 0).trajectories()
+    parsed: list[str] = []
+    loads = json.loads
     monkeypatch.setattr(
-        "treegraft.view.runs.parse_indexed", None
-    )  # would fail if the line were parsed again
+        "treegraft.runs.record.json.loads", lambda text: parsed.append(text) or loads(text)
+    )
     for leaf in range(4):
-        assert path_tokens(run.path_of("update-000001", 0, leaf), leaf) == path_tokens(whole, leaf)
+        assert run.path_of("update-000001", 0, leaf) == whole[leaf]
+    # For each leaf the head of the tree and the steps of the path; the index is known by now.
+    assert len(parsed) == sum(1 + len(path.steps) for path in whole)
     with pytest.raises(DataError, match="there is no leaf 4"):
         run.path_of("update-000001", 0, 4)
 
 
 def test_a_file_written_anew_is_indexed_anew(tmp_path: Path) -> None:
     path = write_run(tmp_path / "live", num_updates=1, with_buffer=False)
-    run = Run(path)
-    assert len(run.path_of("update-000001", 0, 0)["steps"]) == 4
-    write_trees(path / "trees" / "update-000001.jsonl", [plain_tree(1, "t/1")])
-    assert len(run.path_of("update-000001", 0, 0)["steps"]) == 2
+    run, file = Run(path), path / "trees" / "update-000001.jsonl"
+    assert len(run.path_of("update-000001", 0, 0).steps) == 4
+    write_trees(file, [plain_tree(1, "t/1")])
+    assert len(run.path_of("update-000001", 0, 0).steps) == 2
+    # An index that does not fit the size of its file does not count.
+    file.write_text(tree_to_json(grown_tree(1, "t/1")) + "\n" + "damaged\n")
+    assert len(run.path_of("update-000001", 0, 0).steps) == 4
+    assert [place.task_id for place in read_places(file)] == ["t/1", ""]
 
 
 def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:
-    base = json.loads(tree_to_json(grown_tree(1, "t/1")))
+    base = grown_tree(1, "t/1")
     # Beside the graft below 0.0 stand the branch 0.0.1, an answer, and below the twin start 0.1 a
     # failed search.
     found = draw(base)["peers"]["0.0.0"]
@@ -544,14 +546,23 @@ def test_a_graft_stands_beside_what_the_policy_did_itself() -> None:
     # Depths 1 and 3: the ungrafted path that comes so far is 0.1, 0.1.0, 0.1.0.0, from .1 .2 .3 to
     # .1.
     assert found["drift"] == pytest.approx({"num": 1, "before": 0.2, "after": 0.1})
-    steps = {step["id"]: step for step in base["steps"]}
-    steps["0.1.0"]["content"] = steps["0.0.0"]["content"]
+    steps = {step.id: step for step in base.steps}
+    twin = replace(steps["0.1.0"], content=steps["0.0.0"].content)
+    base = with_step(base, twin)
     found = draw(base)["peers"]["0.0.0"]
     assert (found["num"], found["num_same"], found["rewards"]) == (2, 1, [0.0])
     # Another result above is another history.
-    steps["0.1"]["content"]["observations"][0]["text"] = "nothing"
-    found = draw(base)["peers"]["0.0.0"]
+    seen = (Observation(text="nothing"),)
+    above = replace(steps["0.1"], content=replace(steps["0.1"].content, observations=seen))
+    found = draw(with_step(base, above))["peers"]["0.0.0"]
     assert (found["num"], found["num_same"]) == (1, 0)
+
+
+def with_step(tree: Tree, changed: Step) -> Tree:
+    """Returns a tree with one step in place of that of its id."""
+    return replace(
+        tree, steps=tuple(changed if step.id == changed.id else step for step in tree.steps)
+    )
 
 
 def test_a_graft_of_the_same_question_is_named(client: TestClient, tmp_path: Path) -> None:

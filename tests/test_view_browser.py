@@ -253,7 +253,8 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
     assert (
         "another agent" in graft
         and "similarity 0.875" in graft
-        and "0.2 in its step before, 0.15 in its step after (-0.05); at the same depths without a graft: 0.2 and 0.1"
+        and "0.2 in its step before, 0.15 in its step after (-0.05);"
+        " at the same depths without a graft: 0.2 and 0.1"
         in graft
         and "the policy itself went on 2 times, never with this step" in graft
         and "this very question" not in graft

@@ -71,8 +71,10 @@ def write_large_run(path: Path) -> Path:
     """Returns the run folder."""
     folder = RunFolder.create(path, json.dumps({"run": {"num_updates": UPDATES}}))
     write_trees(folder.trees_path(1), [wide_tree(n) for n in range(TREES)])
+    index = path / "trees-index" / "update-000001.json"
     for update in range(2, UPDATES + 1):
         os.link(folder.trees_path(1), folder.trees_path(update))
+        os.link(index, index.with_name(f"update-{update:06d}.json"))
     lines = [{"update": update, **metrics_of(update)} for update in range(1, UPDATES + 1)]
     folder.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

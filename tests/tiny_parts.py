@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from treegraft.core.interfaces import NoiseKey, Tool
+from treegraft.core.interfaces import NoiseKey, Tool, WeightSource
 from treegraft.core.types import Completion, Sampling, Start, Task, Tree
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
 
 WORLD = SearchWorldSettings(hops=[1, 2], num_entities=8, num_relations=5)
@@ -73,9 +73,8 @@ class Habits:
         self._wrong = ScriptedEngine(
             lambda path: "<answer> \\boxed{ unknown } </answer>", tokenizer
         )
-        self.policy_version = 0
-        self.fingerprint = ""
-        self.death = None
+        self.policy_version, self.capacity = 0, 64
+        self.fingerprint, self.death, self.max_context = "", None, None
 
     async def complete(
         self, prefix_ids: Sequence[int], sampling: Sampling, *, noise_key: NoiseKey, **hints: Any
@@ -86,17 +85,21 @@ class Habits:
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Has nothing to forget."""
 
-    async def publish(self, weights: Mapping[str, Any], version: int) -> None:
+    async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version."""
         self.policy_version = version
         for engine in (self._right, self._wrong):
-            await engine.publish(weights, version)
+            await engine.publish(source, version)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns nothing."""
+        return {}
 
     async def close(self) -> None:
         """Has nothing to close."""
 
 
-def make_habits(*, model: Any, tokenizer: Any, settings: Any) -> Habits:
+def make_habits(*, tokenizer: Any, **_: Any) -> Habits:
     """Returns the engine for `engine.kind = "tests.tiny_parts:make_habits"`."""
     return Habits(tokenizer)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from treegraft.core.interfaces import NoiseKey
+from treegraft.core.interfaces import NoiseKey, WeightSource
 from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.scripted import ScriptedEngine
 
@@ -99,6 +99,9 @@ def _reply(habit: Callable[[str, str, int], str], path: str) -> str:
 class Agent:
     """One scripted engine per start."""
 
+    capacity = 64
+    max_context = None
+
     def __init__(self, tokenizer: Any) -> None:
         self._engines = [ScriptedEngine(partial(_reply, habit), tokenizer) for habit in HABITS]
 
@@ -126,15 +129,19 @@ class Agent:
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Has nothing to forget."""
 
-    async def publish(self, weights: Any, version: int) -> None:
+    async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version."""
         for engine in self._engines:
-            await engine.publish(weights, version)
+            await engine.publish(source, version)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns nothing."""
+        return {}
 
     async def close(self) -> None:
         """Has nothing to close."""
 
 
-def make(*, model: Any, tokenizer: Any, settings: Any) -> Agent:
+def make(*, tokenizer: Any, **_: Any) -> Agent:
     """Returns the engine for `engine.kind = "tests.toolstar_agent:make"`."""
     return Agent(tokenizer)

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from treegraft.core.listener import address_of, listen
 from treegraft.core.types import (
     BranchCause,
     BranchDecision,
@@ -39,7 +40,7 @@ from treegraft.runs.record import RunFolder, write_trees
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import split_steps
 from treegraft.view.runs import open_runs
-from treegraft.view.server import address_of, build_app, listen
+from treegraft.view.server import build_app
 
 WORDS = [
     "<pad>",
@@ -219,6 +220,7 @@ def metrics_of(update: int) -> dict[str, float]:
         "time/learn_s": 0.5,
         "rollout/failed_frac": 0.25 if update == 3 else 0.0,
     }
+    metrics |= {"health/failed": 0.25} if update == 3 else {}
     metrics |= {
         "branch/num_branches": 1.0,
         "rollout/num_trajectories": 4.0,
@@ -269,7 +271,7 @@ def served(*paths: Path) -> Iterator[str]:
     thread = Thread(target=server.run, kwargs={"sockets": [made]}, daemon=True)
     thread.start()
     try:
-        yield address_of(made, "127.0.0.1")
+        yield address_of(made)
     finally:
         server.should_exit = True
         thread.join(timeout=20)

@@ -34,7 +34,7 @@ from treegraft.tools.search import nearest as index_module
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.tools.search.nearest import IvfIndex, search_exactly
 from treegraft.traces.buffer import TraceBuffer
-from treegraft.traces.rows import Added, RowTable
+from treegraft.traces.rows import RowTable
 
 Vectors = npt.NDArray[np.float32]
 
@@ -110,7 +110,6 @@ def _search(stage: Stage) -> Iterator[Row]:
     stock = _stock(stage)
     with TraceBuffer(_fresh(stage), Given(stock.vectors)) as buffer:
         buffer.add(stock.traces())
-        buffer.settle()
         exact = search_exactly(
             stock.vectors, stock.queries, [stock.allowed] * len(stock.queries), 1
         )
@@ -171,7 +170,6 @@ def _file(stage: Stage) -> Iterator[Row]:
     _remove(path)
     with TraceBuffer(path, Given(stock.vectors)) as buffer:
         buffer.add(traces)
-        buffer.settle()
 
     def open_it(_: int) -> None:
         with TraceBuffer(path, Given(stock.vectors)) as buffer:
@@ -209,19 +207,13 @@ def _kinds(stage: Stage) -> Iterator[Row]:
     )
     table = RowTable(DIM)
     terminal = [not flag for flag in allowed.tolist()]
-    names = [str(n) for n in range(count)]
-    table.append(
-        Added(
-            range(count), stock.vectors, [True] * count, terminal, [""] * count, [""] * count, names
-        )
-    )
+    table.append(range(count), stock.vectors, [True] * count, terminal, [""] * count, [""] * count)
     if count <= index_module.FLAT_LIMIT:
         stage.note(
             f"left out: kinds of index, which begin above {index_module.FLAT_LIMIT:,} traces"
         )
         return
-    ivf = IvfIndex.build(table.rows.vectors, None, lambda: False)
-    assert ivf is not None, "nothing stopped its building"
+    ivf = IvfIndex.build(table.rows.vectors)
     hnsw = faiss.IndexHNSWFlat(DIM, 32, faiss.METRIC_INNER_PRODUCT)
     hnsw.hnsw.efConstruction = 100
     built = _timed(lambda: hnsw.add(stock.vectors))
@@ -297,7 +289,7 @@ def _ivf_best(
 ) -> float:
     before, index_module.NUM_PROBES = index_module.NUM_PROBES, probes
     try:
-        return float(ivf.search(table.rows, query, allowed, 1)[1][0])
+        return float(ivf.search(table.rows.vectors, query, allowed, 1)[1][0])
     finally:
         index_module.NUM_PROBES = before
 

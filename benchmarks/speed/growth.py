@@ -24,9 +24,9 @@ from treegraft.core.types import Leaf, Origin, Sampling, Status, Step, Task, Tre
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees
 from treegraft.policy.load import with_adapters
-from treegraft.settings.config import LearnSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import LearnSettings, LossSettings, ModelSettings
 from treegraft.tools.search.nearest import FLAT_LIMIT, IvfIndex, search_rows
-from treegraft.traces.rows import Added, RowTable
+from treegraft.traces.rows import RowTable
 
 GROUPS = (4, 8, 16, 32, 64)
 DEPTHS = (1, 2, 3, 4, 6, 8)
@@ -353,20 +353,8 @@ def _buffer(stage: Stage) -> Iterator[Row]:
     for size in sizes:
         table = RowTable(dim)
         vectors, every = generated_vectors(size, dim, 2), range(size)
-        table.append(
-            Added(
-                every,
-                vectors,
-                [True] * size,
-                [False] * size,
-                [""] * size,
-                [""] * size,
-                [str(n) for n in every],
-            )
-        )
-        index = (
-            IvfIndex.build(table.rows.vectors, None, lambda: False) if size > FLAT_LIMIT else None
-        )
+        table.append(every, vectors, [True] * size, [False] * size, [""] * size, [""] * size)
+        index = IvfIndex.build(table.rows.vectors) if size > FLAT_LIMIT else None
         eligible = np.ones(size, bool)
 
         def search(

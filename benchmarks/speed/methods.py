@@ -16,26 +16,27 @@ import asyncio
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.speed.measure import Case, Row, time_row
 from benchmarks.speed.stage import Stage
-from treegraft.assemble import Parts, assemble, build_explorer, max_live_trees, training_limits
+from treegraft.assemble import TrainingParts, assemble_training
 from treegraft.core.errors import DataError
 from treegraft.core.types import Tree
+from treegraft.explore.build import build_explorer
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import num_tree_tokens
+from treegraft.rollout.limits import training_limits
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
-from treegraft.traces.retrieve import BufferRetriever
-from treegraft.traces.supply import check_buffer, open_buffer
+from treegraft.traces.run_buffer import RunBuffer
 from treegraft.train import sample_tasks, sft
 
+Held = TypeVar("Held")
 METHODS = {"GRPO": '["independent"]', "RAPO": '["graft"]', "ARPO": '["entropy"]'}
 _QUICK: Mapping[str, Any] = {
     "run": {"tasks_per_update": 2, "num_threads": 1},
@@ -97,11 +98,10 @@ def _compare(stage: Stage, name: str) -> Iterator[Row]:
     costs: dict[str, list[Cost]] = {"GRPO": [], name: []}
     with ExitStack() as stack:
         runner = stack.enter_context(asyncio.Runner())
-        config = _config(stage, name)
-        parts = assemble(config, model_path=checkpoint)
-        stack.callback(lambda: runner.run(parts.close()))
+        parts = _entered(assemble_training(_config(stage, name, checkpoint)), runner, stack)
         methods = {
-            each: Updates(stage, parts, _config(stage, each), runner, stack) for each in costs
+            each: Updates(stage, parts, _config(stage, each, checkpoint), runner, stack)
+            for each in costs
         }
         for update in range(1, stage.num_runs + 2):
             for each in list(costs) if update % 2 else list(costs)[::-1]:
@@ -177,11 +177,25 @@ def recipe_path(name: str) -> Path:
     return found
 
 
-def _config(stage: Stage, method: str) -> Config:
+def _entered(
+    context: AbstractAsyncContextManager[Held], runner: asyncio.Runner, stack: ExitStack
+) -> Held:
+    """Returns the object that the context holds until the stack is closed."""
+    held = runner.run(context.__aenter__())
+    stack.callback(lambda: runner.run(context.__aexit__(None, None, None)))
+    return held
+
+
+def _config(stage: Stage, method: str, checkpoint: Path) -> Config:
     """The recipe with a method, frozen: a learning rate of 0 and no warm-up."""
     return load_config(
         _settings(stage),
-        [f"explore.explorers={METHODS[method]}", "learn.lr=0", "warmup.num_steps=0"],
+        [
+            f"explore.explorers={METHODS[method]}",
+            f"model.path={checkpoint}",
+            "learn.lr=0",
+            "warmup.num_steps=0",
+        ],
     )
 
 
@@ -226,27 +240,19 @@ class Updates:
     """Updates by one method with the parts that all methods share."""
 
     def __init__(
-        self, stage: Stage, parts: Parts, config: Config, runner: asyncio.Runner, stack: ExitStack
+        self,
+        stage: Stage,
+        parts: TrainingParts,
+        config: Config,
+        runner: asyncio.Runner,
+        stack: ExitStack,
     ) -> None:
         self._parts, self._config, self._runner = parts, config, runner
-        self._tasks = list(parts.source.train_tasks())
-        self._learner = Learner(
-            parts.model,
-            config.learn,
-            config.loss,
-            length_constant=config.rollout.max_completion_tokens,
-        )
-        self._retriever: BufferRetriever | None = None
-        if "graft" in config.explore.explorers:
-            folder = stage.folder / "buffer-run"
-            folder.mkdir(parents=True, exist_ok=True)
-            encoder = check_buffer(config, parts.source, folder)
-            buffer = runner.run(
-                open_buffer(config, parts.source, parts.scorer, parts.format, folder, 0, encoder)
-            )
-            stack.callback(buffer.close)
-            self._retriever = BufferRetriever(buffer, config.buffer)
-            stack.callback(self._retriever.close)
+        self._explorer = build_explorer(config.explore, vocab_size=len(parts.tokenizer))
+        folder = stage.folder / "buffer-run"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._buffer = RunBuffer(config, parts.source, folder)
+        _entered(self._buffer.opened(0, parts.scorer, parts.format), runner, stack)
 
     def update(self, number: int) -> Cost:
         """Runs update `number` and returns what it took."""
@@ -255,27 +261,25 @@ class Updates:
     async def _update(self, number: int) -> Cost:
         config, parts = self._config, self._parts
         tasks = sample_tasks(
-            self._tasks, number, size=config.run.tasks_per_update, seed=config.run.seed
+            parts.train_tasks, number, size=config.run.tasks_per_update, seed=config.run.seed
         )
         parts.toolbox.take_metrics()
         began = time.perf_counter()
-        grower = parts.grower(
-            build_explorer(config.explore, vocab_size=len(parts.tokenizer)),
-            training_limits(config),
-            self._retriever,
-        )
+        limits = training_limits(config)
+        num_at_once = min(config.rollout.max_live_trees, parts.num_trees_at_once(limits.num_leaves))
+        grower = parts.grower(self._explorer, limits, self._buffer.retriever)
         trees = await grower.grow_all(
             tasks,
             noise_key=(config.run.seed, "train", number),
             group_prefix=str(number),
-            max_live_trees=max_live_trees(config),
+            max_live_trees=num_at_once,
         )
         rolled = time.perf_counter()
-        _, metrics = self._learner.learn(
-            credit_trees(self._learner.with_exact_entropies(trees), config)
+        _, metrics = parts.learner.learn(
+            credit_trees(parts.learner.with_exact_entropies(trees), config)
         )
         learned = time.perf_counter()
-        await parts.engine.publish(self._learner.export_weights(), number)
+        await parts.engine.publish(parts.learner.weights(), number)
         done = time.perf_counter()
         return _cost(
             trees,

@@ -20,7 +20,7 @@ from treegraft.core.types import Completion, Sampling
 from treegraft.policy.engine.native import NativeEngine
 from treegraft.policy.head import base_model
 from treegraft.policy.load import limit_threads, load_model
-from treegraft.settings.config import EngineSettings, ModelSettings, TinySettings
+from treegraft.settings.policy import EngineSettings, ModelSettings, TinySettings
 
 Result = TypeVar("Result")
 
@@ -101,10 +101,8 @@ class Stage:
     @cached_property
     def saved_model(self) -> Path:
         """A folder with the model, for peers."""
-        place = (
-            self.folder
-            / f"model-{'tiny' if self.is_quick else self.model.replace('/', '_').replace(':', '_')}-{self.dtype}"
-        )
+        name = "tiny" if self.is_quick else self.model.replace("/", "_").replace(":", "_")
+        place = self.folder / f"model-{name}-{self.dtype}"
         if not (place / "config.json").exists():
             settings = ModelSettings(
                 path="tiny" if self.is_quick else self.model, dtype=self.dtype, tiny=_TINY

@@ -29,7 +29,7 @@ from treegraft.policy.head import Head, base_model, decoder, head_width
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.learn.scores import chunked_scores
-from treegraft.settings.config import LearnSettings, LossSettings
+from treegraft.settings.policy import LearnSettings, LossSettings
 
 MICRO_BATCH = 8
 _LIMITS = {"float32": 1e-3, "bfloat16": 0.15}

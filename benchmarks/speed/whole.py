@@ -24,7 +24,8 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.errors import EngineError
 from treegraft.core.types import Completion, Leaf, Origin, Status, Step, Task, Tree
 from treegraft.policy.learn.learner import Learner
-from treegraft.settings.config import CreditSettings, LearnSettings, LossSettings
+from treegraft.policy.weights import ModelWeights
+from treegraft.settings.policy import CreditSettings, LearnSettings, LossSettings
 
 PROMPT, GROUP = 200, 16
 LENGTHS = (64, 256)
@@ -141,7 +142,7 @@ class _Update:
             prompt, completions, [float(sum(one.token_ids) % 7) for one in completions]
         )
         self._learner.learn([assign_credit(tree, **self._credit, learn_from_truncated=True)])
-        weights = self._learner.export_weights()
+        weights = self._learner.weights()
         self.engine.runner.run(self._publish(weights, run + 1))
         self._sampled_s += sampled - began
         self._all_s += time.perf_counter() - began
@@ -153,7 +154,7 @@ class _Update:
         if run == 0:  # by the weights that the reference has
             self.engine.check(prompt, completions, num_tokens)
 
-    async def _publish(self, weights: Mapping[str, Any], version: int) -> None:
+    async def _publish(self, weights: ModelWeights, version: int) -> None:
         await asyncio.sleep(0)
         await self.engine.engine.publish(weights, version)
 

@@ -15,6 +15,6 @@ done
 "$treegraft" report benchmarks/methods.jsonl --baseline RAPO --out "$runs/study"
 mkdir -p docs/figures/demo docs/figures/methods
 cp "$runs"/report/figures/*.svg docs/figures/demo/
-for figure in training-dynamics final-accuracy noise-rate off-policy-source; do
+for figure in training-dynamics final-accuracy sweep; do
     cp "$runs/study/figures/$figure.svg" docs/figures/methods/
 done

@@ -4,38 +4,105 @@ steps."""
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from treegraft.algo.advantages import group_advantages
+    from treegraft.algo.arpo import branch_probability, entropy_change, shared_advantages
+    from treegraft.algo.rapo import combined_advantages, retrieval_reward, shaping_factor
+    from treegraft.core.types import (
+        Origin,
+        Status,
+        Step,
+        StepContent,
+        Task,
+        Trace,
+        Trajectory,
+        Tree,
+    )
     from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
+    from treegraft.policy.engine.scripted import ScriptedEngine
+    from treegraft.policy.learn.learner import token_scores
+    from treegraft.policy.learn.pack import TreeBatch, pack_trees
     from treegraft.runs.record import read_trees
+    from treegraft.runs.run import RunResult
     from treegraft.settings.config import Config
     from treegraft.settings.load import load_config
-    from treegraft.train import RunResult
+    from treegraft.tasks.scoring import exact_match, f1, math_equal
+    from treegraft.traces.buffer import TraceBuffer
+    from treegraft.train import train
 
 __version__ = "0.6.0"
 
 __all__ = [
     "Config",
+    "Origin",
     "RunResult",
+    "ScriptedEngine",
+    "Status",
+    "Step",
+    "StepContent",
+    "Task",
+    "Trace",
+    "TraceBuffer",
+    "Trajectory",
+    "Tree",
+    "TreeBatch",
     "__version__",
     "answer_question",
+    "branch_probability",
+    "combined_advantages",
+    "entropy_change",
     "evaluate_checkpoint",
+    "exact_match",
+    "f1",
+    "group_advantages",
     "load_config",
+    "math_equal",
+    "pack_trees",
     "read_trees",
+    "retrieval_reward",
+    "shaping_factor",
+    "shared_advantages",
+    "token_scores",
+    "train",
 ]
 
-_HOMES = {
-    "Config": "treegraft.settings.config",
-    "RunResult": "treegraft.train",
-    "answer_question": "treegraft.evals.evaluate",
-    "evaluate_checkpoint": "treegraft.evals.evaluate",
-    "load_config": "treegraft.settings.load",
-    "read_trees": "treegraft.runs.record",
+_NAMES = {
+    "algo.advantages": "group_advantages",
+    "algo.arpo": "branch_probability entropy_change shared_advantages",
+    "algo.rapo": "combined_advantages retrieval_reward shaping_factor",
+    "core.types": "Origin Status Step StepContent Task Trace Trajectory Tree",
+    "evals.evaluate": "answer_question evaluate_checkpoint",
+    "policy.engine.scripted": "ScriptedEngine",
+    "policy.learn.learner": "token_scores",
+    "policy.learn.pack": "TreeBatch pack_trees",
+    "runs.record": "read_trees",
+    "runs.run": "RunResult",
+    "settings.config": "Config",
+    "settings.load": "load_config",
+    "tasks.scoring": "exact_match f1 math_equal",
+    "traces.buffer": "TraceBuffer",
+    "train": "train",
 }
-"""Where each public name lives; loaded on first use, so that importing treegraft does not import
-torch. `train` is missing because it would hide the module of its name: `from treegraft.train import
-train`."""
+_HOMES = {name: f"treegraft.{home}" for home, names in _NAMES.items() for name in names.split()}
+"""The module of each public name, loaded on first use: importing treegraft does not import
+torch."""
+
+
+class _Package(ModuleType):
+    """A package whose attribute `train` is the function, also once its module is imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # The import system binds each submodule to its name in the package.
+        if name in _HOMES and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

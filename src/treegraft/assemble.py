@@ -1,37 +1,37 @@
-"""From settings to the parts of a run: tasks, model, format, tools, engine, learner."""
+"""From settings to the parts of a run: tasks, tokenizer, format, tools, engine, learner."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.interfaces import (
     Capability,
+    CreditRule,
     Engine,
     EnvironmentKind,
     Explorer,
     Format,
     Retriever,
     TaskSource,
+    Tokenizer,
     Tool,
-    Tracker,
     TreeScorer,
 )
+from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.plugins import load_object
 from treegraft.core.types import Task
-from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
-from treegraft.explore.compose import Composed
-from treegraft.explore.entropy import EntropyBranching
-from treegraft.explore.graft import HybridRollout
-from treegraft.explore.independent import Independent
+from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.rollout.formats.build import build_format, use_template
-from treegraft.rollout.loop import Grower, Limits
-from treegraft.settings.config import Config, EvalSettings, ExploreSettings, RolloutSettings
+from treegraft.rollout.limits import Limits
+from treegraft.rollout.loop import Grower
+from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer
 from treegraft.tools.build import build_tools, open_environments
@@ -39,15 +39,16 @@ from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 
+if TYPE_CHECKING:
+    from treegraft.policy.learn.learner import Learner
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(kw_only=True)
 class Parts:
-    """What a run is made of."""
+    """What samples and scores: all that an evaluation needs, with one copy of the model."""
 
     config: Config
     source: TaskSource
-    model: Any
-    """The model to be trained (the engine has its own copy)."""
     tokenizer: Any
     format: Format
     max_prompt: int | None
@@ -56,11 +57,18 @@ class Parts:
     engine: Engine
     scorer: TreeScorer
 
+    @cached_property
+    def train_tasks(self) -> Sequence[Task]:
+        return list(self.source.train_tasks())
+
+    @cached_property
+    def eval_tasks(self) -> Sequence[Task]:
+        return list(self.source.eval_tasks())
+
     def grower(
         self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
     ) -> Grower:
         """Returns what grows trees within `limits`; without a retriever nothing is grafted."""
-        allocate = _allocation(self.config)
         return Grower(
             self.engine,
             self.format,
@@ -69,19 +77,55 @@ class Parts:
             limits,
             self.scorer,
             retriever=retriever,
-            allocate=allocate,
+            allocate=build_allocation(self.config.explore),
         )
 
-    async def close(self) -> None:
-        """Ends the engine's thread and the tools' processes."""
-        await self.engine.close()
-        await self.toolbox.close()
+    def num_trees_at_once(self, num_leaves: int) -> int:
+        """Returns how many trees of so many leaves the engine completes at the same time."""
+        return max(1, self.engine.capacity // num_leaves)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of tools and engine since the last call."""
+        return self.toolbox.take_metrics() | self.engine.take_metrics()
+
+    def check_prompts(self, tasks: Sequence[Task]) -> None:
+        """Refuses tasks whose prompt cannot be made, all of them at once and before any work.
+
+        Raises:
+            DataError: the first such task, and how many there are.
+        """
+        bad: list[str] = []
+        overhead = len(self.format.prompt_ids(Task(id="probe", question="?", reference=())))
+        for task in tasks:
+            # A plain letter is a token at most, so short plain questions need no encoding: 10,000
+            # tasks take no time.
+            is_plain = task.question.isascii() and not set(task.question) & set("<[|")
+            is_short = self.max_prompt is None or len(task.question) + overhead <= self.max_prompt
+            if is_plain and is_short:
+                continue
+            try:
+                self.format.prompt_ids(task)
+            except DataError as error:
+                bad.append(str(error))
+        if bad:
+            more = f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
+            raise DataError(bad[0] + (more if len(bad) > 1 else ""))
 
 
-def assemble(
+@dataclass(kw_only=True)
+class TrainingParts(Parts):
+    """The same with what learns. The engine has a copy of the model of its own."""
+
+    explorer: Explorer
+    learner: Learner
+    credit_rule: CreditRule | None
+
+
+@asynccontextmanager
+async def assemble(
     config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None
-) -> Parts:
-    """Returns the parts that `config` describes.
+) -> AsyncIterator[Parts]:
+    """Holds the parts that evaluate what `config` describes; nothing is trained.
 
     Args:
         model_path: load model and tokenizer from here instead of model.path (a checkpoint).
@@ -90,76 +134,164 @@ def assemble(
     Raises:
         TreegraftError: what cannot be had, before any work starts.
     """
-    from treegraft.policy.checkpoint import with_saved_adapter
-    from treegraft.policy.head import end_token_ids
-    from treegraft.policy.load import limit_threads, load_model, with_adapters
-
-    limit_threads(config.run.num_threads)
-    tasks = source or build_tasks(config.tasks, config.run.seed)
-    scorer = RewardScorer.from_settings(
-        config.reward, success_reward=config.environment.success_reward
-    )
-    settings = (
-        config.model
-        if model_path is None
-        else config.model.model_copy(update={"path": str(model_path)})
-    )
-    kind = open_environments(config.environment)
-    _refuse_rewards(config, kind)
-    tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
-    _refuse_branching(build_explorer(config.explore, vocab_size=2), tools)
-    _refuse_grafts(config, kind)
-    # A closed vocabulary has a word for each tag, those of the user's own tools included.
-    tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
-    vocabulary = [*words, *tags] if (words := tasks.vocabulary()) else []
-    model, tokenizer = load_model(settings, vocabulary=vocabulary, seed=config.run.seed)
-    if model_path is not None:
-        model = with_saved_adapter(model, Path(model_path))
-    max_prompt = _room_for_prompts(config, model)
-    if (
-        model_path is None or not (Path(model_path) / "treegraft").is_dir()
-    ):  # a checkpoint of ours holds the template already
-        use_template(config.format, tokenizer)
-    form = build_format(
-        config.format,
-        tokenizer,
-        tools,
-        max_context=max_prompt,
-        end_ids=end_token_ids(model, tokenizer),
-        mentions_retrieval="graft" in config.explore.explorers,
-    )
-    # Adapters change the model in place, so the engine's copy comes first.
-    engine_model = (
-        copy.deepcopy(model).requires_grad_(False) if config.engine.kind == "native" else model
-    )
-    try:
-        trained = with_adapters(model, config.model, seed=config.run.seed)
-    except ValueError as error:
-        raise SettingError(
-            f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the model:"
-            f" {error}"
-        ) from error
-    return Parts(
-        config=config,
-        source=tasks,
-        model=trained,
-        tokenizer=tokenizer,
-        format=form,
-        max_prompt=max_prompt,
-        toolbox=Toolbox.from_settings(
-            tools, config.tools, None if kind is None else Environments(kind, config.environment)
-        ),
-        engine=_build_engine(config, engine_model, tokenizer),
-        scorer=scorer,
-    )
+    async with AsyncExitStack() as stack:
+        with ctrl_c_ends_at_once():
+            world = _World(config, source)
+            model, tokenizer = world.load_model(model_path, has_weights=_is_native(config))
+            parts = world.parts(stack, model, model, tokenizer, model_path)
+        yield Parts(**parts)
 
 
-def _room_for_prompts(config: Config, model: Any) -> int | None:
-    """The longest prompt that leaves room for a completion, in tokens; None where the model names
-    no limit."""
-    from treegraft.policy.head import max_context
+@asynccontextmanager
+async def assemble_training(
+    config: Config, *, source: TaskSource | None = None, checkpoint: Path | None = None
+) -> AsyncIterator[TrainingParts]:
+    """Holds the parts that train what `config` describes.
 
-    limit = max_context(model)
+    Args:
+        source: tasks made already; None builds them.
+        checkpoint: where to go on from, weights and optimiser; None for the beginning.
+
+    Raises:
+        TreegraftError: what cannot be had, before any work starts.
+    """
+    async with AsyncExitStack() as stack:
+        with ctrl_c_ends_at_once():
+            from treegraft.policy.checkpoint import load_checkpoint
+            from treegraft.policy.learn.credit import find_credit_rule
+            from treegraft.policy.learn.learner import Learner
+            from treegraft.policy.load import with_adapters
+
+            credit_rule = find_credit_rule(config)
+            world = _World(config, source)
+            # Adapters are restored with the optimiser's state, onto the model that they adapt.
+            model_path = None if config.model.lora.rank else checkpoint
+            model, tokenizer = world.load_model(model_path, has_weights=True)
+            # Adapters change the model in place, so the engine's copy comes first. An engine of the
+            # user's loads its own.
+            sampled = copy.deepcopy(model).requires_grad_(False) if _is_native(config) else model
+            try:
+                trained = with_adapters(model, config.model, seed=config.run.seed)
+            except ValueError as error:
+                raise SettingError(
+                    f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the"
+                    f" model: {error}"
+                ) from error
+            parts = world.parts(stack, model, sampled, tokenizer, model_path)
+            learner = Learner(
+                trained,
+                config.learn,
+                config.loss,
+                length_constant=config.rollout.max_completion_tokens,
+            )
+            if checkpoint is not None:
+                learner.load_state(load_checkpoint(checkpoint)[1])
+        yield TrainingParts(
+            **parts,
+            explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
+            learner=learner,
+            credit_rule=credit_rule,
+        )
+
+
+class _World:
+    """What there is before any model: tasks, rewards, environment and tools."""
+
+    def __init__(self, config: Config, source: TaskSource | None) -> None:
+        self.config = config
+        self.tasks = source or build_tasks(config.tasks, config.run.seed)
+        self.scorer = RewardScorer.from_settings(
+            config.reward, success_reward=config.environment.success_reward
+        )
+        self.kind = open_environments(config.environment)
+        _refuse_rewards(config, self.kind)
+        own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
+        self.tools = build_tools(config.tools, own_tools)
+        _refuse_branching(build_explorer(config.explore, vocab_size=2), self.tools)
+        _refuse_grafts(config, self.kind)
+
+    def load_model(self, path: Path | str | None, *, has_weights: bool) -> tuple[Any, Tokenizer]:
+        """Returns (model, tokenizer) of model.path, or of `path` where one is given."""
+        from treegraft.policy.checkpoint import with_saved_adapter
+        from treegraft.policy.load import limit_threads, load_model
+
+        config = self.config
+        limit_threads(config.run.num_threads)
+        settings = config.model
+        if path is not None:
+            settings = settings.model_copy(update={"path": str(path)})
+        # A closed vocabulary has a word for each tag, those of the user's own tools included.
+        tags = [f"<{slash}{tool.name}>" for tool in self.tools for slash in ("", "/")]
+        words = self.tasks.vocabulary()
+        model, tokenizer = load_model(
+            settings,
+            vocabulary=[*words, *tags] if words else [],
+            seed=config.run.seed,
+            has_weights=has_weights,
+        )
+        if path is not None and has_weights:
+            model = with_saved_adapter(model, Path(path))
+        return model, tokenizer
+
+    def parts(
+        self,
+        stack: AsyncExitStack,
+        model: Any,
+        sampled: Any,
+        tokenizer: Any,
+        model_path: Path | str | None,
+    ) -> dict[str, Any]:
+        """Returns the fields of `Parts`; what has to be closed goes onto the stack.
+
+        Args:
+            model: for its configuration alone.
+            sampled: the engine's own.
+        """
+        from treegraft.policy.head import end_token_ids, max_context
+
+        config = self.config
+        engine = _build_engine(config, sampled, tokenizer, model_path or config.model.path)
+        stack.push_async_callback(engine.close)
+        limits = [max_context(model), engine.max_context]
+        max_prompt = _room_for_prompts(
+            config, min((limit for limit in limits if limit is not None), default=None)
+        )
+        is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
+        if not is_ours:  # a checkpoint of ours holds the template already
+            use_template(config.format, tokenizer)
+        form = build_format(
+            config.format,
+            tokenizer,
+            self.tools,
+            max_context=max_prompt,
+            end_ids=end_token_ids(model, tokenizer),
+            mentions_retrieval="graft" in config.explore.explorers,
+        )
+        toolbox = Toolbox(
+            self.tools,
+            config.tools,
+            None if self.kind is None else Environments(self.kind, config.environment),
+        )
+        stack.push_async_callback(toolbox.close)
+        return {
+            "config": config,
+            "source": self.tasks,
+            "tokenizer": tokenizer,
+            "format": form,
+            "max_prompt": max_prompt,
+            "toolbox": toolbox,
+            "engine": engine,
+            "scorer": self.scorer,
+        }
+
+
+def _is_native(config: Config) -> bool:
+    return config.engine.kind == "native"
+
+
+def _room_for_prompts(config: Config, limit: int | None) -> int | None:
+    """Returns the longest prompt that leaves room for a completion, in tokens, where a model or an
+    engine reads `limit` tokens in all; None for no limit."""
     if limit is None:
         return None
     name, wanted = max(
@@ -175,125 +307,31 @@ def _room_for_prompts(config: Config, model: Any) -> int | None:
     return limit - wanted
 
 
-def check_prompts(parts: Parts, tasks: Sequence[Task]) -> None:
-    """Refuses tasks whose prompt cannot be made, all of them at once and before any work.
-
-    Raises:
-        DataError: the first such task, and how many there are.
-    """
-    bad: list[str] = []
-    overhead = len(parts.format.prompt_ids(Task(id="probe", question="?", reference=())))
-    for task in tasks:
-        # A plain letter is a token at most, so short plain questions need no encoding: 10,000 tasks
-        # take no time.
-        is_plain = task.question.isascii() and not set(task.question) & set("<[|")
-        if is_plain and (
-            parts.max_prompt is None or len(task.question) + overhead <= parts.max_prompt
-        ):
-            continue
-        try:
-            parts.format.prompt_ids(task)
-        except DataError as error:
-            bad.append(str(error))
-    if bad:
-        raise DataError(
-            bad[0]
-            + (
-                f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
-                if len(bad) > 1
-                else ""
-            )
-        )
-
-
-def _build_engine(config: Config, model: Any, tokenizer: Any) -> Engine:
-    if config.engine.kind == "native":
+def _build_engine(
+    config: Config, model: Any, tokenizer: Tokenizer, model_path: Path | str
+) -> Engine:
+    """Returns the engine of a recipe. One of the user's loads its own weights from `model_path`."""
+    kind = config.engine.kind
+    if kind == "native":
         from treegraft.policy.engine.native import NativeEngine
 
         return NativeEngine(model, tokenizer, config.engine)
-    if ":" not in config.engine.kind:
+    if ":" not in kind:
         raise SettingError(
-            f"engine.kind is '{config.engine.kind}'; expected \"native\" or an import path"
-            f" 'package.module:Engine'.{nearest(config.engine.kind, ['native'])}"
+            f"engine.kind is '{kind}'; expected \"native\" or an import path"
+            f" 'package.module:Engine'.{nearest(kind, ['native'])}"
         )
-    engine: Engine = load_object(config.engine.kind)(
-        model=model, tokenizer=tokenizer, settings=config.engine
+    engine = load_object(kind)(
+        tokenizer=tokenizer, settings=config.engine, model_path=str(model_path)
     )
+    if not isinstance(engine, Engine):
+        wanted = [name for name in dir(Engine) if not name.startswith("_")]
+        missing = [name for name in wanted if not hasattr(engine, name)]
+        raise SettingError(
+            f"engine.kind: '{kind}' gives a {type(engine).__name__} without {', '.join(missing)};"
+            " expected an engine with every member of treegraft.core.interfaces.Engine."
+        )
     return engine
-
-
-def max_live_trees(config: Config) -> int:
-    """Returns how many trees may grow at once without one's rows pushing out another's."""
-    return max(
-        1, min(config.rollout.max_live_trees, config.engine.max_rows // config.explore.num_leaves)
-    )
-
-
-def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
-    """Returns the explorer of a recipe, several composed into one.
-
-    Args:
-        vocab_size: the tokenizer's, V in ARPO's normaliser.
-
-    Raises:
-        SettingError: an unknown name.
-    """
-    explorers = [_one_explorer(name, settings, vocab_size) for name in settings.explorers]
-    return explorers[0] if len(explorers) == 1 else Composed(explorers)
-
-
-def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Explorer:
-    if name == "independent":
-        return Independent()
-    if name == "entropy":
-        own = settings.entropy
-        normalisers = {
-            "vocabulary": float(vocab_size),
-            "log_vocabulary": math.log(vocab_size),
-            "none": 1.0,
-        }
-        return EntropyBranching(
-            num_starts=own.num_starts,
-            num_branches=own.num_branches,
-            probe_tokens=own.probe_tokens,
-            rule=own.rule,
-            base_prob=own.base_prob,
-            entropy_weight=own.entropy_weight,
-            threshold=own.threshold,
-            statistic=own.statistic,
-            normaliser=normalisers[own.normaliser],
-        )
-    if name == "graft":
-        return HybridRollout(
-            num_hybrid=settings.graft.num_hybrid,
-            num_leaves=settings.num_leaves,
-            num_starts=_num_starts(settings),
-            probability=settings.graft.probability,
-            whole=settings.graft.unit == "trajectory",
-        )
-    if ":" in name:
-        explorer: Explorer = load_object(name)()
-        return explorer
-    known = ["independent", "entropy", "graft"]
-    raise SettingError(
-        f"explore.explorers names '{name}'; expected {', '.join(known)} or an import path"
-        f" 'package.module:Explorer'.{nearest(name, known)}"
-    )
-
-
-def _num_starts(settings: ExploreSettings) -> int:
-    """First-level rollouts that a tree opens at once: the first explorer decides."""
-    is_entropy = settings.explorers[0] == "entropy"
-    return (
-        min(settings.entropy.num_starts, settings.num_leaves) if is_entropy else settings.num_leaves
-    )
-
-
-def _allocation(config: Config) -> Callable[[Budget], Allocation]:
-    own = config.explore.entropy
-    if own.allocation == "shares":
-        return lambda budget: Shares(budget, min(_num_starts(config.explore), budget.max_leaves))
-    return lambda budget: Rounds(budget, own.ranking)
 
 
 def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
@@ -347,51 +385,3 @@ def _refuse_rewards(config: Config, kind: EnvironmentKind | None) -> None:
         raise SettingError(
             f"reward.funcs: got 'environment', but {what}; expected an environment with a reward."
         )
-
-
-def find_trackers(names: list[str]) -> list[Callable[[Path], Tracker]]:
-    """Returns what makes the trackers of a recipe, each from the run folder.
-
-    Raises:
-        SettingError: an unknown name, or an extra that is not installed.
-    """
-    makers: list[Callable[[Path], Tracker]] = []
-    for name in names:
-        if name == "tensorboard":
-            from treegraft.runs.tensorboard import find_tensorboard
-
-            makers.append(find_tensorboard())
-        elif ":" in name:
-            makers.append(load_object(name))
-        else:
-            raise SettingError(
-                f"track.trackers names '{name}'; expected \"tensorboard\" or an import path"
-                f" 'package.module:Tracker'.{nearest(name, ['tensorboard'])}"
-            )
-    return makers
-
-
-def training_limits(config: Config) -> Limits:
-    """Returns what one training trajectory may use."""
-    return _limits(config.rollout, config.explore.num_leaves, config.rollout.temperature, None)
-
-
-def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limits:
-    """Returns what one trajectory of an evaluation may use."""
-    return _limits(config.rollout, num_leaves, temperature, config.eval)
-
-
-def _limits(
-    rollout: RolloutSettings, num_leaves: int, temperature: float, evaluation: EvalSettings | None
-) -> Limits:
-    tokens = rollout.max_completion_tokens
-    if evaluation is not None and evaluation.max_completion_tokens is not None:
-        tokens = evaluation.max_completion_tokens
-    return Limits(
-        num_leaves=num_leaves,
-        temperature=temperature,
-        max_completion_tokens=tokens,
-        max_agent_steps=rollout.max_agent_steps,
-        max_tool_calls=rollout.max_tool_calls,
-        deadline_s=rollout.deadline_s,
-    )

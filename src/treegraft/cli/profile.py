@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import inspect
 import json
 import linecache
@@ -30,15 +31,18 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import treegraft.train as story
 from treegraft.cli.machine import load_average, machine, number
 from treegraft.core.files import write_atomically
-from treegraft.policy.learn.drift import DriftGuard
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.publish import Publisher
 from treegraft.rollout.loop import Grower, Watch
 from treegraft.runs.record import RunFolder, read_metrics
+from treegraft.runs.run import Run
 from treegraft.settings.config import Config
+from treegraft.traces.run_buffer import RunBuffer
 
+story: Any = importlib.import_module("treegraft.train")
+"""The module; the package's attribute of this name is the function."""
 INTERVAL_S = 0.002
 """Between two looks."""
 _SWITCH_S = 0.001
@@ -223,24 +227,21 @@ def learning_part(frame: FrameType | None) -> str:
 # ---------------------------------------------------------------------- around the calls that are p
 
 
-def _phases() -> Iterator[tuple[Any, str, str]]:
-    """Gives (owner, name of the call, phase)."""
-    yield from (
+def _phases() -> list[tuple[Any, str, str]]:
+    """Returns (owner, name of the call, phase) of each call that is timed."""
+    return [
         (Grower, "grow_all", ROLLOUT),
         (Learner, "learn", LEARNING),
         (Learner, "with_exact_entropies", LEARNING),
-    )
-    yield from (
         (story, "credit_trees", LEARNING),
-        (DriftGuard, "publish", "publish"),
         (story, "warm_up", "warm-up"),
-    )
-    yield from (
-        (story, "write_trees", "record"),
+        (story, "save_checkpoint", "checkpoint"),
+        (story, "evaluate", "evaluation"),
+        (Publisher, "publish", "publish"),
+        (Run, "record", "record"),
         (RunFolder, "append_metrics", "record"),
-        (story, "grow_buffer", "record"),
-    )
-    yield from ((story, "save_checkpoint", "checkpoint"), (story, "evaluate", "evaluation"))
+        (RunBuffer, "grow", "record"),
+    ]
 
 
 @contextmanager

@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 
 from treegraft.core.errors import SettingError
+from treegraft.core.listener import address_of, listen
+from treegraft.core.listener import serve as answer
 
 serve_app = typer.Typer(
     name="serve",
-    help="Serve a corpus to agents.",
+    help="Run servers for agents.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -35,26 +37,32 @@ def search(
     corpus: Annotated[
         str, typer.Argument(metavar="CORPUS", help='JSONL file of {"id", "contents"} rows.')
     ],
-    kind: Annotated[Kind, typer.Option(help="By words, or by meaning.")] = Kind.BM25,
+    kind: Annotated[
+        Kind, typer.Option(help="Search by words (bm25) or by meaning (dense).")
+    ] = Kind.BM25,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; this machine alone can reach the default.")
+        str,
+        typer.Option(help="Address to listen on; the default is reachable from this machine only."),
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8000,
     top_k: Annotated[
-        int, typer.Option(min=1, max=1000, help="Passages for requests that do not say.")
+        int, typer.Option(min=1, max=1000, help="Passages per request, unless it says otherwise.")
     ] = 3,
-    encoder: Annotated[str, typer.Option(help="For dense; as tools.search.encoder.")] = "minilm",
+    encoder: Annotated[
+        str, typer.Option(help="With --kind dense: as tools.search.encoder.")
+    ] = "minilm",
     index_dir: Annotated[
-        str, typer.Option(help="Where the index is kept; beside the corpus by default.")
+        str, typer.Option(help="Folder of the index. Default: beside the corpus.")
     ] = "",
 ) -> None:
     """Serve a corpus in Search-R1's retrieve protocol, until Ctrl-C.
 
-    A recipe uses it with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
+    Use it in a recipe with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
     """
     try:
-        from treegraft.tools.search.serve import accepted_hosts, listen, search_app, url_of
-        from treegraft.tools.search.serve import serve as answer
+        from treegraft.tools.search.serve import search_app
     except ImportError as error:
         raise SettingError(
             f"`treegraft serve` needs the package '{error.name}'; run: pip install 'treegraft[web]'"
@@ -71,5 +79,6 @@ def search(
     except BaseException:
         listener.close()
         raise
-    print(f"{len(backend):,} passages of {corpus} at {url_of(listener)} (Ctrl-C ends)", flush=True)
-    answer(search_app(backend, default_top_k=top_k, hosts=accepted_hosts(host)), listener)
+    url = f"{address_of(listener)}retrieve"
+    print(f"{len(backend):,} passages of {corpus} at {url} (Ctrl-C ends)", flush=True)
+    answer(search_app(backend, default_top_k=top_k, host=host), listener, grace_s=5)

@@ -6,7 +6,7 @@ protocols only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -50,12 +50,48 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
 
 
+class Measured(Protocol):
+    """A part of a run that counts something."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics since the last call, and starts counting anew."""
+        ...
+
+
+class WeightSource(Protocol):
+    """The weights of a policy on their way from the learner to an engine."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of the plain model's tensors, adapters merged."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Checksum of all tensors; see `Engine.fingerprint`."""
+        ...
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        """Gives (name, whole tensor), one at a time, so that no second copy has to exist."""
+        ...
+
+
 @runtime_checkable
-class Engine(Protocol):
+class Engine(Measured, Protocol):
     """Turns token ids into more token ids. Stateless for the caller."""
 
     @property
     def policy_version(self) -> int: ...
+
+    @property
+    def capacity(self) -> int:
+        """Completions that run at the same time; more wait for a place."""
+        ...
+
+    @property
+    def max_context(self) -> int | None:
+        """Longest path it completes, prompt included, in tokens; None where it has no limit."""
+        ...
 
     @property
     def fingerprint(self) -> str:
@@ -92,7 +128,7 @@ class Engine(Protocol):
         """Says that no request below this prefix will come again before the next publish."""
         ...
 
-    async def publish(self, weights: Any, version: int) -> None:
+    async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
         `version`."""
         ...
@@ -358,7 +394,7 @@ class Retrieved:
     """Cosine between the query and the first trace's key, -1..1; 0 where it was drawn at random."""
 
 
-class Retriever(Protocol):
+class Retriever(Measured, Protocol):
     """Finds what other agents did in a situation like this one."""
 
     async def retrieve(
@@ -437,12 +473,14 @@ class TreeScorer(Protocol):
 __all__ = [
     "Capability",
     "CreditRule",
+    "Display",
     "Engine",
     "Environment",
     "EnvironmentKind",
     "Explorer",
     "Format",
     "LiveEnvironment",
+    "Measured",
     "NoiseKey",
     "Parsed",
     "Retrieved",
@@ -457,6 +495,7 @@ __all__ = [
     "Tracker",
     "Trajectory",
     "TreeScorer",
+    "WeightSource",
     "signature_of",
 ]
 

@@ -1,4 +1,4 @@
-"""Stopping a run: Ctrl-C, stops asked for by code, and waits that say what they are waiting for."""
+"""Interrupts: Ctrl-C, stops requested by code, and waits that report their owner."""
 
 from __future__ import annotations
 
@@ -99,6 +99,23 @@ class Stop:
             for one in (task, stop):
                 one.cancel()
             await asyncio.wait({task, stop})
+
+
+@contextmanager
+def ctrl_c_ends_at_once() -> Iterator[None]:
+    """Lets Ctrl-C raise KeyboardInterrupt on the spot for the time of the block.
+
+    An event loop's own handler cancels the task at its next wait, which a block that loads a model
+    does not have.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_to_end(

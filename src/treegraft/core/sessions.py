@@ -1,56 +1,58 @@
-"""A trajectory's way to its tools: one session each, and the points at which another trajectory may
-branch off."""
+"""How a trajectory reaches its tools: a session each, and points at which sessions are opened."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from types import TracebackType
-from typing import Protocol, Self
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, Self
 
-from treegraft.core.interfaces import Tool
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
+
+Act = Callable[[], Awaitable[Any]]
+"""Makes a call in one environment. Raises as a `Tool` does."""
 
 
 class Runner(Protocol):
-    """What runs calls: the tool box."""
+    """Runs calls under deadlines and caps: the toolbox."""
 
-    async def call(self, call: ToolCall, task: Task, *, instead: Tool | None = None) -> Observation:
-        """Returns the observation of a call; `instead` is run in the place of the tool of that
-        name."""
-        ...
+    async def call(
+        self, call: ToolCall, task: Task, act: Act | None = None, *, is_repeat: bool = False
+    ) -> Observation:
+        """Returns the observation of a call.
 
-    async def execute(self, tool: Tool, body: str, task: Task) -> Observation:
-        """Returns the observation of a tool that is run again, by no agent's wish."""
+        Args:
+            act: runs the call in place of the tool of that name.
+            is_repeat: the agent made this call earlier, so it is not counted.
+
+        Raises:
+            ToolUnavailable: a service failed.
+        """
         ...
 
 
 class Point(Protocol):
-    """Where a session comes from: the beginning of a task, or a step below which a branch may be
-    opened."""
+    """A state in which sessions are opened: the beginning of a task, or a step to branch below."""
 
     def reserve(self, num: int) -> None:
-        """Says that so many further sessions will be opened here, and no more."""
+        """Announces `num` further calls of `open`; there are no others."""
         ...
 
     async def open(self) -> Session:
         """Returns a session in the state of this point.
 
         Raises:
-            ToolUnavailable: its environment cannot be had.
+            ToolUnavailable: the environment cannot be had.
         """
         ...
 
 
-class Session:
-    """Calls of one trajectory; this one has no environment, so nothing is ever to be copied."""
-
-    def __init__(self, runner: Runner, task: Task) -> None:
-        self._runner, self._task = runner, task
+class Session(Protocol):
+    """The calls of one trajectory."""
 
     @property
     def can_branch(self) -> bool:
         """Whether a branch may be opened at the present state."""
-        return True
+        ...
 
     async def call(self, call: ToolCall) -> Observation:
         """Returns the result of a call, which may change the state.
@@ -58,76 +60,103 @@ class Session:
         Raises:
             ToolUnavailable: a service or the environment failed.
         """
-        return await self._runner.call(call, self._task)
+        ...
 
     def mark(self) -> Point:
         """Returns the present state as a point."""
-        return _Here(self)
+        ...
 
     async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
-        """Returns a session in which another agent's steps have been done, None where the
-        environment contradicts them.
+        """Returns a session in which another agent's steps have been made; this one where they
+        change nothing.
 
-        The session may be this one, where the steps change nothing; it goes on unchanged
-        otherwise.
+        None where a result differs from that agent's; this session is unchanged then.
         """
-        return self
+        ...
 
     async def reward(self) -> float | None:
         """Returns the environment's reward of the present state; None without one. Raises
         `ToolUnavailable` as `call` does."""
-        return None
+        ...
 
     def release(self) -> None:
-        """Says that no call will follow; points of it can still be opened."""
+        """Ends the session; its points can still be opened."""
+        ...
 
 
-class Sessions:
-    """The sessions of one tree; what they hold is freed at the end of the block."""
-
-    def __init__(self, runner: Runner, task: Task) -> None:
-        self._session = Session(runner, task)
-        self._task = task
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Frees everything."""
+class Sessions(AbstractAsyncContextManager["Sessions"], Protocol):
+    """The sessions of one tree; the end of the `async with` block frees all they hold."""
 
     async def prepare(self, num: int) -> Task:
-        """Begins `num` trajectories, and returns the task with what the environment says of its
-        beginning."""
-        return self._task
+        """Begins `num` trajectories; returns the task with the environment's first observation."""
+        ...
 
     def start(self, ordinal: int) -> Point:
-        """Returns where the first-level rollout of this ordinal begins."""
-        return _Here(self._session)
+        """Returns the beginning of the first-level rollout of this ordinal."""
+        ...
 
     def refuse(self, reason: str) -> None:
-        """Lets all sessions opened from here on fail for this reason."""
+        """Makes every later opening of a session fail for this reason."""
+        ...
 
 
 class SessionOpener(Protocol):
-    """Opens the sessions of a tree: the tool box, or whatever else runs an agent's calls."""
+    """Opens the sessions of a tree: the toolbox, or another runner of an agent's calls."""
 
     def sessions(self, task: Task) -> Sessions:
         """Returns the sessions of one tree of the task."""
         ...
 
 
-class _Here:
-    """A session without a state is everybody's."""
+class SessionSource(Protocol):
+    """Sessions with a state for each trajectory: the environments of a run."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def sessions(self, runner: Runner, task: Task) -> Sessions:
+        """Returns the sessions of one tree, whose calls `runner` runs."""
+        ...
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the counts since the last take."""
+        ...
+
+
+class SharedSession:
+    """The session, the sessions and the points of a tree without an environment: there is no state,
+    so one object serves all trajectories."""
+
+    can_branch = True
+
+    def __init__(self, runner: Runner, task: Task) -> None:
+        self._runner, self._task = runner, task
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    async def prepare(self, num: int) -> Task:
+        return self._task
+
+    def start(self, ordinal: int) -> Point:
+        return self
+
+    def refuse(self, reason: str) -> None: ...
 
     def reserve(self, num: int) -> None: ...
 
     async def open(self) -> Session:
-        return self._session
+        return self
+
+    async def call(self, call: ToolCall) -> Observation:
+        return await self._runner.call(call, self._task)
+
+    def mark(self) -> Point:
+        return self
+
+    async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
+        return self
+
+    async def reward(self) -> float | None:
+        return None
+
+    def release(self) -> None: ...

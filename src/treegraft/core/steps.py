@@ -1,5 +1,6 @@
-"""Steps in files: [{"thought", "calls": [{"name", "body"}], "observations": [text], "answer"}], as
-warm-up and import read them."""
+"""Steps as warm-up and import read them from files.
+
+A trajectory is [{"thought", "calls": [{"name", "body"}], "observations": [text], "answer"}]."""
 
 from __future__ import annotations
 

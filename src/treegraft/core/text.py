@@ -1,4 +1,4 @@
-"""What calls came to, as text."""
+"""Tool results, errors and foreign text as harmless text."""
 
 from __future__ import annotations
 

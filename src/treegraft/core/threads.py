@@ -1,4 +1,4 @@
-"""One team of OpenMP threads at a time.
+"""Releases idle OpenMP threads, so that those at work keep spinning.
 
 Each thread that ever ran a parallel region of GNU's OpenMP keeps a team of its own. As soon as the
 teams of a process have more threads than the machine has cores, all of them stop spinning between

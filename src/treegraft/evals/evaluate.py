@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from treegraft.assemble import Parts, assemble, check_prompts, eval_limits
+from treegraft.assemble import Parts, assemble
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Tokenizer
+from treegraft.core.interfaces import Display, Tokenizer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Task, Trajectory, Tree
 from treegraft.explore.independent import Independent
+from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics
 from treegraft.runs.record import write_trees
@@ -20,13 +20,10 @@ from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
 
-if TYPE_CHECKING:
-    from treegraft.core.interfaces import Display
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What an evaluation found."""
+    """The trees of an evaluation."""
 
     greedy: list[Tree] | None
     """One greedy trajectory per task; None where eval.greedy is off."""
@@ -38,15 +35,21 @@ class Evaluation:
         """The eval/* metrics."""
         return eval_metrics(self.greedy, self.sampled)
 
+    @property
+    def passes(self) -> dict[str, list[Tree]]:
+        """The trees by kind, "greedy" before "sampled"; only those that there are."""
+        passes = {"greedy": self.greedy, "sampled": self.sampled}
+        return {kind: trees for kind, trees in passes.items() if trees is not None}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """What `treegraft eval` gives back."""
+    """The result of `evaluate_checkpoint`."""
 
     metrics: Mapping[str, float]
     num_tasks: int
     out: Path | None
-    """Where the trees were written; None where nowhere."""
+    """The file of the trees; None where none was asked for."""
     evaluation: Evaluation
 
 
@@ -86,7 +89,7 @@ async def evaluate(
             tasks,
             noise_key=(seed, f"eval-{kind}"),
             group_prefix=f"eval-{update}-{kind}",
-            max_live_trees=max(1, parts.config.engine.max_rows // num_leaves),
+            max_live_trees=parts.num_trees_at_once(num_leaves),
             on_tree=report,
         )
     return Evaluation(greedy=found.get("greedy"), sampled=found.get("sampled"))
@@ -116,18 +119,15 @@ def evaluate_checkpoint(
             "the evaluation tasks are empty; expected at least one row. Set tasks.num_eval or"
             " tasks.dataset.eval."
         )
-    parts = assemble(config, model_path=model_path, source=source)
 
     def report(done: int, total: int, detail: str) -> None:
         if display is not None:
             display.phase("evaluation", done, total, detail)
 
     async def run() -> Evaluation:
-        try:
-            check_prompts(parts, tasks)
+        async with assemble(config, model_path=model_path, source=source) as parts:
+            parts.check_prompts(tasks)
             return await evaluate(parts, tasks, 0, on_progress=report)
-        finally:
-            await parts.close()
 
     evaluation = run_to_end(run())
     if out is not None:
@@ -143,18 +143,16 @@ def answer_question(
     """Returns one greedy trajectory that answers `question`, unscored, and what its tokens are read
     with."""
     config, model_path = open_checkpoint(checkpoint, None, overrides)
-    parts = assemble(config, model_path=model_path)
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
 
     async def unscored(tree: Tree) -> Tree:
         return tree
 
-    async def run() -> Tree:
-        try:
+    async def run() -> tuple[Trajectory, Tokenizer]:
+        async with assemble(config, model_path=model_path) as parts:
             task = Task(id="question", question=question, reference=())
             grower = replace(parts, scorer=unscored).grower(Independent(), limits)
-            return await grower.grow(task, noise_key=(0, "run"), group_id="run/question")
-        finally:
-            await parts.close()
+            tree = await grower.grow(task, noise_key=(0, "run"), group_id="run/question")
+            return tree.trajectories()[0], parts.tokenizer
 
-    return run_to_end(run()).trajectories()[0], parts.tokenizer
+    return run_to_end(run())

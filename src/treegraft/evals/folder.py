@@ -22,6 +22,7 @@ from treegraft.core.files import append_line, drop_cut_line, whole_lines, write_
 from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
 from treegraft.runs.record import RunFolder, tree_from_json, tree_to_json
+from treegraft.settings.config import renamed
 
 FORMAT_VERSION = 1
 _UNCOUNTED = ("rollout.deadline_s", "engine.deadline_s")
@@ -103,7 +104,11 @@ class EvalFolder:
                 raise ValueError(
                     f"format version {data['format_version']}, expected {FORMAT_VERSION}"
                 )
-            asked = {name: value for name, value in data["asked"].items() if name not in _UNCOUNTED}
+            asked = {
+                renamed().get(name, name): value
+                for name, value in data["asked"].items()
+                if name not in _UNCOUNTED
+            }
             return {"asked": asked, "sets": dict(data["sets"])}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(

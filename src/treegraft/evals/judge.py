@@ -11,24 +11,16 @@ import asyncio
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
 
-from treegraft.core.chat_client import api_root
+from treegraft.core.chat_client import ChatClient, ChatError
 from treegraft.core.errors import EngineError
-from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import Task
-
-if TYPE_CHECKING:
-    import httpx
 
 MAX_ANSWER_CHARS = 4000
 """Longer answers are cut before they are judged."""
-MAX_BACKOFF_S = 30.0
-"""Longest wait before another request, in seconds."""
-_AGAIN = frozenset({408, 409, 425, 429})
 
 SYSTEM_PROMPT = """You grade answers to questions. The user sends one JSON object with three fields:
 "question": what was asked;
@@ -114,9 +106,17 @@ class Judge:
     """Asks an endpoint for verdicts."""
 
     def __init__(self, settings: JudgeSettings) -> None:
-        """Raises SettingError for a url that is none."""
+        """Raises SettingError for a url that is no http(s) address."""
         self.settings = settings
-        self._url = f"{api_root(settings.url, '--judge')}/chat/completions"
+        self._client = ChatClient(
+            settings.url,
+            settings.model,
+            option="--judge",
+            api_key=settings.api_key,
+            timeout_s=settings.timeout_s,
+            max_retries=settings.max_retries,
+            backoff_s=settings.backoff_s,
+        )
 
     async def judge_all(
         self,
@@ -133,19 +133,14 @@ class Judge:
         Raises:
             EngineError: the server cannot be asked; the verdicts so far have been handed over.
         """
-        import httpx
-
         model = self.settings.model
         pairs = {key: pair for pair in asked if (key := verdict_key(model, *pair)) not in known}
-        headers = (
-            {"Authorization": f"Bearer {self.settings.api_key}"} if self.settings.api_key else {}
-        )
         gate, done = asyncio.Semaphore(self.settings.max_concurrent), 0
 
         async def ask(key: str, task: Task, answer: str) -> None:
             nonlocal done
             async with gate:
-                verdict, reply = await self._verdict(client, key, messages_for(task, answer))
+                verdict, reply = await self._verdict(key, task, answer)
             on_verdict(
                 {
                     "key": key,
@@ -160,17 +155,16 @@ class Judge:
             if on_progress is not None:
                 on_progress(done, len(pairs))
 
-        async with httpx.AsyncClient(
-            headers=headers, timeout=None, limits=httpx.Limits(max_connections=None)
-        ) as client:
-            refusal: _Unreachable | None = None
-            try:
-                async with asyncio.TaskGroup() as group:
-                    for key, (task, answer) in pairs.items():
-                        group.create_task(ask(key, task, answer))
-            except* _Unreachable as errors:
-                # Raised below: what is raised here would come out wrapped in a group.
-                refusal = _first(errors)
+        refusal: ChatError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                for key, (task, answer) in pairs.items():
+                    group.create_task(ask(key, task, answer))
+        except* ChatError as errors:
+            # Raised below: an exception raised here would come out wrapped in a group.
+            refusal = next(error for error in errors.exceptions if isinstance(error, ChatError))
+        finally:
+            await self._client.close()
         if refusal is not None:
             raise EngineError(
                 f"--judge {self.settings.url}: {refusal}; {done} of {len(pairs)} answers were"
@@ -178,72 +172,19 @@ class Judge:
                 " and the same command goes on."
             )
 
-    async def _verdict(
-        self, client: httpx.AsyncClient, key: str, messages: Sequence[dict[str, str]]
-    ) -> tuple[Verdict, str]:
-        """Asks once, and once more with another seed where the reply is no verdict."""
+    async def _verdict(self, key: str, task: Task, answer: str) -> tuple[Verdict, str]:
+        """Returns the verdict and the reply; asks once more, with another seed, where the first
+        reply is no verdict."""
         reply, verdict = "", Verdict.UNPARSED
         for seed in (0, 1):
-            reply = await self._reply(client, key, messages, seed)
-            verdict = parse_verdict(reply)
+            asked = await self._client.complete(
+                messages_for(task, answer),
+                temperature=0.0,
+                max_tokens=self.settings.max_reply_tokens,
+                seed=seed,
+                noise_key=("judge", key),
+            )
+            reply, verdict = asked.text, parse_verdict(asked.text)
             if verdict is not Verdict.UNPARSED:
                 break
         return verdict, reply
-
-    async def _reply(
-        self, client: httpx.AsyncClient, key: str, messages: Sequence[dict[str, str]], seed: int
-    ) -> str:
-        settings = self.settings
-        body = {
-            "model": settings.model,
-            "messages": list(messages),
-            "temperature": 0.0,
-            "max_tokens": settings.max_reply_tokens,
-            "seed": seed,
-        }
-        for attempt in range(settings.max_retries + 1):
-            try:
-                return await self._request(client, body)
-            except _Again as error:
-                if attempt == settings.max_retries:
-                    raise _Unreachable(str(error)) from error
-                wait_s = (
-                    settings.backoff_s * 2**attempt * (1.0 - keyed_unit("judge", key, attempt) / 2)
-                )
-                await asyncio.sleep(min(wait_s, MAX_BACKOFF_S))
-        raise _Unreachable("no request was made")
-
-    async def _request(self, client: httpx.AsyncClient, body: Mapping[str, Any]) -> str:
-        import httpx
-
-        try:
-            async with asyncio.timeout(self.settings.timeout_s):
-                response = await client.post(self._url, json=body)
-        except TimeoutError as error:
-            raise _Again(f"no reply within {self.settings.timeout_s:g} s") from error
-        except httpx.HTTPError as error:
-            raise _Again(f"no reply ({type(error).__name__})") from error
-        if response.status_code in _AGAIN or response.status_code >= 500:
-            raise _Again(f"HTTP {response.status_code}")
-        if response.status_code != 200:
-            raise _Unreachable(
-                f"HTTP {response.status_code}: {' '.join(response.text[:200].split())}"
-            )
-        try:
-            text = response.json()["choices"][0]["message"]["content"]
-        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-            raise _Again("a reply that is no chat completion") from error
-        return text if isinstance(text, str) else ""
-
-
-class _Again(Exception):
-    """A request that failed in a way that another may not."""
-
-
-class _Unreachable(Exception):
-    """All requests failed, or the server refused."""
-
-
-def _first(group: BaseExceptionGroup[_Unreachable]) -> _Unreachable:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from treegraft.assemble import Parts, assemble, check_prompts, eval_limits
+from treegraft.assemble import Parts, assemble
 from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.types import Task, Tree
 from treegraft.evals.folder import EvalFolder, is_finished
@@ -18,28 +19,10 @@ from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
 from treegraft.evals.scores import answer_of, suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
+from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.runs.start import open_checkpoint
-from treegraft.settings.config import Config
-from treegraft.settings.idle import EVALUATION_IGNORES
-
-if TYPE_CHECKING:
-    from treegraft.core.interfaces import Display
-
-_NO_MATTER = (
-    *(
-        *EVALUATION_IGNORES,
-        "run.dir",
-        "eval.greedy",
-        "eval.num_samples",
-        "track.",
-        "reward.",
-        "model.path",
-    ),
-    *("rollout.deadline_s", "engine.deadline_s"),
-)
-"""Settings that a suite's trajectories do not depend on: the model is told apart by its weights,
-and what a deadline cut off is run again, so that a machine found too slow is given more time."""
+from treegraft.settings.config import Config, settings_with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +145,11 @@ def _asked(
     config: Config, place: Path | str, plan: SuitePlan, temperature: float
 ) -> dict[str, Any]:
     """Everything that a trajectory depends on, by name."""
+    no_matter = settings_with("ignored_by_eval", "same_answers")
     values = {
         name: value
         for name, value in _flat(config.model_dump(mode="json"), "")
-        if not name.startswith(_NO_MATTER)
+        if not name.startswith(no_matter)
     }
     return values | {
         "weights": _weights_id(place),
@@ -244,18 +228,11 @@ class _Suite:
         }
         tasks = [task for one in left.values() for task in one]
         if tasks:
-            parts = assemble(self._config, model_path=self._place)
-            try:
-                check_prompts(parts, tasks)
+            async with assemble(self._config, model_path=self._place) as parts:
+                parts.check_prompts(tasks)
+                scored = replace(parts, scorer=suite_scorer(self._config.reward.deadline_s))
                 for one in self._sets:
-                    await self._run_set(
-                        one,
-                        left[one.name],
-                        replace(parts, scorer=suite_scorer(parts.config.reward.deadline_s)),
-                        watch,
-                    )
-            finally:
-                await parts.close()
+                    await self._run_set(one, left[one.name], scored, watch)
         if judge is not None:
             await self._judge(judge, watch)
 
@@ -286,7 +263,7 @@ class _Suite:
             left,
             noise_key=(config.run.seed, "eval-suite"),
             group_prefix="eval",
-            max_live_trees=max(1, config.engine.max_rows // num_samples),
+            max_live_trees=parts.num_trees_at_once(num_samples),
             on_tree=keep,
         )
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Literal
 
 from treegraft.algo.arpo import branch_probability, entropy_change
 from treegraft.core.keyed import keyed_unit
@@ -18,6 +18,7 @@ from treegraft.core.types import (
     Step,
     Tree,
 )
+from treegraft.settings.explore import EntropySettings
 
 
 class EntropyBranching:
@@ -41,28 +42,23 @@ class EntropyBranching:
     is missing at once, when nothing is left to branch).
     """
 
-    def __init__(
-        self,
-        *,
-        num_starts: int = 8,
-        num_branches: int = 1,
-        probe_tokens: int = 20,
-        rule: Literal["threshold", "bernoulli"] = "threshold",
-        base_prob: float = 0.5,
-        entropy_weight: float = 0.2,
-        threshold: float = 0.5,
-        statistic: Literal["probe", "lagging"] = "probe",
-        normaliser: float = 1.0,
-    ) -> None:
-        """Takes ARPO's N, Z, k, rule, α, β and τ; `normaliser` is V, ln V or 1."""
-        self.probe_tokens: int | None = probe_tokens if statistic == "probe" else 0
-        self._num_starts, self._num_branches, self._first = num_starts, num_branches, probe_tokens
-        self._rule, self._threshold, self._statistic = rule, threshold, statistic
-        self._base, self._weight, self._normaliser = base_prob, entropy_weight, normaliser
+    def __init__(self, settings: EntropySettings, *, vocab_size: int) -> None:
+        """Takes ARPO's N, Z, k, rule, α, β and τ from the settings, and V, the tokenizer's size."""
+        self._settings = settings
+        # The lagging statistic reads a finished step, so it needs no token of the one under way.
+        self.probe_tokens: int | None = (
+            settings.probe_tokens if settings.statistic == "probe" else 0
+        )
+        normalisers = {
+            "vocabulary": float(vocab_size),
+            "log_vocabulary": math.log(vocab_size),
+            "none": 1.0,
+        }
+        self._normaliser = normalisers[settings.normaliser]
 
     def starts(self, max_leaves: int) -> Start:
         """Returns N starts."""
-        return Start(min(self._num_starts, max_leaves))
+        return Start(min(self._settings.num_starts, max_leaves))
 
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns Generate, always."""
@@ -70,17 +66,15 @@ class EntropyBranching:
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns Z further children where the rule says so, else 0 with what it saw."""
-        current = probe if self._statistic == "probe" else self._first_entropies(path.steps[-1])
+        own = self._settings
+        current = probe if own.statistic == "probe" else self._first_entropies(path.steps[-1])
+        # A branch inherits the baseline of its start, which is the first step of its path.
         change = entropy_change(current, self._first_entropies(path.steps[1]), self._normaliser)
-        probability = branch_probability(change, self._base, self._weight)
-        bar = (
-            self._threshold if self._rule == "threshold" else keyed_unit(*path.noise_key, "branch")
-        )
-        num = self._num_branches if probability > bar else 0
-        return Branch(
-            num,
-            BranchCause(entropy_change=change, probability=probability, rule=self._rule, bar=bar),
-        )
+        probability = branch_probability(change, own.base_prob, own.entropy_weight)
+        is_coin = own.rule == "bernoulli"
+        bar = keyed_unit(*path.noise_key, "branch") if is_coin else own.threshold
+        cause = BranchCause(entropy_change=change, probability=probability, rule=own.rule, bar=bar)
+        return Branch(own.num_branches if probability > bar else 0, cause)
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns the leaves that are still missing, all at once."""
@@ -92,4 +86,6 @@ class EntropyBranching:
             for entropy, origin in zip(step.entropies, step.origins, strict=True)
             if origin is Origin.POLICY
         )
-        return [entropy for _, entropy in zip(range(self._first), sampled, strict=False)]
+        return [
+            entropy for _, entropy in zip(range(self._settings.probe_tokens), sampled, strict=False)
+        ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
+from treegraft.settings.explore import GraftSettings
 
 
 class HybridRollout:
@@ -23,24 +24,18 @@ class HybridRollout:
     probe_tokens: int | None = None
 
     def __init__(
-        self,
-        *,
-        num_hybrid: int = 8,
-        num_leaves: int = 16,
-        num_starts: int | None = None,
-        probability: float = 0.5,
-        whole: bool = False,
+        self, settings: GraftSettings, *, num_leaves: int, num_starts: int | None = None
     ) -> None:
-        """Args:
-        num_hybrid: RAPO's N_hybrid, of `num_leaves`.
-        num_starts: first-level rollouts that are opened at once; None means all leaves.
-        whole: graft once, the rest of the other agent's trajectory (the ablation TO).
+        """Takes RAPO's N_hybrid, of `num_leaves`, and the probability from the settings.
+
+        Args:
+            num_starts: first-level rollouts that are opened at once; None means all leaves.
         """
-        self._num_starts = num_starts or num_leaves
+        self._num_starts, num_hybrid = num_starts or num_leaves, settings.num_hybrid
         # Rounded half up, and at least one where any is asked for.
         share = (2 * self._num_starts * num_hybrid + num_leaves) // (2 * num_leaves)
         self._num_on_policy = self._num_starts - max(share, min(num_hybrid, 1))
-        self._probability, self._whole = probability, whole
+        self._probability, self._whole = settings.probability, settings.unit == "trajectory"
 
     def starts(self, max_leaves: int) -> Start:
         """Returns `max_leaves` starts."""

@@ -33,8 +33,8 @@ from treegraft.runs.checkpoint import (
     FORMAT_VERSION,
     PARTIAL,
     TrainState,
-    _checksums,
     _unreadable,
+    checksums_of,
     read_state,
 )
 
@@ -82,7 +82,7 @@ def save_checkpoint(
     }
     save_file(tensors, inside / "optimiser.safetensors")
     (inside / "config.json").write_text(config_json, encoding="utf-8")
-    data = {"format_version": FORMAT_VERSION, **asdict(state), "checksums": _checksums(partial)}
+    data = {"format_version": FORMAT_VERSION, **asdict(state), "checksums": checksums_of(partial)}
     (inside / "state.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
     for file in partial.rglob("*"):
         if file.is_file():

@@ -1,8 +1,8 @@
-"""Models: loading them, the parts of them that engine and learner use, and the word-level tokenizer
-of the tiny one."""
+"""Loading a model, with its weights or only its shape, and giving it adapters."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from collections.abc import Sequence
@@ -13,15 +13,24 @@ import torch
 from treegraft.core.errors import ModelError
 from treegraft.core.locate import locate
 from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
-from treegraft.settings.config import ModelSettings
+from treegraft.settings.policy import ModelSettings
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def load_model(
-    settings: ModelSettings, *, vocabulary: Sequence[str] = (), seed: int = 0
+    settings: ModelSettings,
+    *,
+    vocabulary: Sequence[str] = (),
+    seed: int = 0,
+    has_weights: bool = True,
 ) -> tuple[Any, Any]:
     """Returns (model, tokenizer) on the CPU or the first GPU, in evaluation mode, dropout off.
+
+    Args:
+        vocabulary: words of the "tiny" model's tokenizer.
+        has_weights: False leaves the model on torch's meta device: it has a configuration and
+            shapes, and takes no memory.
 
     Raises:
         ModelError: nothing to load there, no tokenizer, no end-of-sequence token, or a model that
@@ -35,12 +44,15 @@ def load_model(
                 " words = false"
             )
         tokenizer: Any = build_word_tokenizer(vocabulary)
-        model = build_tiny_model(
-            settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed
-        )
+        with torch.device("cpu" if has_weights else "meta"):
+            model = build_tiny_model(
+                settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed
+            )
     else:
-        model, tokenizer = _load_pretrained(settings)
+        model, tokenizer = _load_pretrained(settings, has_weights)
     _check_model(model, tokenizer, settings.path)
+    if not has_weights:
+        return model, tokenizer
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device=device, dtype=DTYPES[settings.dtype])
     model.eval()
@@ -99,8 +111,14 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
         )
 
 
-def _load_pretrained(settings: ModelSettings) -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, Any]:
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationConfig,
+        GgufConfig,
+    )
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -117,10 +135,18 @@ def _load_pretrained(settings: ModelSettings) -> tuple[Any, Any]:
             " tokenizer.json or the files of another transformers tokenizer beside the weights."
             " Save the tokenizer into the folder."
         ) from error
-    if gguf is not None:
-        shared["quantization_config"] = GgufConfig(dequantize=True)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **shared)
+        if has_weights:
+            if gguf is not None:
+                shared["quantization_config"] = GgufConfig(dequantize=True)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **shared)
+        else:
+            config = AutoConfig.from_pretrained(folder, **shared)
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            # The model's own end tokens stand in a file of their own, where there is one.
+            with contextlib.suppress(OSError):
+                model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(
             f"model '{settings.path}': the weights could not be read ({_first_line(error)});"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from treegraft.settings.config import TinySettings
+from treegraft.settings.policy import TinySettings
 
 
 def build_tiny_model(

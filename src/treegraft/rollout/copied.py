@@ -1,5 +1,5 @@
-"""Where a grafted trajectory has its answer from: from its own work, from a graft's tool results,
-or from another agent's words."""
+"""The source of a grafted trajectory's answer: its own work, a graft's tool results, or another
+agent's words."""
 
 from __future__ import annotations
 

@@ -40,27 +40,12 @@ from treegraft.core.types import (
     Tree,
 )
 from treegraft.explore.budget import Allocation, Budget, Rounds
+from treegraft.rollout.limits import Limits
 from treegraft.rollout.tree import OpenPath, OpenTree, result_of
 
 MIN_CUT_GRAFT = 16
 """Tokens under which what is left of a graft that has to be cut says nothing, so it is not
 attached; and the least that the agent needs after a graft to say something itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What one trajectory may use."""
-
-    num_leaves: int
-    """Leaves of a tree."""
-    temperature: float
-    """0 is greedy."""
-    max_completion_tokens: int
-    """After the prompt, tool results included."""
-    max_agent_steps: int
-    max_tool_calls: int
-    deadline_s: float
-    """Of the whole trajectory."""
 
 
 @dataclass(slots=True)
@@ -113,8 +98,14 @@ class Grower:
         )
         self.watch = Watch()
         self.num_grafts_without_room = 0
-        """Steps that were retrieved and not attached, because the trajectory's token limit was too
-        near."""
+        """Retrieved steps that were not attached: the trajectory's token limit was too near."""
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns graft/num_without_room where trees are grafted, and starts counting anew."""
+        if self.retriever is None:
+            return {}
+        num, self.num_grafts_without_room = self.num_grafts_without_room, 0
+        return {"graft/num_without_room": float(num)}
 
     async def grow_all(
         self,

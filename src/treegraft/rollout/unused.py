@@ -1,5 +1,4 @@
-"""How much of what an explorer may do it did: branches and grafts that were planned and never
-came."""
+"""The shares of planned branches and grafts that were never made."""
 
 from __future__ import annotations
 

@@ -45,7 +45,8 @@ class TrainState:
         return cls(update=0, warmup_steps=0, metrics_size=0)
 
 
-def _checksums(folder: Path) -> dict[str, str]:
+def checksums_of(folder: Path) -> dict[str, str]:
+    """Returns the checksum of each file in the folder, by its path there."""
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     return {file.relative_to(folder).as_posix(): file_checksum(file) for file in files}
 

@@ -1,15 +1,14 @@
-"""Warnings while training: what is wrong with an update as far as its metrics say, what that means,
-and what to do.
+"""Warnings while training: problems that an update's metrics show.
 
 The rules look at lines of metrics and at nothing else, in order, so that a resumed run warns as an
-undisturbed one does, and a run that was recorded before there were warnings can still be judged.
-What stands is written into the update's line as `health/NAME`, its value being the number that set
-it off. `python -m treegraft.runs.health` prints the page of all warnings.
+undisturbed one does. A warning that stands is written into the update's line as `health/NAME`, its
+value being the number that set it off. `python -m treegraft.runs.health` prints the page of all
+warnings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from treegraft.runs.health_rules import RULES, History, Line, Rule, number
@@ -39,35 +38,9 @@ class HealthWarning:
 
     @property
     def text(self) -> str:
-        """What was found, on one line."""
+        """The finding, on one line."""
         found = self.rule.says.format(value=self.value, subject=self.subject)
         return f"held-out {found}" if self.rule.name == "failed" and self.subject else found
-
-
-def judge(history: History, line: Line, settings: HealthSettings) -> list[HealthWarning]:
-    """Returns the warnings that stand after a line, in the order of `RULES`, and takes the line
-    into the history."""
-    history.begin(line)
-    found = []
-    for rule in RULES:
-        limit = getattr(settings, rule.name)
-        if limit != "off":
-            found += [
-                HealthWarning(rule, subject, value)
-                for subject, value in sorted(rule.check(history, line, limit).items())
-            ]
-    history.end(line)
-    return found
-
-
-def warnings_of(
-    lines: Iterable[Line], settings: HealthSettings | None = None
-) -> list[list[HealthWarning]]:
-    """Returns for each line, in order, the warnings that stand after it; with the default limits
-    where `settings` is None."""
-    chosen = settings or HealthSettings()
-    history = History(chosen.window)
-    return [judge(history, line, chosen) for line in lines]
 
 
 def recorded(line: Line) -> list[HealthWarning]:
@@ -89,7 +62,7 @@ def recorded(line: Line) -> list[HealthWarning]:
 
 
 class Monitor:
-    """The warnings of a run under way: what begins and what ends, so that each is said once.
+    """The warnings of a run under way: which begin and which end, so that each is said once.
 
     One that comes and goes is said once too: it is over when it has not stood for as many updates
     as the window holds.
@@ -100,46 +73,42 @@ class Monitor:
         lines: of metrics, from before a resume.
         """
         self._settings, self._history = settings, History(settings.window)
-        self._stood: dict[str, tuple[int, int, int]] = {}
-        """First and last update and number of updates of what has begun and is not over, by
-        name."""
+        self._last: dict[str, int] = {}
+        """Latest update of each warning that has begun and is not over, by name."""
         for line in lines:
             self.take(line)
 
     @property
     def standing(self) -> Sequence[str]:
         """The names of the warnings that have begun and are not over."""
-        return list(self._stood)
+        return list(self._last)
 
     def take(self, line: Line) -> tuple[list[HealthWarning], list[HealthWarning], list[str]]:
         """Takes the metrics of an update.
 
         Returns:
-            all warnings that stand after it; those of them that begin; a sentence for each one that
-            is over.
+            all warnings that stand after it, in the order of `RULES`; those of them that begin; a
+            sentence for each one that is over.
         """
-        update = int(line["update"])
-        found = judge(self._history, line, self._settings)
-        began = [warning for warning in found if warning.name not in self._stood]
-        for name in (warning.name for warning in found):
-            first, _, count = self._stood.get(name, (update, update, 0))
-            self._stood[name] = (first, update, count + 1)
-        over = [
-            name
-            for name, (_, last, _) in self._stood.items()
-            if update - last >= self._settings.window
+        self._history.begin(line)
+        found = [
+            HealthWarning(rule, subject, value)
+            for rule in RULES
+            if (limit := getattr(self._settings, rule.name)) != "off"
+            for subject, value in sorted(rule.check(self._history, line, limit).items())
         ]
-        return found, began, [self._farewell(name) for name in over]
-
-    def _farewell(self, name: str) -> str:
-        first, last, count = self._stood.pop(name)
-        stood = f"update {first}" if count == 1 else f"{count} updates from {first} to {last}"
-        return f"{name} is over: it stood in {stood}, and not in the {self._settings.window} since"
+        self._history.end(line)
+        began = [warning for warning in found if warning.name not in self._last]
+        update = int(line["update"])
+        self._last |= {warning.name: update for warning in found}
+        window = self._settings.window
+        over = [name for name, last in self._last.items() if update - last >= window]
+        ends = [f"{name} is over: last seen in update {self._last.pop(name)}" for name in over]
+        return found, began, ends
 
 
 def explained(warning: HealthWarning, update: int) -> str:
-    """Returns a warning as a person reads it when it begins: what was found, what it means, what to
-    do."""
+    """Returns a warning as a person reads it when it begins: finding, meaning and advice."""
     return (
         f"{warning.name} at update {update}: {warning.text}\n"
         f"  meaning: {warning.rule.meaning}\n"
@@ -158,14 +127,15 @@ def page() -> Iterator[str]:
     yield "# Warnings while training"
     yield ""
     yield (
-        "Made from `src/treegraft/runs/health_rules.py` by `python -m treegraft.runs.health`. Each"
-        " warning is said in the terminal when it"
+        "Generated from `src/treegraft/runs/health_rules.py` by `python -m treegraft.runs.health`."
+        " The terminal reports"
     )
     yield (
-        "begins and when it ends, written into its updates' lines of `metrics.jsonl` as"
-        " `health/NAME`, and marked in the viewer."
+        "a warning when it begins and when it ends. The lines of its updates in `metrics.jsonl`"
+        " have it as `health/NAME`,"
     )
-    yield 'Limits are settings of the table `[health]`; `"off"` silences a warning.'
+    yield "and the viewer marks them. Limits are settings of the table `[health]`; the limit"
+    yield '`"off"` turns a warning off.'
     for rule in RULES:
         yield ""
         yield f"## {rule.name}"

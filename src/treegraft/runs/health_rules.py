@@ -1,4 +1,4 @@
-"""The rules of the warnings while training: what each looks for, what it means, what to do.
+"""The rules of the warnings while training, each with its meaning and advice.
 `treegraft.runs.health` applies them."""
 
 from __future__ import annotations
@@ -205,18 +205,15 @@ RULES: tuple[Rule, ...] = (
         name="no_tool_calls",
         check=_no_tool_calls,
         says="tools are not called: {value:.2g} calls a trajectory",
-        meaning=(
-            "The agent answers without its tools, so nothing about using them is tried, rewarded or"
-            " learned."
-        ),
+        meaning="The agent answers without calling tools, so it cannot learn to use them.",
         causes=(
             "the model does not know the call's markup",
-            "answering at once pays as much",
-            "the prompt names no tool",
+            "an immediate answer has the same reward",
+            "the prompt does not list the tools",
         ),
         advice=(
-            "Read a trajectory. Warm up on traces that call (warmup.num_steps), check"
-            " format.system_prompt, or reward what only a tool finds."
+            "Read a trajectory. Warm up on traces with calls (warmup.num_steps), check"
+            " format.system_prompt, or choose tasks that need a tool."
         ),
     ),
     Rule(
@@ -224,18 +221,18 @@ RULES: tuple[Rule, ...] = (
         check=_from("learn/skipped_groups_frac"),
         says="groups without variance of reward: {value:.0%}",
         meaning=(
-            "All trajectories of a task earned the same, so their advantages are 0 and the update"
-            " learned nothing from them."
+            "All trajectories of a task have the same reward, so their advantages are 0 and the"
+            " update learns nothing from them."
         ),
         causes=(
-            "tasks all too hard or all too easy",
-            "a reward that cannot tell answers apart",
+            "all tasks are too hard or too easy",
+            "a reward that does not distinguish answers",
             "too few leaves",
             "temperature too low",
         ),
         advice=(
-            "Look at reward/mean: at its top take harder tasks, at its bottom easier ones or a"
-            " warm-up; raise explore.num_leaves or rollout.temperature."
+            "Check reward/mean: near its maximum choose harder tasks, near its minimum easier ones"
+            " or a warm-up; raise explore.num_leaves or rollout.temperature."
         ),
     ),
     Rule(
@@ -243,32 +240,32 @@ RULES: tuple[Rule, ...] = (
         check=_entropy_collapse,
         says="entropy fell to {value:.1%} of the first update's",
         meaning=(
-            "The policy is nearly sure of every token: the trajectories of a group become the same"
-            " and exploration ends."
+            "The policy is almost certain of every token: the trajectories of a group become"
+            " identical and exploration ends."
         ),
         causes=(
             "learning rate too high",
-            "clipping too narrow above (loss.clip_high)",
-            "one answer pattern is rewarded everywhere",
+            "upper clipping limit too low (loss.clip_high)",
+            "the same answer pattern is rewarded in all tasks",
         ),
         advice=(
-            "Go back to an earlier checkpoint with a lower learn.lr or a higher loss.clip_high; a"
-            " KL term (loss.kl_coef) or grafts bring variety back."
+            "Return to an earlier checkpoint with a lower learn.lr or a higher loss.clip_high; a"
+            " KL term (loss.kl_coef) or grafts increase variety."
         ),
     ),
     Rule(
         name="policy_still",
         check=_policy_still,
         says="the policy does not move: learning rate in effect {value:.2g}",
-        meaning="Updates change the policy by nothing measurable, although groups have variance.",
+        meaning="Updates do not change the policy measurably, although groups have variance.",
         causes=(
             "learn.lr is 0 or very small",
             "a long learn.lr_warmup_steps",
             "the gradient is clipped away or lost in bfloat16",
         ),
         advice=(
-            "Look at learn/grad_norm and learn/lr: raise learn.lr, shorten the warm-up of the rate,"
-            " raise learn.max_grad_norm."
+            "Check learn/grad_norm and learn/lr: raise learn.lr, shorten its warm-up, or raise"
+            " learn.max_grad_norm."
         ),
     ),
     Rule(
@@ -276,18 +273,17 @@ RULES: tuple[Rule, ...] = (
         check=_from("rollout/truncated_frac"),
         says="trajectories out of tokens, steps or calls: {value:.0%}",
         meaning=(
-            "Many trajectories end before they answer; they earn what no answer earns, whatever"
-            " they had found."
+            "Many trajectories end before they answer, and are rewarded as if they had no answer."
         ),
         causes=(
             "limits too tight for the tasks",
             "long tool results",
-            "an agent that goes round in circles",
+            "an agent that repeats itself",
         ),
         advice=(
-            "See in the viewer which limit ended them (stop reason) and raise that one of"
-            " rollout.max_completion_tokens, max_agent_steps, max_tool_calls, or lower"
-            " tools.max_output_chars; for repeats lower learn.lr."
+            "The viewer shows the limit that ended them (stop reason): raise"
+            " rollout.max_completion_tokens, max_agent_steps or max_tool_calls, or lower"
+            " tools.max_output_chars; against repetition lower learn.lr."
         ),
     ),
     Rule(
@@ -295,17 +291,18 @@ RULES: tuple[Rule, ...] = (
         check=_from("rollout/violation_frac"),
         says="trajectories that broke the format: {value:.0%}",
         meaning=(
-            "Most trajectories are thrown away for their markup, so the reward speaks of markup and"
-            " not of answers."
+            "Most trajectories break the format, so the reward measures the format instead of the"
+            " answers."
         ),
         causes=(
             "the model has never seen this format",
             "format rules stricter than needed",
-            "a policy that has come apart",
+            "a policy that has collapsed",
         ),
         advice=(
-            "Warm up (warmup.num_steps), take format.kind = 'chat' for chat models, or relax"
-            " format.require_think and require_boxed; if it rose later, lower learn.lr."
+            "Warm up (warmup.num_steps), set format.kind = 'chat' for chat models, or relax"
+            " format.require_think and require_boxed; if the share rose during training, lower"
+            " learn.lr."
         ),
     ),
     Rule(
@@ -313,8 +310,8 @@ RULES: tuple[Rule, ...] = (
         check=_failed,
         says="trajectories lost to failures of ours: {value:.1%}",
         meaning=(
-            "An engine, a tool's service or a deadline failed. Such trajectories leave their"
-            " groups; too many leave nothing."
+            "The engine or a tool's service failed, or a deadline passed. Failed trajectories are"
+            " removed from their groups; too many failures leave nothing to learn."
         ),
         causes=(
             "a tool's service is down or slow",
@@ -322,8 +319,8 @@ RULES: tuple[Rule, ...] = (
             "the engine ran out of memory",
         ),
         advice=(
-            "The error stands on the failed leaves (viewer: status failed) and in the terminal."
-            " Mend the service, raise the deadline or tools.num_retries."
+            "The failed leaves (viewer: status failed) and the terminal show the error. Repair the"
+            " service, or raise the deadline or tools.num_retries."
         ),
     ),
     Rule(
@@ -331,33 +328,34 @@ RULES: tuple[Rule, ...] = (
         check=_mean_from("branch/unused_frac"),
         says="leaves meant for branches that became fresh starts: {value:.0%}",
         meaning=(
-            "The branching rule hardly ever opens a branch: the run pays for ARPO and gets"
-            " independent rollouts."
+            "The branching rule rarely opens a branch, so the run trains mostly on independent"
+            " rollouts."
         ),
         causes=(
             "entropy never rises after results",
-            "explore.entropy.threshold above what base_prob can reach",
+            "explore.entropy.threshold out of reach of base_prob",
             "no tool results",
         ),
         advice=(
-            "The tree view says for each step what the rule saw. Lower explore.entropy.threshold,"
-            " raise base_prob or entropy_weight, or open more starts (num_starts)."
+            "The tree view shows the values of the rule for each step. Lower"
+            " explore.entropy.threshold, raise base_prob or entropy_weight, or open more starts"
+            " (num_starts)."
         ),
     ),
     Rule(
         name="graft_unused",
         check=_mean_from("graft/unused_frac"),
         says="trajectories that may retrieve and hold no graft: {value:.0%}",
-        meaning="The Step-Trace Buffer is hardly used: hybrid rollouts are ordinary ones.",
+        meaning="The Step-Trace Buffer is rarely used: most hybrid rollouts have no graft.",
         causes=(
             "trajectories end before a second step",
             "nothing eligible in the buffer (retrieve/nothing_frac)",
             "a low probability",
         ),
         advice=(
-            "Look at retrieve/nothing_frac: if high, add traces, lower buffer.min_similarity or set"
-            " buffer.terminal = 'exclude'; else raise explore.graft.probability or warm up towards"
-            " longer trajectories."
+            "Check retrieve/nothing_frac: if it is high, add traces, lower buffer.min_similarity"
+            " or set buffer.terminal = 'exclude'; otherwise raise explore.graft.probability or warm"
+            " up on longer trajectories."
         ),
     ),
     Rule(
@@ -365,17 +363,17 @@ RULES: tuple[Rule, ...] = (
         check=_from("graft/copied_frac"),
         says="trajectories with a graft whose answer another agent had written: {value:.0%}",
         meaning=(
-            "The answer stands in the words of a graft and in no tool result: it was copied, not"
-            " found, and the reward pays for copying. Held-out tasks have no grafts to copy from."
+            "The answer occurs in the text of a graft and in no tool result: it was copied, and"
+            " the reward favours copying. Evaluations have no grafts to copy from."
         ),
         causes=(
-            "traces that hold the final answer (buffer.terminal = 'allow')",
-            "traces of the very task",
-            "thoughts that name the answer",
+            "traces with the final answer (buffer.terminal = 'allow')",
+            "traces of the same task",
+            "thoughts that mention the answer",
         ),
         advice=(
-            "Set buffer.terminal to 'skip' or 'exclude', buffer.allow_same_task = false, and look"
-            " at the grafts in the viewer."
+            "Set buffer.terminal to 'skip' or 'exclude' or buffer.allow_same_task = false, and"
+            " check the grafts in the viewer."
         ),
     ),
     Rule(
@@ -383,13 +381,13 @@ RULES: tuple[Rule, ...] = (
         check=_engine_drift,
         says="engine and learner disagree by {value:.3g} nats a token",
         meaning=(
-            "The policy that samples is not quite the one that learns; log-probabilities and ratios"
-            " are off by that much."
+            "Engine and learner differ in their policies; log-probabilities and ratios have an"
+            " error of this size."
         ),
         causes=(
-            "an engine with other weights or another precision",
-            "a publish that did not arrive",
-            "another chat template or tokenizer",
+            "an engine with different weights or precision",
+            "a publish that failed",
+            "a different chat template or tokenizer",
         ),
         advice=(
             "Compare learn/engine_gap with learn/engine_gap_limit; three breaches in a row end the"
@@ -401,64 +399,61 @@ RULES: tuple[Rule, ...] = (
         check=_one_sign,
         says="loss of one sign: {value:.1%} of its contributions are positive",
         meaning=(
-            "The loss only raises, or only lowers, what was sampled: raising alone ends in"
-            " collapse, lowering alone in noise."
+            "The loss only raises, or only lowers, the probability of sampled tokens: only raising"
+            " ends in collapse, only lowering in noise."
         ),
         causes=(
-            "loss.learn_from_truncated = false where all bad ones are truncated",
+            "loss.learn_from_truncated = false while all bad trajectories are truncated",
             "failed leaves",
             "a reward or credit rule of your own",
         ),
         advice=(
-            "See which leaves carry loss (tree view, colour by advantage). Let truncated"
-            " trajectories carry loss, or balance the reward."
+            "Check which leaves carry loss (tree view, colour by advantage). Set"
+            " loss.learn_from_truncated = true, or balance the reward."
         ),
     ),
     Rule(
         name="tool_failing",
         check=_tool_failing,
         says="the tool {subject} fails more than usual: {value:.0%} of its calls",
-        meaning=(
-            "A tool that used to answer returns errors; the agent learns from a world that is"
-            " broken for now."
-        ),
+        meaning="A tool that worked before returns errors, and the agent learns from these errors.",
         causes=(
-            "a service that is down, slow or over its rate",
+            "a service that is down, slow or rate-limited",
             "the agent found a call that always fails",
         ),
         advice=(
-            "Filter this update in the viewer by tool error and read the results. Mend the service,"
-            " or stop and resume from the checkpoint before."
+            "Filter this update in the viewer by tool error and read the results. Repair the"
+            " service, or stop and resume from an earlier checkpoint."
         ),
     ),
     Rule(
         name="tool_broken",
         check=_tool_broken,
         says="the tool {subject} failed in {value:.0%} of its calls",
-        meaning="Most calls of this tool come back as errors.",
+        meaning="Most calls of this tool return errors.",
         causes=(
             "the agent does not know how to call it",
-            "its description misleads",
+            "its description is misleading",
             "its service is down",
         ),
         advice=(
-            "Read such a call in the viewer (filter: tool error). Mend the tool's description or"
-            " service, or warm up on right calls."
+            "Read such a call in the viewer (filter: tool error). Correct the tool's description,"
+            " repair its service, or warm up on correct calls."
         ),
     ),
     Rule(
         name="not_finite",
         check=_not_finite,
         says="{value:.0f} metrics are no finite numbers",
-        meaning="Something blew up: the weights may be lost from here on.",
+        meaning="A value overflowed or became NaN; the weights may be unusable from here on.",
         causes=(
             "learning rate too high",
-            "a reward that returned nan",
+            "a reward that returned NaN",
             "bfloat16 overflow",
         ),
         advice=(
-            "Stop, look at the first update with this warning, and resume from the checkpoint"
-            " before it with a lower learn.lr or in float32."
+            "Stop, read the first update with this warning, and resume from the checkpoint before"
+            " it with a lower learn.lr or in float32."
         ),
     ),
 )

@@ -1,8 +1,8 @@
 """Every metric key with its meaning and unit; the docs are made from this table.
 
-A key is "group/name". Units: `num_` counts, `_frac` 0..1, `_s` seconds; anything else says its own.
-{name} stands for what a recipe decides: a reward function, a tool, a category, a number. `time/*`
-is outside all promises of reproducibility."""
+A key is "group/name". Units: `num_` counts, `_frac` 0..1, `_s` seconds; others name their own.
+{name} depends on the recipe: a reward function, a tool, a category, a number. `time/*` is not
+reproducible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treegraft.core.errors import nearest
 METRICS: Mapping[str, str] = {
     "update": "number of the update, from 1; 0 is the state before the first",
     "policy_version": "publishes so far",
-    "reward/mean": "mean reward of scored leaves, each group weighing the same",
+    "reward/mean": "mean reward of scored leaves, with equal weight for each group",
     "reward/std": "mean over groups of the standard deviation of rewards within the group",
     "reward/{func}": "mean unweighted reward by this function over scored leaves",
     "eval/accuracy": "share of held-out tasks answered correctly by one greedy trajectory, 0..1",
@@ -26,99 +26,86 @@ METRICS: Mapping[str, str] = {
         "share of tasks with a correct one among k trajectories at temperature 1 (unbiased), 0..1"
     ),
     "eval/accuracy_{category}": "eval/accuracy of this category, 0..1",
-    "rollout/num_trajectories": "leaves grown in this update",
-    "rollout/num_sampled_tokens": "tokens sampled by the policy, each once",
-    "rollout/num_tool_calls": "tool calls run",
+    "rollout/num_trajectories": "trajectories grown in this update",
+    "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
+    "rollout/num_tool_calls": "executed tool calls",
     "rollout/tool_calls_mean": "mean tool calls of a trajectory",
     "rollout/steps_mean": "mean steps of a trajectory",
-    "rollout/retrieved_frac": (
-        "share of tokens after the prompt that were grafted from other agents"
-    ),
+    "rollout/retrieved_frac": ("share of grafted tokens among the tokens after the prompt"),
     "rollout/completed_frac": "share of trajectories with an answer in the expected format",
     "rollout/truncated_frac": "share of trajectories out of tokens, steps or tool calls",
     "rollout/violation_frac": "share of trajectories that broke the format",
     "rollout/failed_frac": (
-        "share of trajectories lost to failures of ours; they leave their groups"
+        "share of trajectories that failed by no fault of the agent; they leave their groups"
     ),
     "rollout/accuracy": (
         "share of scored trajectories that are correct: exact match or equal mathematics, 0..1"
     ),
-    "branch/num_branches": "further children that explorers opened",
-    "branch/num_starts": "first-level rollouts, back-fill included",
+    "branch/num_branches": "branches opened by explorers",
+    "branch/num_starts": "first-level rollouts, those that fill up the budget included",
     "branch/unused_frac": "share of the leaves meant for branches that became fresh starts",
-    "graft/num_grafts": "steps of other agents that were attached",
-    "graft/hybrid_frac": "share of trajectories that hold at least one graft",
-    "graft/unused_frac": "share of the trajectories that may retrieve and hold no graft",
+    "graft/num_grafts": "attached steps of other agents",
+    "graft/hybrid_frac": "share of trajectories with at least one graft",
+    "graft/unused_frac": "share of trajectories without a graft among those that may retrieve",
     "graft/answer_frac": (
-        "share of answers given after a graft that first stood in a graft: in its words or its"
-        " results"
+        "share of answers after a graft that occur first in a graft, in its words or its results"
     ),
     "graft/copied_frac": (
-        "share of them that stood in another agent's words and in no tool result: copied, not found"
+        "share of them that occur in another agent's words and in no tool result"
     ),
-    "graft/same_task_frac": "share of grafts that come from the very same task",
+    "graft/same_task_frac": "share of grafts from the same task",
     "graft/similarity_mean": "mean cosine between the history and the graft's key, -1..1",
-    "graft/cut_frac": "share of grafts that were cut from the left for want of room",
+    "graft/cut_frac": "share of grafts cut from the left because the token limit was near",
     "graft/num_without_room": (
-        "retrieved steps that were not attached, because the token limit was too near"
+        "retrieved steps that were not attached because the token limit was too near"
     ),
-    "graft/source_reward_mean": "mean reward of the trajectories that the grafts come from",
-    "graft/reward_hybrid": "mean reward of trajectories that hold a graft",
-    "graft/reward_on_policy": "mean reward of trajectories without one",
-    "retrieve/num_asked": "retrievals asked for",
-    "retrieve/num_keys_cut": (
-        "histories that were longer than the encoder reads, and lost their beginning"
-    ),
-    "retrieve/nothing_frac": (
-        "share of them that found nothing eligible, so that the agent went on by itself"
-    ),
+    "graft/source_reward_mean": "mean reward of the trajectories from which the grafts come",
+    "graft/reward_hybrid": "mean reward of trajectories with a graft",
+    "graft/reward_on_policy": "mean reward of trajectories without a graft",
+    "retrieve/num_asked": "requested retrievals",
+    "retrieve/num_keys_cut": ("histories cut at the beginning because the encoder reads no more"),
+    "retrieve/nothing_frac": ("share of retrievals without an eligible trace"),
     "time/retrieve_s": (
-        "seconds spent on retrieval, keys' embedding included (beside the engine's work, not on top"
-        " of it)"
+        "seconds of retrieval, embedding included; it runs beside the engine, not in addition to it"
     ),
     "buffer/num_traces": "traces in the Step-Trace Buffer",
-    "buffer/num_own": "traces in it that the agent being trained wrote",
+    "buffer/num_own": "traces in it from the agent in training",
     "learn/loss": "loss, mean over optimiser steps",
     "learn/grad_norm": "norm of the gradient before clipping, mean over optimiser steps",
     "learn/lr": "learning rate of the last optimiser step",
-    "learn/clip_frac": "share of contributions whose gradient the clipping cut",
+    "learn/clip_frac": "share of contributions whose gradient was clipped",
     "learn/engine_capped_frac": (
-        "share of contributions whose correction for the engine reached loss.engine_ratio_cap"
+        "share of contributions whose engine correction reached loss.engine_ratio_cap"
     ),
     "learn/entropy": "mean entropy of sampled tokens under the policy, in nats, per contribution",
     "learn/approx_kl": "mean k3 estimate of KL(old || new) per contribution, in nats",
     "learn/ratio_max": "largest ratio of new to old probability of a contribution",
     "learn/kl": "mean k3 estimate of KL(policy || reference) per contribution, in nats",
-    "learn/unique_frac": "unique tokens learned from, per token of the trajectories trained apart",
+    "learn/unique_frac": "unique tokens per token of all trajectories",
     "learn/num_unique_tokens": "unique tokens in the forward pass, prompts included",
     "learn/num_contributions": "pairs of a loss token and a trajectory that contains it",
     "learn/num_lesson_tokens": (
-        "tokens of grafts that are learned from: what other agents wrote where it paid, each once"
+        "tokens of grafts in the term for learning from grafts, each counted once"
     ),
     "learn/lesson_logprob": (
-        "mean log-probability of those under the policy, in nats, once for each trajectory that"
-        " holds them"
+        "mean log-probability of these tokens under the policy, in nats, per trajectory"
     ),
-    "learn/num_optimiser_steps": "optimiser steps taken in this update",
+    "learn/num_optimiser_steps": "optimiser steps of this update",
     "learn/positive_frac": (
-        "share of contributions with an advantage other than 0 whose advantage is above 0"
+        "share of positive advantages among the contributions with an advantage other than 0"
     ),
-    "learn/skipped_groups_frac": (
-        "share of groups without variance of reward, skipped in forward and backward"
-    ),
+    "learn/skipped_groups_frac": ("share of groups without variance of reward, which are skipped"),
     "learn/engine_gap": (
         "mean |log-probability of the engine - of the learner| over canary tokens, in nats"
     ),
-    "learn/engine_gap_limit": (
-        "largest learn/engine_gap with which engine and learner count as one policy, in nats"
-    ),
+    "learn/engine_gap_limit": ("largest accepted learn/engine_gap, in nats"),
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",
     "eval/failed_frac": (
-        "share of held-out trajectories lost to failures of ours; they count as wrong"
+        "share of held-out trajectories that failed by no fault of the agent; they count as wrong"
     ),
     "eval/tool_calls_mean": "mean tool calls of a held-out trajectory",
     "eval/accuracy_sampled_{category}": "eval/accuracy_sampled of this category, 0..1",
-    "eval/gain": "eval/accuracy at the end less that at the start, over the same tasks",
+    "eval/gain": "eval/accuracy at the end minus that at the start, over the same tasks",
     "eval/gain_low": "lower end of its 95 % paired bootstrap interval",
     "eval/gain_high": "upper end of its 95 % paired bootstrap interval",
     "eval/gain_sampled": "the same of eval/accuracy_sampled",
@@ -127,50 +114,43 @@ METRICS: Mapping[str, str] = {
     "time/rollout_s": "seconds to grow all trees, scores included",
     "time/warmup_s": "seconds of the warm-up",
     "time/learn_s": "seconds to learn",
-    "time/publish_s": "seconds to hand the weights to the engine",
+    "time/publish_s": "seconds to publish the weights to the engine",
     "time/eval_s": "seconds of evaluation in this update",
     "time/update_s": "seconds of the whole update",
-    "time/cpu_s": (
-        "processor seconds of this process in the update, all threads, evaluation left out"
-    ),
-    "time/tool_{name}_s": "seconds a call of this tool took, mean over calls",
+    "time/cpu_s": ("CPU seconds of all threads of this process in the update, without evaluation"),
+    "time/tool_{name}_s": "mean seconds of a call of this tool",
     "tools/{name}_calls": "calls of this tool",
-    "tools/{name}_failure_frac": "share of its calls that came back as an error",
-    "time/tool_{name}_retries": "further tries of calls whose service failed",
+    "tools/{name}_failure_frac": "share of its calls that returned an error",
+    "time/tool_{name}_retries": "retries of calls whose service failed",
     "time/tool_{name}_cached_frac": (
         "share of its calls answered from the cache (empty after a resume)"
     ),
-    "environment/num_opened": "environments made and reset, those for replays included",
+    "environment/num_opened": "environments created and reset, those for replays included",
     "environment/num_forks": "copies made of an environment's state",
-    "environment/num_replays": "branches whose state was reached by making the calls again",
-    "environment/num_replayed_calls": "calls made again for them",
+    "environment/num_replays": "branches whose state was restored by repeating the calls",
+    "environment/num_replayed_calls": "calls repeated for them",
     "environment/num_mismatches": (
-        "beginnings and replayed results that were not what they had been; each fails a trajectory"
+        "resets and replayed results that differ from the recorded ones; each fails a trajectory"
     ),
     "environment/num_failures": (
         "resets, copies, calls and rewards that failed or did not end in time"
     ),
     "environment/num_untrue_grafts": (
-        "retrieved steps that were not attached, because the environment does not answer as"
-        " they say"
+        "retrieved steps that were not attached because the environment answers differently"
     ),
     "eval/environment_reward": "mean environment reward of held-out trajectories that have one",
     "health/{name}": (
-        "the warning of this name stands after this update; the number that set it off"
-        " (docs/warnings.md)"
+        "this warning is active after this update, with the number that caused it; see"
+        " docs/warnings.md"
     ),
-    "warmup/loss": "supervised loss per token carrying loss, in nats",
+    "warmup/loss": "supervised loss per token that carries loss, in nats",
     "warmup/skill": (
-        "share of teacher-forced steps whose call or answer the policy gets right to the letter,"
-        " 0..1"
+        "share of teacher-forced steps whose call or answer the policy predicts exactly, 0..1"
     ),
     "time/engine_evictions": (
-        "kept blocks of keys dropped for want of room, and computed again when needed (a matter of"
-        " timing)"
+        "cached blocks evicted for lack of room and recomputed when needed (depends on timing)"
     ),
-    "time/engine_rows_mean": (
-        "mean rows taken in by a forward pass of the engine (a matter of timing)"
-    ),
+    "time/engine_rows_mean": ("mean rows of a forward pass of the engine (depends on timing)"),
 }
 """Key or pattern -> one line with the unit."""
 

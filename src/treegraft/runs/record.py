@@ -1,14 +1,15 @@
-"""The run folder: what is written there, how it is read back, how it is cut to a checkpoint.
+"""The run folder: written, read back, and cut to a checkpoint when a run resumes.
 
     runs/NAME/
       config.json                       resolved settings
       metrics.jsonl                     one line per update
       trees/update-000012.jsonl         whole trees, one per line, advantages and ratios included
       trees/eval-000010-greedy.jsonl    the same of an evaluation
+      trees-index/update-000012.json    where trees/update-000012.jsonl has each tree and step
       checkpoints/update-000010/        a folder that transformers loads, and treegraft/ in it
 
-Every file but metrics.jsonl is written whole under another name and then renamed, so that none is
-ever half there.
+Every file but metrics.jsonl is written whole under another name and then renamed, so that no
+reader finds half of one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import accumulate, groupby, islice, repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +45,7 @@ from treegraft.core.types import (
     StopReason,
     Task,
     ToolCall,
+    Trajectory,
     Tree,
 )
 
@@ -62,16 +65,25 @@ FILLERS = {"sampling_logprobs": 0.0, "entropies": 0.0, "old_logprobs": 0.0, "rat
 
 def tree_to_json(tree: Tree) -> str:
     """Returns a tree as one line; `tree_from_json` gives an equal tree back."""
-    data = {
+    head, steps = _texts(tree)
+    return f"{head}{','.join(steps)}]}}"
+
+
+def _texts(tree: Tree) -> tuple[str, list[str]]:
+    """A line up to its first step, and each of its steps."""
+    head = {
         "group_id": tree.group_id,
         "task": asdict(tree.task),
         "budget": asdict(tree.budget),
         "leaves": [asdict(leaf) for leaf in tree.leaves],
-        "steps": [_step_to_dict(step) for step in tree.steps],
+        "steps": [],
     }
-    line = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    data = [head, *map(step_to_dict, tree.steps)]
+    texts = [json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in data]
     # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
-    return json.dumps(data, separators=(",", ":")) if re.search("[\ud800-\udfff]", line) else line
+    if any(re.search("[\ud800-\udfff]", text) for text in texts):
+        texts = [json.dumps(part, separators=(",", ":")) for part in data]
+    return texts[0].removesuffix("]}"), texts[1:]
 
 
 def _runs(values: Sequence[int]) -> list[list[int]]:
@@ -79,7 +91,9 @@ def _runs(values: Sequence[int]) -> list[list[int]]:
     return [[int(value), len(list(group))] for value, group in groupby(values)]
 
 
-def _step_to_dict(step: Step) -> dict[str, Any]:
+def step_to_dict(step: Step) -> dict[str, Any]:
+    """Returns a step as its file holds it: `origins` and `loss_mask` as [value, count] runs, the
+    `SAMPLED_COLUMNS` with entries for sampled tokens only."""
     cause = step.cause
     data: dict[str, Any] = {
         "id": step.id,
@@ -114,9 +128,24 @@ def _cause_kind(cause: Cause) -> str:
     return next(kind for kind, made in CAUSES.items() if type(cause) is made)
 
 
-def tree_from_json(line: str) -> Tree:
+def tree_from_json(line: str | bytes) -> Tree:
     """Returns the tree that `tree_to_json` wrote."""
-    data = json.loads(line)
+    return _tree_from_dict(json.loads(line))
+
+
+def parse_tree(line: bytes, where: str) -> Tree:
+    """Returns the tree of a line of a file.
+
+    Raises:
+        DataError: it is not a recorded tree; the message begins with `where`.
+    """
+    try:
+        return tree_from_json(line)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{where}: not a recorded tree ({error!r})") from error
+
+
+def _tree_from_dict(data: dict[str, Any]) -> Tree:
     return Tree(
         task=Task(**{**data["task"], "reference": tuple(data["task"]["reference"])}),
         group_id=data["group_id"],
@@ -126,20 +155,25 @@ def tree_from_json(line: str) -> Tree:
     )
 
 
+def _filled(values: Sequence[float], runs: Sequence[list[int]], filler: float) -> Iterator[float]:
+    """The values of sampled tokens, in order, with a filler for each other token."""
+    rest = iter(values)
+    for origin, count in runs:
+        yield from islice(rest, count) if origin == Origin.POLICY else repeat(filler, count)
+
+
 def _step_from_dict(data: dict[str, Any]) -> Step:
-    origins = tuple(Origin(value) for value, count in data.pop("origins") for _ in range(count))
-    loss_mask = tuple(bool(value) for value, count in data.pop("loss_mask") for _ in range(count))
+    runs = data.pop("origins")
+    num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
     columns: dict[str, tuple[float, ...] | None] = {}
     for name in SAMPLED_COLUMNS:
         values = data.pop(name)
-        if values is not None and len(values) != origins.count(Origin.POLICY):
+        if values is not None and len(values) != num_sampled:
             raise ValueError(
-                f"step '{data['id']}': {name} has {len(values)} entries for"
-                f" {origins.count(Origin.POLICY)} sampled tokens"
+                f"step '{data['id']}': {name} has {len(values)} entries for {num_sampled} sampled"
+                " tokens"
             )
-        rest = iter(values or ())
-        filled = (next(rest) if origin is Origin.POLICY else FILLERS[name] for origin in origins)
-        columns[name] = None if values is None else tuple(filled)
+        columns[name] = None if values is None else tuple(_filled(values, runs, FILLERS[name]))
     content = data.pop("content")
     cause = data.pop("cause")
     decision = data.pop("decision", None)
@@ -149,8 +183,12 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
             **columns,
             "token_ids": tuple(data["token_ids"]),
             "lesson_ids": tuple(data.get("lesson_ids", ())),
-            "origins": origins,
-            "loss_mask": loss_mask,
+            "origins": tuple(o for value, count in runs for o in repeat(Origin(value), count)),
+            "loss_mask": tuple(
+                carries
+                for value, count in data["loss_mask"]
+                for carries in repeat(bool(value), count)
+            ),
             "entropy_kind": EntropyKind(data["entropy_kind"]),
             "stop_reason": None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
             "content": StepContent(
@@ -169,9 +207,100 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
     )
 
 
+# ---------------------------------------------------------------------- the index of a file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreePlace:
+    """Where a file has one tree: all places in bytes from its beginning."""
+
+    task_id: str
+    """Empty for a damaged line of which no index was written."""
+    begin: int
+    end: int
+    """Behind the line break."""
+    steps: Mapping[str, tuple[int, int]]
+    """Step id -> where its object begins and ends; empty where no index was written."""
+
+
+def _index_path(path: Path) -> Path | None:
+    """None outside the trees/ folder of a run: elsewhere an index would be in the way."""
+    if path.parent.name != "trees":
+        return None
+    return path.parent.with_name("trees-index") / f"{path.stem}.json"
+
+
 def write_trees(path: Path, trees: Iterable[Tree]) -> None:
-    """Writes trees to `path`, one per line."""
-    write_atomically(path, "".join(tree_to_json(tree) + "\n" for tree in trees))
+    """Writes trees to `path`, one per line, and in a run folder the index of the file."""
+    lines, places, begin = list[str](), list[dict[str, Any]](), 0
+    for tree in trees:
+        head, texts = _texts(tree)
+        end, steps = begin + len(head.encode()), {}
+        for step, text in zip(tree.steps, texts, strict=True):
+            first = end
+            end += len(text.encode()) + 1  # a comma follows, or the bracket behind the last step
+            steps[step.id] = (first, end - 1)
+        lines.append(f"{head}{','.join(texts)}]}}\n")
+        end += len("}\n")
+        places.append({"task_id": tree.task.id, "begin": begin, "end": end, "steps": steps})
+        begin = end
+    index = _index_path(path)
+    if index is not None:
+        # An index of the file's earlier content must not be there beside the new one.
+        index.unlink(missing_ok=True)
+    write_atomically(path, "".join(lines))
+    if index is not None:
+        data = {"size": begin, "trees": places}
+        write_atomically(index, json.dumps(data, separators=(",", ":")))
+
+
+def read_places(path: Path) -> list[TreePlace]:
+    """Returns where a file has each tree: by its index, or, where that is missing or was written
+    for a file of another size, by parsing the file, then without the places of steps."""
+    index = _index_path(path)
+    if index is not None:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            data = json.loads(index.read_bytes())
+            if data["size"] == path.stat().st_size:
+                return [TreePlace(**place) for place in data["trees"]]
+    places, end = list[TreePlace](), 0
+    with path.open("rb") as file:
+        for line in file:
+            task_id = ""
+            with suppress(ValueError, KeyError, TypeError):
+                task_id = str(json.loads(line)["task"]["id"])
+            begin, end = end, end + len(line)
+            places.append(TreePlace(task_id=task_id, begin=begin, end=end, steps={}))
+    return places
+
+
+def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Trajectory:
+    """Returns the trajectory of a leaf; of a tree with an index no other step is read.
+
+    Raises:
+        DataError: the tree is damaged or has no such leaf; the message begins with `where`.
+    """
+    with path.open("rb") as file:
+
+        def part(begin: int, end: int) -> bytes:
+            file.seek(begin)
+            return file.read(end - begin)
+
+        try:
+            head_end = min((begin for begin, _ in place.steps.values()), default=place.end)
+            data = json.loads(part(place.begin, head_end) + (b"]}" if place.steps else b""))
+            if not 0 <= leaf < len(data["leaves"]):
+                raise DataError(f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}")
+            chosen = data["leaves"][leaf]
+            ids = accumulate(chosen["step_id"].split("."), "{}.{}".format)
+            known = {step["id"]: step for step in data["steps"]}
+            data["leaves"] = [chosen]
+            data["steps"] = [
+                json.loads(part(*place.steps[one])) if place.steps else known[one] for one in ids
+            ]
+            return _tree_from_dict(data).trajectories()[0]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{where}: not a recorded tree ({error!r})") from error
 
 
 def read_trees(path: Path | str) -> list[Tree]:
@@ -189,16 +318,11 @@ def read_trees(path: Path | str) -> list[Tree]:
             f"trees '{path}': there is no such file; expected a .jsonl file from a run's trees/"
             " folder"
         )
-    trees = []
     with place.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                trees.append(tree_from_json(line.decode()))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"trees '{path}', line {number}: not a recorded tree ({error!r})"
-                ) from error
-    return trees
+        return [
+            parse_tree(line, f"trees '{path}', line {number}")
+            for number, line in enumerate(file, start=1)
+        ]
 
 
 # ---------------------------------------------------------------------- the folder
@@ -211,6 +335,7 @@ class RunFolder:
         self.path = path
         self.metrics_path = path / "metrics.jsonl"
         self.trees_dir = path / "trees"
+        self.index_dir = path / "trees-index"
         self.checkpoints_dir = path / "checkpoints"
         self._lock: IO[str] | None = None
 
@@ -248,14 +373,13 @@ class RunFolder:
         """
         if not (path / "config.json").exists():
             raise CheckpointError(
-                f"'{path}' is not a run folder: it has no config.json; expected what `treegraft"
-                " train` made, e.g. runs/NAME"
+                f"'{path}' is not a run folder: it has no config.json; expected a folder that"
+                " `treegraft train` made, e.g. runs/NAME"
             )
         return cls(path)
 
     def claim(self) -> None:
-        """Keeps other processes off this run until `release` or the end of the process, however
-        that comes.
+        """Locks the run for this process until `release` or the end of the process.
 
         Raises:
             CheckpointError: another process is at work in it.
@@ -290,13 +414,13 @@ class RunFolder:
         return self.metrics_path.stat().st_size if self.metrics_path.exists() else 0
 
     def trees_path(self, update: int, kind: str = "") -> Path:
-        """Returns where the trees of an update go, or (kind "greedy", "sampled") those of an
+        """Returns the path of an update's trees, or (kind "greedy", "sampled") of those of an
         evaluation after it."""
         name = f"eval-{update:06d}-{kind}" if kind else f"update-{update:06d}"
         return self.trees_dir / f"{name}.jsonl"
 
     def cut_to(self, update: int, metrics_size: int) -> None:
-        """Removes what was written after the checkpoint of `update`."""
+        """Removes all metrics and trees written after the checkpoint of `update`."""
         if self.metrics_size() < metrics_size:
             raise CheckpointError(
                 f"run folder '{self.path}': metrics.jsonl has {self.metrics_size()} bytes, the"
@@ -305,7 +429,7 @@ class RunFolder:
             )
         if self.metrics_path.exists():
             os.truncate(self.metrics_path, metrics_size)
-        for file in self.trees_dir.glob("*.jsonl"):
+        for file in (*self.trees_dir.glob("*.jsonl"), *self.index_dir.glob("*.json")):
             number = re.search(r"-(\d{6,})", file.name)
             if number and int(number.group(1)) > update:
                 file.unlink()

@@ -1,41 +1,21 @@
-"""Where a run starts: a new folder or one to go on with, the settings, and the state to go on
-from."""
+"""The start of a run: a new folder or one to resume, with its settings and state."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from treegraft.core.errors import CheckpointError
-from treegraft.runs.checkpoint import latest_checkpoint, read_state
-from treegraft.settings.config import Config
-from treegraft.settings.load import load_config
-
-if TYPE_CHECKING:
-    pass
-
-import shutil
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import write_atomically
-from treegraft.runs.checkpoint import TrainState, tidy
+from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics
-from treegraft.settings.load import config_json, differences
+from treegraft.settings.config import Config, settings_with
+from treegraft.settings.load import config_json, differences, load_config
 
-MAY_CHANGE = (
-    "run.num_updates",
-    "eval.every",
-    "eval.at_end",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "health.",
-)
-"""Settings that a resumed run may take anew: how long it goes on, what it looks at on its way, and
-when it warns; tables end with a dot."""
 Source = Config | Mapping[str, Any] | str | Path | None
 
 
@@ -138,21 +118,20 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
     """Returns where a run goes on: at its latest checkpoint, or at its beginning where it has none.
 
     Args:
-        config: the settings it was started with, changed in nothing but MAY_CHANGE; None takes its
-            own.
+        config: the settings it was started with; only those declared as resumable may differ. None
+            takes its own.
 
     Raises:
         CheckpointError: no run folder, a damaged checkpoint, or other settings.
     """
     own = own_config(run_dir)
     settings = own if config is None else load_config(config)
-    refused = [
-        change for change in differences(own, settings) if not _may_change(change.partition(" ")[0])
-    ]
+    may_change = settings_with("resumable")
+    refused = [one for one in differences(own, settings) if not one.startswith(may_change)]
     if refused:
         raise CheckpointError(
             f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A"
-            f" resumed run may change {', '.join(MAY_CHANGE)} only; leave the rest as it was, or"
+            f" resumed run may change {', '.join(may_change)} only; leave the rest as it was, or"
             " start a new run."
         )
     folder = RunFolder.open(run_dir)
@@ -172,10 +151,6 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
     return Start(
         config=settings, path=folder.path, folder=folder, checkpoint=checkpoint, state=state
     )
-
-
-def _may_change(name: str) -> bool:
-    return any(name == one or (one.endswith(".") and name.startswith(one)) for one in MAY_CHANGE)
 
 
 def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:

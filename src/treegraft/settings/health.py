@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainValidator
+from pydantic import PlainValidator
 
-from treegraft.settings.table import Settings
+from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.table import Settings, setting
 
 
 def _limit(value: Any, most: float, expected: str) -> float | Literal["off"]:
@@ -34,7 +35,7 @@ class HealthSettings(Settings):
     """Limits of the warnings; "off" silences one. What each means and what to do stands in
     `treegraft.runs.health`."""
 
-    window: int = Field(3, ge=1)
+    window: int = setting(3, ge=1)
     """Updates that no_tool_calls, policy_still, branch_unused and graft_unused look back on; they
     are silent before."""
     no_tool_calls: Amount = 0.0
@@ -52,13 +53,13 @@ class HealthSettings(Settings):
     """Share of trajectories that broke the format from which on to warn."""
     failed: Share = 0.0
     """Share of trajectories lost to failures of ours above which to warn."""
-    branch_unused: Share = 0.95
+    branch_unused: Share = setting(0.95, idle_unless=with_entropy)
     """Share of the leaves meant for branches that became fresh starts, mean of the window, from
     which on to warn."""
-    graft_unused: Share = 0.95
+    graft_unused: Share = setting(0.95, idle_unless=with_graft)
     """Share of the trajectories that may retrieve and hold no graft, mean of the window, from which
     on to warn."""
-    answer_copied: Share = 0.1
+    answer_copied: Share = setting(0.1, idle_unless=with_graft)
     """Share of the trajectories with a graft that took their answer from another agent's words from
     which on to warn."""
     engine_drift: Amount = 1.0

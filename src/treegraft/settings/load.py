@@ -9,106 +9,76 @@ other, and overrides that would have no effect."""
 from __future__ import annotations
 
 import difflib
-import functools
 import json
+import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 
 from treegraft.core.errors import SettingError, nearest
-from treegraft.settings.config import BUILT_IN, Config
-from treegraft.settings.foreign import FOREIGN_NAMES
-from treegraft.settings.idle import EVALUATION_IGNORES, IDLE_RULES
-from treegraft.settings.table import Settings
+from treegraft.settings.config import (
+    Config,
+    foreign_names,
+    known_settings,
+    renamed,
+    settings_with,
+    tables_and_settings,
+)
+from treegraft.settings.contradictions import contradictions
+from treegraft.settings.table import value_of
 
 COMMAND_LINE = "command line"
 
 
-# --- the tree of settings -------------------------------------------------------------------------
-
-
-def _table(field: FieldInfo) -> type[Settings] | None:
-    """Returns the model of a field that is a table, None for a leaf."""
-    annotation = field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Settings) else None
-
-
-def _walk(model: type[Settings], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
-        table = _table(field)
-        if table is None:
-            yield prefix + name, field
-        else:
-            yield from _walk(table, f"{prefix}{name}.")
-
-
-@functools.cache
-def known_settings() -> Mapping[str, FieldInfo]:
-    """Returns every setting by its dotted name, in the order of the tree."""
-    return dict(_walk(Config))
-
-
-def _options(field: FieldInfo) -> tuple[Any, ...]:
-    """Returns the members of a union, or the one type."""
-    annotation: Any = field.annotation
-    is_union = (
-        isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
-    )
-    return typing.get_args(annotation) if is_union else (annotation,)
+# --- unknown names --------------------------------------------------------------------------------
 
 
 def suggestion(name: str) -> str:
     """Returns a sentence that names the known setting nearest to the unknown `name`, or an empty
     string."""
     table, _, last = name.rpartition(".")
-    leaves = list(known_settings())
-    foreign = FOREIGN_NAMES.get(last)
-    if foreign is not None:
-        return f" What others call '{last}' is {foreign} here."
-    same = [leaf for leaf in leaves if leaf.rpartition(".")[2] == last]
-    if same:
-        same = difflib.get_close_matches(name, same, n=1, cutoff=0.7) or same
+    if name in renamed():
+        return f" It is '{renamed()[name]}' now."
+    if last in foreign_names():
+        return f" What others call '{last}' is {foreign_names()[last]} here."
+    by_last: dict[str, list[str]] = {}
+    for leaf in known_settings():
+        by_last.setdefault(leaf.rpartition(".")[2], []).append(leaf)
+    if last in by_last:
+        same = difflib.get_close_matches(name, by_last[last], n=1, cutoff=0.7) or by_last[last]
         return f" Did you mean {' or '.join(repr(leaf) for leaf in same)}?"
-    siblings = [leaf for leaf in leaves if table and leaf.startswith(f"{table}.")]
-    tables = {leaf.rpartition(".")[0] for leaf in leaves}
-    by_last: dict[str, str] = {}
-    for leaf in leaves:
-        by_last.setdefault(leaf.rpartition(".")[2], leaf)
     close = [] if table else difflib.get_close_matches(last, by_last, n=1, cutoff=0.8)
-    if close:
-        return f" Did you mean '{by_last[close[0]]}'?"
-    for candidates in (siblings, [*leaves, *sorted(tables)]):
-        found = nearest(name, candidates)
-        if found:
-            return found
-    found = nearest(last, by_last)
-    return f" Did you mean '{by_last[found.split(chr(39))[1]]}'?" if found else ""
+    siblings = [leaf for leaf in known_settings() if table and leaf.startswith(f"{table}.")]
+    if not close and (found := nearest(name, siblings) or nearest(name, tables_and_settings())):
+        return found
+    close = close or difflib.get_close_matches(last, by_last, n=1, cutoff=0.5)
+    return f" Did you mean '{by_last[close[0]][0]}'?" if close else ""
 
 
-def _unknown(data: Mapping[str, Any], model: type[Settings], prefix: str = "") -> Iterator[str]:
+def _unknown(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in data.items():
-        field = model.model_fields.get(key)
-        if field is None:
+        found = None if "." in key else tables_and_settings().get(prefix + key)
+        if found is None:
             inner = value if isinstance(value, Mapping) else {}
             yield from [f"{prefix}{key}.{last}" for last in inner] or [prefix + key]
-        elif (table := _table(field)) is not None and isinstance(value, Mapping):
-            yield from _unknown(value, table, f"{prefix}{key}.")
+        elif found.table is not None and isinstance(value, Mapping):
+            yield from _unknown(value, f"{prefix}{key}.")
 
 
 # --- overrides ------------------------------------------------------------------------------------
 
 
-def _literal(text: str, field: FieldInfo | None) -> Any:
+def _literal(text: str, annotation: Any) -> Any:
     """Returns the value of an override: a TOML literal where it is one, otherwise the text
     itself."""
-    options = _options(field) if field is not None else ()
+    is_union = isinstance(annotation, types.UnionType)
+    options = typing.get_args(annotation) if is_union else (annotation,)
     if types.NoneType in options and text.lower() == "none":
         return None
     try:
@@ -137,11 +107,13 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         place[last] = value
 
 
-def _whole_name(name: str) -> str:
-    """Returns the dotted name of a setting typed by its last part alone, where only one setting has
-    it."""
-    same = [known for known in known_settings() if known.rpartition(".")[2] == name]
-    return same[0] if len(same) == 1 and name not in Config.model_fields else name
+def _leaves(name: str, value: Any) -> Iterator[str]:
+    found = tables_and_settings().get(name)
+    if isinstance(value, dict) and found is not None and found.table is not None:
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    else:
+        yield name
 
 
 def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -154,13 +126,12 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 f"{COMMAND_LINE}: '{override}' is no override; expected table.setting=value, such"
                 " as learn.lr=1e-5."
             )
-        name = _whole_name(name)
-        value = _literal(text, known_settings().get(name))
-        added = (
-            [f"{name}.{key}" for key in value]
-            if isinstance(value, dict) and name not in known_settings()
-            else [name]
-        )
+        # The last part alone will do where only one setting has it.
+        same = [known for known in known_settings() if known.rpartition(".")[2] == name]
+        name = same[0] if len(same) == 1 and name not in tables_and_settings() else name
+        found = tables_and_settings().get(name)
+        value = _literal(text, found.field.annotation if found else None)
+        added = list(_leaves(name, value))
         for one in added:
             if one in names:
                 raise SettingError(
@@ -172,235 +143,23 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     return names
 
 
-def _names_under(prefix: str, names: Iterable[str]) -> list[str]:
-    return [
-        name
-        for name in names
-        if f"{name}.".startswith(prefix if prefix.endswith(".") else f"{prefix}.")
-    ]
-
-
 def _idle(config: Config, names: Sequence[str]) -> Iterator[str]:
-    for rule in IDLE_RULES:
-        for name in _names_under(rule.prefix, names):
-            if name != rule.besides and rule.is_idle(config):
-                yield (
-                    f"{COMMAND_LINE}: '{name}' would have no effect:"
-                    f" {rule.reason.format(c=config)}."
-                )
+    for name in names:
+        # Below a setting are the free keys of its table.
+        known = next(one for one in known_settings() if f"{name}.".startswith(f"{one}."))
+        for reason in known_settings()[known].idle_reasons(config):
+            yield f"{COMMAND_LINE}: '{name}' would have no effect: {reason}."
 
 
 def refuse_ignored(overrides: Sequence[str], command: str) -> None:
     """Refuses overrides that an evaluating command takes no notice of."""
     for override in overrides:
         name = override.partition("=")[0].strip()
-        if name in known_settings() and name.startswith(EVALUATION_IGNORES):
+        if name in known_settings() and name.startswith(settings_with("ignored_by_eval")):
             raise SettingError(
                 f"{COMMAND_LINE}: '{name}' would have no effect: `treegraft {command}` neither"
                 " trains nor branches. Leave it out, or give it to `treegraft train`."
             )
-
-
-# --- settings that must fit each other ------------------------------------------------------------
-
-
-def _names_wrong(config: Config) -> Iterator[str]:
-    for dotted, known in BUILT_IN.items():
-        table, _, last = dotted.partition(".")
-        value = getattr(getattr(config, table), last)
-        for name in [value] if isinstance(value, str) else value:
-            module, _, attribute = name.partition(":")
-            if name not in known and not (module and attribute):
-                yield (
-                    f"{dotted}: got '{name}', expected one of {', '.join(known)}, or an import path"
-                    f" 'package.module:name'.{nearest(name, known)}"
-                )
-        if not isinstance(value, str) and len(set(value)) < len(value):
-            yield f"{dotted}: got {value}, expected each name once."
-
-
-def _model_wrong(config: Config) -> Iterator[str]:
-    tiny = config.model.tiny
-    if config.model.path != "tiny":
-        return
-    if config.format.kind == "chat":
-        yield (
-            "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real"
-            " model, or take 'tags'."
-        )
-    if tiny.num_heads % tiny.num_kv_heads:
-        yield (
-            f"model.tiny.num_kv_heads: got {tiny.num_kv_heads}, expected a divisor of num_heads ="
-            f" {tiny.num_heads}."
-        )
-    if tiny.hidden_size % (2 * tiny.num_heads):
-        yield (
-            f"model.tiny.hidden_size: got {tiny.hidden_size}, expected a multiple of twice"
-            f" num_heads, which is {tiny.num_heads}: heads share the width, and rotary positions"
-            " need an even width each."
-        )
-    for name in ("rollout", "eval"):
-        limit = getattr(config, name).max_completion_tokens
-        if limit is not None and limit >= tiny.max_context:
-            yield (
-                f"{name}.max_completion_tokens: got {limit}, expected less than"
-                f" model.tiny.max_context, which is {tiny.max_context} and has to hold the prompt"
-                " too."
-            )
-
-
-def _tasks_wrong(config: Config) -> Iterator[str]:
-    hops = config.tasks.search_world.hops
-    if not hops or not all(1 <= n <= 5 for n in hops):
-        yield (
-            f"tasks.search_world.hops: got {hops}, expected one or more lengths from 1 to 5, such"
-            " as [1, 2, 3]."
-        )
-    if (
-        config.tasks.kind in ("arithmetic", "dataset")
-        and not (config.tools.use or config.tools.mcp or config.environment.kind)
-        and config.rollout.max_tool_calls > 0
-    ):
-        yield (
-            f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the"
-            ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
-            " has none: rollout.max_tool_calls = 0."
-        )
-    if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
-        yield (
-            "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
-            " tools.cache on."
-        )
-    if not config.reward.funcs:
-        yield "reward.funcs: got none, expected at least one, such as exact_match."
-    yield from _mcp_wrong(config)
-    weights = config.reward.weights
-    if weights is not None and len(weights) != len(config.reward.funcs):
-        yield (
-            f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
-            f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs})."
-        )
-
-
-def _mcp_wrong(config: Config) -> Iterator[str]:
-    servers = config.tools.mcp
-    names = [server.name for server in servers]
-    if len(set(names)) < len(names):
-        yield f"tools.mcp: got servers named {names}, expected each name once."
-    for server in servers:
-        if bool(server.command) == bool(server.url):
-            both = "both" if server.url else "neither"
-            yield (
-                f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
-                " them."
-            )
-        unused = (
-            "token_env"
-            if server.command and server.token_env
-            else "env"
-            if server.url and server.env
-            else ""
-        )
-        if unused:
-            kind = "command" if server.command else "url"
-            yield f"tools.mcp: server '{server.name}': {unused} would have no effect beside {kind}."
-
-
-def _run_wrong(config: Config) -> Iterator[str]:
-    name = config.run.name
-    if name is not None and (name in ("", ".", "..") or set(name) & set("/\\\0")):
-        yield (
-            f"run.name: got {name!r}, expected the name of one folder; run.dir says where it is"
-            " made."
-        )
-    yield from _explore_wrong(config)
-    if config.explore.num_leaves > config.engine.max_rows:
-        yield (
-            f"explore.num_leaves: got {config.explore.num_leaves}, expected at most"
-            f" engine.max_rows, which is {config.engine.max_rows}, so that the leaves of one tree"
-            " fit in the engine together."
-        )
-    if config.learn.num_minibatches > config.run.tasks_per_update:
-        yield (
-            f"learn.num_minibatches: got {config.learn.num_minibatches}, expected at most"
-            f" run.tasks_per_update, which is {config.run.tasks_per_update}: a mini-batch holds"
-            " whole trees."
-        )
-    if not all(0 <= beta < 1 for beta in config.learn.betas):
-        yield (
-            f"learn.betas: got {list(config.learn.betas)}, expected two numbers from 0 up to, not"
-            " including, 1."
-        )
-    evaluates = config.eval.every or config.eval.at_start or config.eval.at_end
-    if evaluates and not config.eval.greedy and not config.eval.num_samples:
-        yield (
-            "eval: neither greedy nor samples are measured; set eval.greedy = true or"
-            " eval.num_samples to at least 1."
-        )
-    probabilities = config.warmup.continue_prob
-    if not probabilities or not all(0 <= p <= 1 for p in probabilities):
-        yield (
-            f"warmup.continue_prob: got {probabilities}, expected one or more probabilities from 0"
-            " to 1."
-        )
-
-
-def _explore_wrong(config: Config) -> Iterator[str]:
-    explore = config.explore
-    if not explore.explorers:
-        yield "explore.explorers: got none, expected at least one, such as independent."
-    if "entropy" in explore.explorers and explore.entropy.num_starts > explore.num_leaves:
-        yield (
-            f"explore.entropy.num_starts: got {explore.entropy.num_starts}, expected at most"
-            f" explore.num_leaves, which is {explore.num_leaves}: starts are leaves, and branches"
-            " take what they leave."
-        )
-    if "entropy" in explore.explorers[1:]:
-        yield (
-            f"explore.explorers: got {explore.explorers}, where the first one opens all leaves and"
-            ' leaves nothing to branch; expected "entropy" in the first place.'
-        )
-    if "graft" not in explore.explorers:
-        return
-    if explore.graft.num_hybrid > explore.num_leaves:
-        yield (
-            f"explore.graft.num_hybrid: got {explore.graft.num_hybrid}, expected at most"
-            f" explore.num_leaves, which is {explore.num_leaves}."
-        )
-    yield from _buffer_wrong(config)
-
-
-def _buffer_wrong(config: Config) -> Iterator[str]:
-    settings = config.buffer
-    if settings.encoder not in ("hashing", "minilm") and not any(
-        sign in settings.encoder for sign in "/:~."
-    ):
-        known = ("hashing", "minilm")
-        yield (
-            f'buffer.encoder: got \'{settings.encoder}\', expected "minilm", "hashing", a folder, a'
-            f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, known)}'
-        )
-    if settings.grow.num_best and settings.sources and "self" not in settings.sources:
-        yield (
-            f"buffer.sources: got {settings.sources}, but buffer.grow.num_best is"
-            f" {settings.grow.num_best}: the agent's own traces would be added and never found;"
-            ' add "self", or set buffer.grow.num_best to 0.'
-        )
-    if not settings.path:
-        yield (
-            'buffer.path: got none, but explore.explorers has "graft", which retrieves from a'
-            " Step-Trace Buffer. Make one with `treegraft buffer build RECIPE` and name its file,"
-            ' or take "expert" where the tasks have a scripted expert.'
-        )
-
-
-def contradictions(config: Config) -> list[str]:
-    """Returns one sentence for each pair of settings that do not fit each other."""
-    return [
-        fault
-        for check in (_names_wrong, _model_wrong, _tasks_wrong, _run_wrong)
-        for fault in check(config)
-    ]
 
 
 # --- loading --------------------------------------------------------------------------------------
@@ -409,26 +168,29 @@ def contradictions(config: Config) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("recipes")
-        others = (
-            [str(folder / other.name) for other in folder.glob("*.toml")] if folder.is_dir() else []
-        )
+        others = [str(other) for other in folder.glob("*.toml")]
         what = "is a folder" if path.is_dir() else "does not exist"
         raise SettingError(
             f"recipe '{path}' {what}; expected a .toml or .json file.{nearest(str(path), others)}"
         )
+    is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        data: Any = json.loads(text) if is_json else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
         raise SettingError(
-            f"recipe '{path}' is no valid {kind}: {error}. Texts need quotes, lists square"
-            " brackets."
+            f"recipe '{path}' is no valid {'JSON' if is_json else 'TOML'}: {error}. Texts need"
+            " quotes, lists square brackets."
         ) from error
     if not isinstance(data, dict):
         raise SettingError(
             f"recipe '{path}': got a {type(data).__name__}, expected tables of settings."
         )
+    # JSON was written by `config_json`, perhaps of an earlier version.
+    for old, new in renamed().items() if is_json else ():
+        table, _, last = old.partition(".")
+        if isinstance(data.get(table), dict) and last in data[table]:
+            _put(data, new, data[table].pop(last))
     return data
 
 
@@ -436,31 +198,29 @@ def _type_fault(
     loc: tuple[int | str, ...], message: str, got: Any, where: Callable[[str], str]
 ) -> str:
     """Returns one paragraph for one fault that pydantic found."""
-    name = ""
-    model: type[Settings] = Config
-    field: FieldInfo | None = None
+    name = str(loc[0])
     items = ""
-    for part in loc:
-        if field is not None and _table(field) is None:
-            # Past a leaf, numbers are places in a list; texts are members of a union or, behind a
-            # number, settings of a table.
+    for part in loc[1:]:
+        if tables_and_settings()[name].table is not None:
+            name = f"{name}.{part}"
+        else:
+            # Past a setting, numbers are places in a list; texts are members of a union or, behind
+            # a number, settings of a table.
             items += f"[{part}]" if isinstance(part, int) else f".{part}" if items else ""
-            continue
-        field = model.model_fields[str(part)]
-        name = f"{name}.{part}" if name else str(part)
-        model = _table(field) or model
-    expected = (
-        message.replace("Field required", "one more entry")
-        .removeprefix("Input should be ")
-        .removeprefix("Value error, ")
-    )
-    expected = expected.replace("an object", "a table").replace("a valid array", "a list")
+    expected = re.sub("^(Input should be|Value error,|List should have) ", "", message)
+    for theirs, ours in (
+        ("Field required", "one more entry"),
+        ("an object", "a table"),
+        ("a valid array", "a list"),
+        (" after validation, not 0", ""),
+    ):
+        expected = expected.replace(theirs, ours)
     fault = (
         f"{where(name)}: setting '{name}{items}': got {got!r}, expected"
         f" {expected[0].lower() + expected[1:]}."
     )
-    if field is not None and field.description:
-        fault += f" It means: {' '.join(field.description.split())}"
+    if meaning := tables_and_settings()[name].meaning:
+        fault += f" It means: {meaning}"
     if isinstance(got, str) and got.startswith("["):
         fault += (
             " The shell takes the quotes of texts in a list away unless the whole is quoted:"
@@ -470,7 +230,7 @@ def _type_fault(
 
 
 def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
-    unknown = list(_unknown(data, Config))
+    unknown = list(_unknown(data))
     if unknown:
         raise SettingError(
             "\n".join(
@@ -527,13 +287,9 @@ def config_json(config: Config) -> str:
     return json.dumps(config.model_dump(mode="json"), indent=2, ensure_ascii=False) + "\n"
 
 
-def _value(config: Config, name: str) -> Any:
-    return functools.reduce(getattr, name.split("."), config)
-
-
 def differences(own: Config, other: Config) -> list[str]:
     """Returns a phrase for each setting that differs: "learn.lr was 0.1, now 0.2"."""
-    pairs = ((name, _value(own, name), _value(other, name)) for name in known_settings())
+    pairs = ((name, value_of(own, name), value_of(other, name)) for name in known_settings())
     return [f"{name} was {was!r}, now {now!r}" for name, was, now in pairs if was != now]
 
 
@@ -550,10 +306,8 @@ class SettingRow:
 def describe(config: Config) -> list[SettingRow]:
     """Returns one row for each setting, in the order of the tree."""
     default = Config()
-    rows = []
-    for name, field in known_settings().items():
-        value, usual = _value(config, name), _value(default, name)
-        rows.append(
-            SettingRow(name, value, value == usual, " ".join((field.description or "").split()))
-        )
-    return rows
+    return [
+        SettingRow(name, value, value == value_of(default, name), setting.meaning)
+        for name, setting in known_settings().items()
+        for value in [value_of(config, name)]
+    ]

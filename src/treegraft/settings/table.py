@@ -1,8 +1,15 @@
-"""What every table of settings has in common."""
+"""How a setting is declared, once, on its field: type, default and limits, its meaning as the text
+under it, and `Facts`: names elsewhere, when it has no effect, and who may ignore or change it."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
 
 class Settings(BaseModel):
@@ -15,3 +22,156 @@ class Settings(BaseModel):
         validate_default=True,
         allow_inf_nan=False,
     )
+
+
+def value_of(config: Settings, name: str) -> Any:
+    """Returns the value of a setting by its dotted name."""
+    return functools.reduce(getattr, name.split("."), config)
+
+
+# --- when a setting has no effect -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A setting has an effect only where the value of another satisfies `counts`; called with the
+    whole configuration, says why it has none, or ""."""
+
+    other: str
+    """Dotted name of the setting that decides; it always has an effect itself."""
+    counts: Callable[[Any], bool]
+    advice: str = ""
+    """End of the sentence that begins with the other setting's value."""
+
+    def __call__(self, config: Any) -> str:
+        value = value_of(config, self.other)
+        if self.counts(value):
+            return ""
+        said = f"{value:g}" if isinstance(value, float) else repr(value)
+        said = {"False": "off", "''": "empty"}.get(said, said)
+        return f"{self.other} is {said}{self.advice}"
+
+
+def when(other: str, *values: str) -> Condition:
+    """Returns the condition that another setting has one of these values; without values, that it
+    is not empty, off or 0."""
+    if not values:
+        return Condition(other, bool)
+    return Condition(other, values.__contains__, f"; add {other}={' or '.join(values)}")
+
+
+def has(other: str, name: str, *, or_own: bool = False) -> Condition:
+    """Returns the condition that a list holds a name or, with `or_own`, any import path, whose
+    object may do the same."""
+    return Condition(
+        other,
+        lambda names: name in names or (or_own and any(":" in own for own in names)),
+        f", without '{name}'",
+    )
+
+
+def takes_path(other: str) -> Condition:
+    """Returns the condition that another setting is an import path."""
+    return Condition(other, lambda value: ":" in value, ", which is no import path")
+
+
+# --- facts ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What holds of a setting, or of all settings of a table, beside type, limits and meaning."""
+
+    built_in: tuple[str, ...] = ()
+    """Names of ours that it takes, besides import paths; empty for a setting without such names."""
+    aliases: tuple[str, ...] = ()
+    """Names in other frameworks. One that settings of one table share means them all, one that
+    settings of several tables share means any of them."""
+    renamed_from: str = ""
+    """Former name, "table.setting": read silently in the files of runs, corrected in recipes."""
+    idle_unless: tuple[Callable[[Any], str], ...] = ()
+    """Each a `Condition`, or a function of the whole configuration that returns why the setting has
+    no effect, "" where it has one. Typed on the command line without effect it is an error; in a
+    recipe it is a preset."""
+    resumable: bool = False
+    """A resumed run may take it anew."""
+    ignored_by_eval: bool = False
+    """`treegraft eval` and `treegraft run` take no notice of it."""
+    same_answers: bool = False
+    """A suite's trajectories do not depend on it."""
+    labels_run: bool = False
+    """Tells runs apart that are one method all the same."""
+    retrieval_source: bool = False
+    """Decides whose steps are retrieved."""
+
+
+def setting(
+    default: Any,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    min_length: int | None = None,
+    idle_unless: Condition | tuple[Callable[[Any], str], ...] = (),
+    **facts: Any,
+) -> Any:
+    """Returns a field with limits and `Facts`; those of a table hold for all settings in it.
+
+    Raises TypeError for a fact that `Facts` does not have.
+    """
+    field: FieldInfo = Field(default, ge=ge, gt=gt, le=le, lt=lt, min_length=min_length)
+    conditions = (idle_unless,) if isinstance(idle_unless, Condition) else idle_unless
+    # Pydantic keeps metadata that it does not know.
+    field.metadata.append(Facts(idle_unless=conditions, **facts))
+    return field
+
+
+# --- all settings ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting, or one table of them."""
+
+    name: str
+    """Dotted, from the root."""
+    field: FieldInfo
+    above: tuple[Facts, ...]
+    """Facts of the tables that it stands in, from the root down."""
+
+    @property
+    def table(self) -> type[Settings] | None:
+        """The model of a table, None for a setting."""
+        kind = self.field.annotation
+        return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
+
+    @property
+    def meaning(self) -> str:
+        """The text under its field, on one line."""
+        return " ".join((self.field.description or "").split())
+
+    @property
+    def facts(self) -> Facts:
+        """Its own facts."""
+        return next((one for one in self.field.metadata if isinstance(one, Facts)), Facts())
+
+    def idle_reasons(self, config: Settings) -> Iterator[str]:
+        """Yields a sentence for each reason why it has no effect under `config`."""
+        for facts in (*self.above, self.facts):
+            for condition in facts.idle_unless:
+                decides = isinstance(condition, Condition) and condition.other == self.name
+                if not decides and (reason := condition(config)):
+                    yield reason
+
+
+def walk(
+    model: type[Settings], prefix: str = "", above: tuple[Facts, ...] = ()
+) -> Iterator[Setting]:
+    """Yields all tables and settings below `model` in the order of the tree, tables before what
+    they hold."""
+    for name, field in model.model_fields.items():
+        found = Setting(prefix + name, field, above)
+        yield found
+        if found.table is not None:
+            yield from walk(found.table, f"{prefix}{name}.", (*above, found.facts))

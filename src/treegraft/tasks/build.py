@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.plugins import load_object
-from treegraft.settings.config import TasksSettings
+from treegraft.core.plugins import pick
+from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
 from treegraft.tasks.search_world import SearchWorld
@@ -26,15 +26,10 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
-    build = _BUILT_IN.get(settings.kind)
-    if build is not None:
-        return build(settings, seed)
-    if ":" not in settings.kind:
-        raise SettingError(
-            f"tasks.kind is '{settings.kind}'; expected {', '.join(map(repr, _BUILT_IN))} or an"
-            f" import path 'package.module:Source'.{nearest(settings.kind, _BUILT_IN)}"
-        )
-    make = load_object(settings.kind)
+    make = pick(settings.kind, TASKS, "tasks.kind")
+    if settings.kind in TASKS:
+        built_in: TaskSource = make(settings, seed)
+        return built_in
     try:
         source: TaskSource = make(
             seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options
@@ -54,7 +49,7 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
     return source
 
 
-_BUILT_IN: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
+TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
     "search_world": lambda settings, seed: SearchWorld(
         settings.search_world, seed=seed, num_train=settings.num_train, num_eval=settings.num_eval
     ),

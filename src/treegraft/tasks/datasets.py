@@ -15,7 +15,7 @@ from functools import cached_property
 
 from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.types import Task
-from treegraft.settings.config import DatasetSettings
+from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
     CONTROL,
     Defects,

@@ -14,11 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import RewardFunc
-from treegraft.core.plugins import load_object
+from treegraft.core.plugins import pick
 from treegraft.core.types import Leaf, Origin, Status, Trajectory, Tree
-from treegraft.settings.config import RewardSettings
+from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks import scoring
 from treegraft.tools.own_thread import run_in_thread
 
@@ -253,7 +253,7 @@ _ACCURACIES: Mapping[Accuracy, Measure] = {
     "math": scoring.math_equal,
 }
 
-_BUILT_IN: Mapping[str, RewardFunc] = {
+REWARDS: Mapping[str, RewardFunc] = {
     "hierarchical": hierarchical_reward,
     "exact_match": exact_match_reward,
     "f1": f1_reward,
@@ -265,14 +265,7 @@ _BUILT_IN: Mapping[str, RewardFunc] = {
 def _find_function(name: str, accuracy: Accuracy) -> RewardFunc:
     if name == "hierarchical":
         return functools.partial(hierarchical_reward, accuracy=accuracy)
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-    if ":" not in name:
-        raise SettingError(
-            f"unknown reward function '{name}' in reward.funcs; known are {', '.join(_BUILT_IN)},"
-            f" or an import path 'package.module:function'.{nearest(name, _BUILT_IN)}"
-        )
-    function = load_object(name)
+    function = pick(name, REWARDS, "reward.funcs")
     if not callable(function):
         raise SettingError(
             f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"

@@ -1,4 +1,4 @@
-"""How a search world speaks: in symbols for a word-level tokenizer, or in plain English for models
+"""The wording of a search world: symbols for a word-level tokenizer, or plain English for models
 that know language.
 
                 symbols                 English
@@ -6,10 +6,10 @@ that know language.
     query       e9 r2                   best friend of Nora
     fact        r2 of e9 is e41         The best friend of Nora is Ruben.
     thought     (none)                  I need the best friend of Nora first.
-    error       unknown                 There is no relation "uncle"; the relations are teacher, neighbour, ...
+    error       unknown                 There is no relation "uncle"; the relations are teacher, ...
 
-A wording only names things: which entity a relation leads to is the world's affair, and the same in
-both.
+A wording only names things; the facts of a world are the same in both. Relations go in the order in
+which they are looked up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Final, Protocol
+from typing import Final
 
 from treegraft.core.errors import ToolError
 
@@ -29,8 +29,8 @@ _NAMES: Final = """
 Mira Tomas Ines Ruben Clara Oscar Nora Felix Lena Hugo Emma Simon Julia Victor Alice Martin
 Sara Daniel Eva Leo Anna Peter Laura Adam Rosa Paul Maria Jonas Helen David Sofia Lucas
 Iris Walter Olga Marco Linda Henry Diana Robert Carmen Philip Amelia George Ruth Edward Vera Thomas
-Elena Arthur Marta Louis Judith Samuel Bella Patrick Greta Oliver Nadia Albert Stella Frank Ivan Yara
-Abel Agnes Basil Bruno Cyrus Della Dora Edith Elias Ezra Flora Gavin Gloria Harold Hilda Ida
+Elena Arthur Marta Louis Judith Samuel Bella Patrick Greta Oliver Nadia Albert Stella Frank Ivan
+Yara Abel Agnes Basil Bruno Cyrus Della Dora Edith Elias Ezra Flora Gavin Gloria Harold Hilda Ida
 Jasper Joan Karl Klara Lydia Magnus Mabel Milo Nina Otto Pablo Rita Ronan Silas Thea Wanda
 """
 NAMES: Final = tuple(_NAMES.split())
@@ -47,67 +47,6 @@ _OPENING: Final = re.compile(r"^(?:who|what)(?: is|['\u2019]s) ")
 _FACT: Final = re.compile(r"The (.+) of (.+) is (.+)\.")
 
 
-class Wording(Protocol):
-    """What a search world needs to say and to understand. Relations go in the order in which they
-    are looked up."""
-
-    @property
-    def entities(self) -> tuple[str, ...]: ...
-
-    @property
-    def relations(self) -> tuple[str, ...]: ...
-
-    @property
-    def description(self) -> str:
-        """The search tool's part of the system prompt."""
-        ...
-
-    @property
-    def example(self) -> str:
-        """A question of two hops, for error texts."""
-        ...
-
-    def question(self, relations: Sequence[str], entity: str) -> str: ...
-
-    def read_question(self, text: str) -> tuple[list[str], str] | None:
-        """Returns relations and entity, or None for a text that is no question about this world."""
-        ...
-
-    def query(self, entity: str, relation: str) -> str:
-        """Returns what the agent writes to the search tool."""
-        ...
-
-    def read_query(self, body: str) -> tuple[str, str]:
-        """Returns entity and relation.
-
-        Raises:
-            ToolError: the body is not one known entity and one known relation.
-        """
-        ...
-
-    def fact(self, entity: str, relation: str, found: str) -> str:
-        """Returns what the search tool answers."""
-        ...
-
-    def read_fact(self, text: str) -> str | None:
-        """Returns the entity that the answer of a search names, or None for another text."""
-        ...
-
-    def thought(self, entity: str, relation: str, *, is_last: bool) -> str:
-        """Returns the expert's thought before a search."""
-        ...
-
-    @property
-    def last_thought(self) -> str:
-        """The expert's thought before the answer; it says nothing that an early answer would not
-        say."""
-        ...
-
-    def vocabulary(self) -> tuple[str, ...]:
-        """Returns every word for a word-level tokenizer; empty for open language."""
-        ...
-
-
 @dataclass(frozen=True)
 class Symbols:
     """Symbols(("e0", "e1", ...), ("r0", "r1", ...)): one token a word, and not one word more than
@@ -116,8 +55,11 @@ class Symbols:
     entities: tuple[str, ...]
     relations: tuple[str, ...]
     description: str = 'Looks up one fact. Write an entity and a relation, e.g. "e9 r2".'
+    """The search tool's part of the system prompt."""
     example: str = "r5 of r2 of e9 ?"
+    """A question of two hops, for error texts."""
     last_thought: str = ""
+    """The expert's thought before the answer."""
 
     def question(self, relations: Sequence[str], entity: str) -> str:
         """Returns the outermost relation first, e.g. "r5 of r2 of e9 ?"."""
@@ -125,17 +67,10 @@ class Symbols:
 
     def read_question(self, text: str) -> tuple[list[str], str] | None:
         """Returns relations and entity, or None for a text that is no question about this world."""
-        *relations, entity = text.strip().removesuffix("?").strip().split(" of ")
-        if (
-            not relations
-            or entity not in self.entities
-            or not set(relations) <= set(self.relations)
-        ):
-            return None
-        return relations[::-1], entity
+        return _question_of(text.strip().removesuffix("?").strip().split(" of "), self)
 
     def query(self, entity: str, relation: str) -> str:
-        """Returns e.g. "e9 r2"."""
+        """Returns the text of a search, e.g. "e9 r2"."""
         return f"{entity} {relation}"
 
     def read_query(self, body: str) -> tuple[str, str]:
@@ -147,7 +82,7 @@ class Symbols:
         return words[0], words[1]
 
     def fact(self, entity: str, relation: str, found: str) -> str:
-        """Returns e.g. "r2 of e9 is e41"."""
+        """Returns the result of a search, e.g. "r2 of e9 is e41"."""
         return f"{relation} of {entity} is {found}"
 
     def read_fact(self, text: str) -> str | None:
@@ -166,16 +101,17 @@ class Symbols:
 
 @dataclass(frozen=True)
 class English:
-    """English(("Mira", "Tomas", ...), ("teacher", "neighbour", ...)): persons and what they are to
-    each other.
+    """English(("Mira", "Tomas", ...), ("teacher", "neighbour", ...)): persons and their relations.
 
-    Reading forgives what a language model varies: case, spaces, line breaks, articles, quotes,
-    punctuation at the ends and an opening "Who is".
+    Reading ignores case, spaces, line breaks, articles, quotes, punctuation at the ends and an
+    opening "Who is", which language models vary.
     """
 
     entities: tuple[str, ...]
     relations: tuple[str, ...]
     last_thought: str = "That answers the question."
+    """The expert's thought before the answer; it says nothing that an early answer would not
+    say."""
     _known: Mapping[str, str] = field(init=False, repr=False, compare=False)
     """Each name and relation by its lower-case form."""
 
@@ -204,29 +140,19 @@ class English:
     def question(self, relations: Sequence[str], entity: str) -> str:
         """Returns the outermost relation first, e.g. "Who is the cousin of the best friend of
         Nora?"."""
-        return (
-            "Who is "
-            + " of ".join([*(f"the {relation}" for relation in reversed(relations)), entity])
-            + "?"
-        )
+        parts = [*(f"the {relation}" for relation in reversed(relations)), entity]
+        return f"Who is {' of '.join(parts)}?"
 
     def read_question(self, text: str) -> tuple[list[str], str] | None:
         """Returns relations and entity, or None for a text that is no question about this world."""
-        *relations, entity = self._parts(text)
-        if (
-            not relations
-            or entity not in self.entities
-            or not set(relations) <= set(self.relations)
-        ):
-            return None
-        return relations[::-1], entity
+        return _question_of(self._parts(text), self)
 
     def query(self, entity: str, relation: str) -> str:
-        """Returns e.g. "best friend of Nora"."""
+        """Returns the text of a search, e.g. "best friend of Nora"."""
         return f"{relation} of {entity}"
 
     def read_query(self, body: str) -> tuple[str, str]:
-        """Returns entity and relation. Raises ToolError, which says what to write instead, for
+        """Returns entity and relation. Raises ToolError, whose text tells the agent how to ask, for
         anything but one of each."""
         *relations, entity = self._parts(body)
         if not relations:
@@ -249,7 +175,7 @@ class English:
         return entity, relations[0]
 
     def fact(self, entity: str, relation: str, found: str) -> str:
-        """Returns e.g. "The best friend of Nora is Ruben."."""
+        """Returns the result of a search, e.g. "The best friend of Nora is Ruben."."""
         return f"The {relation} of {entity} is {found}."
 
     def read_fact(self, text: str) -> str | None:
@@ -258,8 +184,8 @@ class English:
         return found[3] if found and found[3] in self.entities else None
 
     def thought(self, entity: str, relation: str, *, is_last: bool) -> str:
-        """Returns e.g. "I need the best friend of Nora first.", "now" instead of "first" before the
-        last search."""
+        """Returns the expert's thought before a search, e.g. "I need the best friend of Nora
+        first.", with "now" instead of "first" before the last search."""
         return f"I need the {relation} of {entity} {'now' if is_last else 'first'}."
 
     def vocabulary(self) -> tuple[str, ...]:
@@ -267,11 +193,20 @@ class English:
         return ()
 
     def _parts(self, text: str) -> list[str]:
-        """Returns what stands between the "of"s, at least one part; known names and relations in
-        their own spelling."""
+        """Returns the parts between the "of"s, at least one; known names and relations in their
+        own spelling."""
         plain = _OPENING.sub("", " ".join(text.casefold().strip(_EDGES).split()))
         parts = [part.strip(_EDGES).removeprefix("the ").strip() for part in plain.split(" of ")]
         return [self._known.get(part, part) for part in parts]
+
+
+Wording = Symbols | English
+
+
+def _question_of(parts: Sequence[str], wording: Wording) -> tuple[list[str], str] | None:
+    *relations, entity = parts
+    is_known = entity in wording.entities and set(relations) <= set(wording.relations)
+    return (relations[::-1], entity) if relations and is_known else None
 
 
 def _shown(text: str) -> str:
@@ -280,8 +215,8 @@ def _shown(text: str) -> str:
 
 @cache
 def wording(num_entities: int, num_relations: int, *, words: bool) -> Wording:
-    """Returns how a world of this size speaks; English has len(NAMES) entities and len(RELATIONS)
-    relations at most."""
+    """Returns the wording of a world of this size; English has len(NAMES) entities and
+    len(RELATIONS) relations at most."""
     if words:
         return English(NAMES[:num_entities], RELATIONS[:num_relations])
     return Symbols(

@@ -9,14 +9,14 @@ A fact is a keyed hash of (world, entity, relation), so a world is one number an
 The training questions share one world; every held-out and every warm-up question has a world of its
 own, so nothing can be learned by heart.
 
-With words = true the very same world speaks English (`treegraft.tasks.search_words`), and its
+With words = true the very same world is worded in English (`treegraft.tasks.search_words`), and its
 expert has thoughts. With detour_prob and error_prob the expert is imperfect in the training
 questions (`SearchWorld.expert`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -25,10 +25,8 @@ from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.keyed import keyed_choice, keyed_int, keyed_unit
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
-from treegraft.settings.config import SearchWorldSettings
+from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_words import NAMES, RELATIONS, Wording, wording
-
-MAX_HOPS = 5
 
 _LANES: Final = ("train", "eval", "warmup")
 """A world's number modulo 4 is its lane, so worlds of different purposes are never the same."""
@@ -44,11 +42,11 @@ class World:
     num_entities: int
     num_relations: int
     words: bool = False
-    """Whether it speaks English; the facts are the same."""
+    """Whether it is worded in English; the facts are the same."""
 
     @property
     def wording(self) -> Wording:
-        """How it speaks."""
+        """Its words, and how they make up questions and facts."""
         return wording(self.num_entities, self.num_relations, words=self.words)
 
     def look_up(self, entity: str, relation: str) -> str:
@@ -77,7 +75,8 @@ class WorldSearch:
 
     name = "search"
     capability = Capability.STATELESS
-    cacheable = False  # the same words mean different facts in different worlds, and hashing is cheaper than a cache
+    # The same words mean different facts in different worlds, and hashing is cheaper than a cache.
+    cacheable = False
 
     def __init__(self, settings: SearchWorldSettings, default_world: int) -> None:
         self._settings = settings
@@ -103,13 +102,7 @@ class SearchWorld:
     def __init__(
         self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int
     ) -> None:
-        """Raises SettingError for lengths outside 1..5, or for more entities or relations than
-        English has words."""
-        if not settings.hops or not all(1 <= hops <= MAX_HOPS for hops in settings.hops):
-            raise SettingError(
-                f"tasks.search_world.hops is {settings.hops}; expected one or more question"
-                f" lengths, each 1..{MAX_HOPS}"
-            )
+        """Raises SettingError for more entities or relations than English has words."""
         if settings.words:
             _check_words("num_entities", settings.num_entities, len(NAMES))
             _check_words("num_relations", settings.num_relations, len(RELATIONS))
@@ -161,7 +154,14 @@ class SearchWorld:
             if is_fallible and keyed_unit(*key, "detour") < self._settings.detour_prob:
                 searches.insert(0, _useless_search(world, entity, relation, key))
             for search in searches:
-                steps.append(_search_step(world, *search, is_last=hop == len(relations) - 1))
+                is_last = hop == len(relations) - 1
+                steps.append(
+                    StepContent(
+                        thought=world.wording.thought(*search, is_last=is_last),
+                        calls=(ToolCall("search", world.wording.query(*search)),),
+                        observations=(Observation(text=world.fact(*search)),),
+                    )
+                )
                 met += [search[0], world.look_up(*search)]
             entity = world.look_up(entity, relation)
         key = ("expert", world.seed, task.id, seed, len(relations))
@@ -173,12 +173,8 @@ class SearchWorld:
         """Returns the last entity that a search found; None before the first."""
         for step in reversed(steps):
             for observation in reversed(step.observations):
-                found = (
-                    None
-                    if observation.is_error
-                    else self._train_world.wording.read_fact(observation.text)
-                )
-                if found is not None:
+                found = self._train_world.wording.read_fact(observation.text)
+                if found is not None and not observation.is_error:
                     return found
         return None
 
@@ -191,20 +187,10 @@ class SearchWorld:
         Args:
             hops: lengths in equal shares; None takes those of the settings.
         """
-        lengths = tuple(hops or self._settings.hops)
-        return tuple(
-            self._task(
-                "warmup",
-                number,
-                self._world(seed, "warmup", number),
-                lengths[number % len(lengths)],
-                set(),
-            )
-            for number in range(num)
-        )
+        return self._tasks("warmup", num, lambda n: self._world(seed, "warmup", n), hops)
 
     def vocabulary(self) -> Sequence[str]:
-        """Returns every word of questions, results, errors and answers; none where the world speaks
+        """Returns every word of questions, results, errors and answers; none where they are
         English."""
         return self._train_world.wording.vocabulary()
 
@@ -214,30 +200,30 @@ class SearchWorld:
         if not num_repeats:
             return ()
         return (
-            (
-                f"search_world: {num_repeats} of {len(self._train)} training questions occur more"
-                f" than once; a world of {self._settings.num_entities} entities and"
-                f" {self._settings.num_relations} relations has no more"
-            ),
+            f"search_world: {num_repeats} of {len(self._train)} training questions occur more"
+            f" than once; a world of {self._settings.num_entities} entities and"
+            f" {self._settings.num_relations} relations has no more",
         )
 
     @cached_property
     def _train(self) -> tuple[Task, ...]:
-        seen: set[str] = set()
-        hops = self._settings.hops
-        return tuple(
-            self._task("train", number, self._train_world, hops[number % len(hops)], seen)
-            for number in range(self._num_train)
-        )
+        return self._tasks("train", self._num_train, lambda _: self._train_world)
 
     @cached_property
     def _eval(self) -> tuple[Task, ...]:
-        hops = self._settings.hops
+        return self._tasks("eval", self._num_eval, lambda n: self._world(0, "eval", n))
+
+    def _tasks(
+        self,
+        purpose: str,
+        num: int,
+        world_of: Callable[[int], World],
+        hops: Sequence[int] | None = None,
+    ) -> tuple[Task, ...]:
+        lengths = tuple(hops or self._settings.hops)
+        seen: set[tuple[int, str]] = set()
         return tuple(
-            self._task(
-                "eval", number, self._world(0, "eval", number), hops[number % len(hops)], set()
-            )
-            for number in range(self._num_eval)
+            self._task(purpose, n, world_of(n), lengths[n % len(lengths)], seen) for n in range(num)
         )
 
     def _world(self, seed: int, purpose: str, number: int = 0) -> World:
@@ -246,15 +232,18 @@ class SearchWorld:
         lane = _LANES.index(purpose)
         return _world(self._settings, high * 4 + lane)
 
-    def _task(self, purpose: str, number: int, world: World, hops: int, seen: set[str]) -> Task:
-        """Returns a question with distinct entities on its way, and not one of `seen` while there
-        are others."""
+    def _task(
+        self, purpose: str, number: int, world: World, hops: int, seen: set[tuple[int, str]]
+    ) -> Task:
+        """Returns a question with distinct entities on its way, and not one of `seen` (world and
+        question) while there are others."""
         for draw in range(_MAX_DRAWS):
             key = ("question", world.seed, purpose, number, draw)
             path, relations = _draw_path(world, hops, key)
             question = world.wording.question(relations, path[0])
-            if len(set(path)) == len(path) and (question not in seen or draw >= _MAX_REPEATS):
-                seen.add(question)
+            is_new = (world.seed, question) not in seen
+            if len(set(path)) == len(path) and (is_new or draw >= _MAX_REPEATS):
+                seen.add((world.seed, question))
                 return Task(
                     id=f"search_world/{purpose}/{number}",
                     question=question,
@@ -289,15 +278,6 @@ def _check_words(name: str, num: int, limit: int) -> None:
             " tasks.search_world.words = true, which has no more English words. Lower it, or set"
             " words = false"
         )
-
-
-def _search_step(world: World, entity: str, relation: str, *, is_last: bool) -> StepContent:
-    """Returns the search with its result; `is_last`: none has to follow it."""
-    return StepContent(
-        thought=world.wording.thought(entity, relation, is_last=is_last),
-        calls=(ToolCall("search", world.wording.query(entity, relation)),),
-        observations=(Observation(text=world.fact(entity, relation)),),
-    )
 
 
 def _useless_search(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import EnvironmentKind, Tool
-from treegraft.core.plugins import load_object
-from treegraft.settings.config import BUILT_IN, PythonToolSettings, ToolsSettings
-from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings
+from treegraft.core.plugins import pick
+from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import ClassEnvironments
 from treegraft.tools.function import FunctionTool
 
@@ -18,64 +17,46 @@ if TYPE_CHECKING:
 
 
 def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
-    """Returns the tasks' own tools, then those that `settings.use` names, in its order.
+    """Returns the tasks' own tools, then those of `settings.use` in its order, then those of MCP
+    servers.
 
     Raises `SettingError` for an unknown name, an import path that leads to no tool, and two tools
-    of one name; what a tool raises on its settings (`DataError` for a search corpus) passes
-    through.
+    of one name; errors of a tool's own settings (`DataError` for a search corpus) pass through.
     """
     tools = list(own)
     own_names = {tool.name for tool in own}
-    seen = set(own_names)
+    names = set(own_names)
     for entry in settings.use:
-        tool = _build(entry, settings)
-        if tool.name in seen:
-            reason = (
-                "the tasks bring a tool of that name"
-                if tool.name in own_names
-                else "it is there already"
-            )
+        found = pick(entry, TOOLS, "tools.use")
+        tool = found(settings) if entry in TOOLS else _as_tool(found, entry)
+        if tool.name in tools:
+            is_own = tool.name in own_names
+            reason = "the tasks bring a tool of that name" if is_own else "it is there already"
             raise SettingError(
                 f"tools.use: '{entry}' gives a tool named '{tool.name}', but {reason}."
             )
-        seen.add(tool.name)
         tools.append(tool)
+        names.add(tool.name)
     if settings.mcp:
         from treegraft.tools.mcp import open_servers
 
-        found = open_servers(settings.mcp)
-        twice = [tool for tool in found if tool.name in seen]
-        if twice:
-            for served in found:
-                served.stop()
-            raise SettingError(
-                f"tools.mcp: '{twice[0].own_name}' is named '{twice[0].name}' here, but there is a"
-                " tool of that name."
-            )
-        tools += found
+        tools += open_servers(settings.mcp, taken=names)
     return tools
 
 
 def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
-    """Returns what makes the environments of a recipe, None where it has none; nothing has been
-    started.
+    """Returns the kind of a recipe's environments, None without one; no environment is started.
 
     Raises:
         SettingError: an import path that leads to no environment, or a server or package that
-            cannot be had.
+            is missing.
     """
     if not settings.kind:
         return None
-    # Imported here: each needs a package of its own.
-    if settings.kind == "openenv":
-        from treegraft.tools.environments.openenv import OpenEnvEnvironments
-
-        return OpenEnvEnvironments(settings)
-    if settings.kind == "verifiers":
-        from treegraft.tools.environments.verifiers import VerifiersEnvironments
-
-        return VerifiersEnvironments(settings)
-    found = load_object(settings.kind)
+    found = pick(settings.kind, ENVIRONMENTS, "environment.kind")
+    if settings.kind in ENVIRONMENTS:
+        kind: EnvironmentKind = found(settings)
+        return kind
     if not isinstance(found, type):
         raise SettingError(
             f"environment.kind: '{settings.kind}' is a {type(found).__name__}; expected a class."
@@ -83,45 +64,52 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     return ClassEnvironments(found, settings.kind, settings)
 
 
-def _build(entry: str, settings: ToolsSettings) -> Tool:
-    # Imported here: each brings a heavy package that most runs do without.
-    if entry == "python":
-        return _build_python(settings.python)
-    if entry == "search":
-        from treegraft.tools.search.tool import SearchTool
+def _openenv(settings: EnvironmentSettings) -> EnvironmentKind:
+    from treegraft.tools.environments.openenv import OpenEnvEnvironments
 
-        return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
-    if entry == "browse":
-        from treegraft.tools.browse.tool import BrowseTool
-
-        return BrowseTool(settings.browse)
-    if ":" in entry:
-        return _as_tool(load_object(entry), entry)
-    known = BUILT_IN["tools.use"]
-    raise SettingError(
-        f"tools.use: there is no tool '{entry}'; known are {', '.join(known)} and import paths "
-        f"'package.module:function'.{nearest(entry, known)}"
-    )
+    return OpenEnvEnvironments(settings)
 
 
-def _build_python(settings: PythonToolSettings) -> Tool:
-    if settings.backend == "monty":
-        from treegraft.tools.python.monty import PythonTool
+def _verifiers(settings: EnvironmentSettings) -> EnvironmentKind:
+    from treegraft.tools.environments.verifiers import VerifiersEnvironments
 
-        return PythonTool(
-            max_duration_s=settings.max_duration_s,
-            max_memory_mb=settings.max_memory_mb or 64,
-            num_workers=settings.num_workers,
-        )
-    from treegraft.tools.python.sandbox import SandboxedPythonTool
+    return VerifiersEnvironments(settings)
 
-    return SandboxedPythonTool(
-        max_duration_s=settings.max_duration_s,
-        max_memory_mb=settings.max_memory_mb or 512,
-        max_files_mb=settings.max_files_mb,
-        max_threads=settings.max_threads,
-        num_workers=settings.num_workers,
-    )
+
+# Imported inside: each of these brings a package that most runs do without.
+ENVIRONMENTS: Mapping[str, Callable[[EnvironmentSettings], EnvironmentKind]] = {
+    "openenv": _openenv,
+    "verifiers": _verifiers,
+}
+
+
+def _search(settings: ToolsSettings) -> Tool:
+    from treegraft.tools.search.tool import SearchTool
+
+    return SearchTool(open_search(settings.search), top_k=settings.search.top_k)
+
+
+def _browse(settings: ToolsSettings) -> Tool:
+    from treegraft.tools.browse.tool import BrowseTool
+
+    return BrowseTool(settings.browse)
+
+
+def _python(settings: ToolsSettings) -> Tool:
+    if settings.python.backend == "monty":
+        from treegraft.tools.python.monty_tool import MontyTool
+
+        return MontyTool(settings.python)
+    from treegraft.tools.python.bwrap_tool import BwrapTool
+
+    return BwrapTool(settings.python)
+
+
+TOOLS: Mapping[str, Callable[[ToolsSettings], Tool]] = {
+    "python": _python,
+    "search": _search,
+    "browse": _browse,
+}
 
 
 def open_search(settings: SearchToolSettings) -> SearchBackend:

@@ -1,7 +1,6 @@
-"""Results of tool calls in one SQLite file, which outlive the run and can stand in for the tools
-(replay).
+"""Results of tool calls in one SQLite file, for later runs and for replays without the tools.
 
-An error is never stored. Several processes may share a file.
+Errors are never stored. Several processes may share a file.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ import threading
 from pathlib import Path
 
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Tool
 
 _WAIT_S = 10.0
 """Longest wait for another process that writes."""
 
 
 class ResultCache:
-    """Texts of successful calls by tool, by what the tool's results depend on, and by body."""
+    """Texts of successful calls by tool, by the tool's fingerprint, and by body."""
 
     def __init__(self, path: str, *, must_exist: bool = False) -> None:
-        """Opens the file, made where it is missing.
+        """Opens the file; creates a missing one.
 
-        Raises `DataError` for a file that cannot be opened or is no cache, and one that is missing
+        Raises `DataError` for a file that cannot be opened or is no cache, and for a missing one
         with `must_exist`.
         """
         self.path = os.path.expanduser(os.path.expandvars(path))
@@ -42,7 +40,7 @@ class ResultCache:
                 self.path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None
             )
             self._database.execute("PRAGMA journal_mode = WAL")
-            # What a crash of the machine may take is asked for again.
+            # Results that a crash of the machine loses are computed again.
             self._database.execute("PRAGMA synchronous = OFF")
             self._database.execute(
                 "CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, tool TEXT, body TEXT,"
@@ -58,19 +56,19 @@ class ResultCache:
         with self._lock:
             return int(self._database.execute("SELECT COUNT(*) FROM results").fetchone()[0])
 
-    def get(self, tool: Tool, body: str) -> str | None:
-        """Returns the text of a call, None where it is not there. Raises `sqlite3.Error` for a
+    def get(self, tool: str, fingerprint: str, body: str) -> str | None:
+        """Returns the text of a call, None where it is missing. Raises `sqlite3.Error` for a
         damaged file."""
         with self._lock:
             row = self._database.execute(
-                "SELECT text FROM results WHERE key = ?", (_key(tool, body),)
+                "SELECT text FROM results WHERE key = ?", (_key(tool, fingerprint, body),)
             ).fetchone()
-        return None if row is None else _decoded(row[0])
+        return None if row is None else str(json.loads(row[0]))
 
-    def put(self, tool: Tool, body: str, text: str) -> None:
+    def put(self, tool: str, fingerprint: str, body: str, text: str) -> None:
         """Stores the text of a successful call. Raises `sqlite3.Error` for a full disk or a damaged
         file."""
-        row = (_key(tool, body), tool.name, json.dumps(body), json.dumps(text))
+        row = (_key(tool, fingerprint, body), tool, json.dumps(body), json.dumps(text))
         with self._lock:
             self._database.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)", row)
 
@@ -80,12 +78,6 @@ class ResultCache:
             self._database.close()
 
 
-def _key(tool: Tool, body: str) -> bytes:
+def _key(*parts: str) -> bytes:
     # JSON: lone surrogates have no UTF-8, and lists keep the parts apart.
-    parts = json.dumps([tool.name, getattr(tool, "fingerprint", ""), body])
-    return hashlib.sha256(parts.encode("ascii")).digest()
-
-
-def _decoded(text: str) -> str:
-    decoded: str = json.loads(text)
-    return decoded
+    return hashlib.sha256(json.dumps(parts).encode("ascii")).digest()

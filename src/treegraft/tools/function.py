@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -34,11 +34,13 @@ class FunctionTool:
     """
 
     def __init__(self, func: Callable[..., Any], *, is_method: bool = False) -> None:
-        """Args:
-        is_method: `func` stands in a class; `bound_to` gives it an object.
+        """Reads name, description, parameters and attributes of `func`.
 
-        Raises `SettingError` for a function without a docstring or annotations, or with a name that
-        makes no tag.
+        Args:
+            is_method: `func` is a method, which `bound_to` gives an object.
+
+        Raises:
+            SettingError: no docstring, missing annotations, or a name that makes no tag.
         """
         self.name = getattr(func, "__name__", "")
         if not re.fullmatch(r"[a-z][a-z_]*", self.name):
@@ -50,28 +52,43 @@ class FunctionTool:
             raise SettingError(
                 f"tool '{self.name}' has no docstring; its first paragraph tells the agent its use."
             )
-        self.capability = _capability(func, self.name)
+        capability = getattr(func, "capability", Capability.STATELESS)
+        try:
+            self.capability = Capability(capability)
+        except ValueError:
+            kinds = ", ".join(f"'{kind}'" for kind in Capability)
+            raise SettingError(
+                f"tool '{self.name}': capability is {capability!r}, expected one of {kinds}."
+            ) from None
         self.cacheable = bool(getattr(func, "cacheable", False))
         self.is_remote = bool(getattr(func, "is_remote", False))
         self.fingerprint = str(getattr(func, "fingerprint", ""))
         self._func = func
         self._run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]] = run_in_thread
-        self._signature = _without_self(func) if is_method else inspect.signature(func)
+        self._signature = inspect.signature(func)
+        if is_method:
+            parameters = list(self._signature.parameters.values())
+            self._signature = self._signature.replace(parameters=parameters[1:])
         annotations = _annotations(func, self._signature, self.name)
         self._task_params = [name for name, annotation in annotations.items() if annotation is Task]
-        self._takes_raw_body = [a for a in annotations.values() if a is not Task] == [str]
-        self._params = {
-            n: _adapter(a, n, self.name) for n, a in annotations.items() if a is not Task
-        }
-        self.signature = Signature(
-            self._schema(), next(iter(self._params)) if self._takes_raw_body else None
-        )
+        self._params: dict[str, TypeAdapter[Any]] = {}
+        for name, annotation in annotations.items():
+            try:
+                if annotation is not Task:
+                    self._params[name] = TypeAdapter(annotation)
+            except PydanticUserError as error:
+                raise SettingError(
+                    f"tool '{self.name}': parameter '{name}' is annotated {annotation}, which"
+                    " cannot be read from JSON."
+                ) from error
+        is_text = [annotations[name] for name in self._params] == [str]
+        self.signature = Signature(self._schema(), next(iter(self._params)) if is_text else None)
 
     async def __call__(self, body: str, task: Task) -> str:
-        """Returns what the function returned (the toolbox turns other types into text).
+        """Returns the function's result (the toolbox turns other types into text).
 
-        Raises `ToolError` for a body that does not fit the parameters, and whatever the function
-        raises.
+        Raises `ToolError` for a body that does not fit the parameters, and any exception of the
+        function.
         """
         bound = self._signature.bind_partial()
         bound.arguments.update(dict.fromkeys(self._task_params, task))
@@ -108,8 +125,8 @@ class FunctionTool:
     def _arguments(self, body: str) -> dict[str, Any]:
         if not self._params:
             return {}
-        if self._takes_raw_body:
-            return {next(iter(self._params)): body}
+        if self.signature.text_parameter is not None:
+            return {self.signature.text_parameter: body}
         try:
             fields = json.loads(body)
         except (ValueError, RecursionError) as error:
@@ -124,9 +141,6 @@ class FunctionTool:
             raise ToolError(
                 f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}"
             )
-        return self._checked(fields)
-
-    def _checked(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         unknown = [name for name in fields if name not in self._params]
         if unknown:
             raise ToolError(
@@ -145,7 +159,7 @@ class FunctionTool:
         return arguments
 
     def _schema(self) -> dict[str, Any]:
-        """The JSON schema of the arguments, with what the docstring says of each."""
+        """The JSON schema of the arguments, described as in the docstring."""
         inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
             (n, "validation", a) for n, a in self._params.items()
         ]
@@ -168,13 +182,8 @@ class FunctionTool:
         return "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
 
 
-def _without_self(func: Callable[..., Any]) -> inspect.Signature:
-    signature = inspect.signature(func)
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
 def _told_of(docstring: str, names: Iterable[str]) -> dict[str, str]:
-    """What the lines "name: text" of a docstring say of the parameters, further lines of a text
+    """The parameters' descriptions: the texts after "name:" in a docstring, further lines
     included."""
     told: dict[str, str] = {}
     for name in names:
@@ -186,17 +195,6 @@ def _told_of(docstring: str, names: Iterable[str]) -> dict[str, str]:
         if found:
             told[name] = " ".join(found[2].split())
     return told
-
-
-def _capability(func: Callable[..., Any], name: str) -> Capability:
-    value = getattr(func, "capability", Capability.STATELESS)
-    try:
-        return Capability(value)
-    except ValueError:
-        kinds = ", ".join(f"'{kind}'" for kind in Capability)
-        raise SettingError(
-            f"tool '{name}': capability is {value!r}, expected one of {kinds}."
-        ) from None
 
 
 def _annotations(
@@ -221,13 +219,3 @@ def _annotations(
             )
         annotations[parameter.name] = hints[parameter.name]
     return annotations
-
-
-def _adapter(annotation: Any, parameter: str, name: str) -> TypeAdapter[Any]:
-    try:
-        return TypeAdapter(annotation)
-    except PydanticUserError as error:
-        raise SettingError(
-            f"tool '{name}': parameter '{parameter}' is annotated {annotation}, which cannot be"
-            " read from JSON."
-        ) from error

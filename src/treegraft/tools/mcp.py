@@ -1,8 +1,8 @@
 """Model Context Protocol servers as sets of tools, through the official SDK (the extra "mcp").
 
-Each server has a thread with an event loop of its own, in which the one connection to it lives from
-the start of a run to its end: whoever calls a tool may live in another loop. A connection that ends
-by itself is opened again, a limited number of times.
+Each server has a thread with an event loop of its own, which holds the one connection to it from
+the start of a run to its end; calls may come from other loops. A connection that ends by itself is
+opened again, a limited number of times.
 """
 
 from __future__ import annotations
@@ -13,76 +13,59 @@ import concurrent.futures
 import json
 import logging
 import os
-import re
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.interfaces import Capability
 from treegraft.core.types import Task
-from treegraft.settings.config import McpSettings
+from treegraft.settings.tools import McpSettings
+from treegraft.tools.json_tools import arguments_from, signature_from, tag_of
 
 CLOSE_S = 10.0
 """Longest wait for a server to end, in seconds; the SDK kills one that has not ended after a
 few."""
 BACKOFF_S = 0.2
 """Wait before the first restart, in seconds; it doubles each time."""
-_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 _log = logging.getLogger(__name__)
 
 
 class McpTool:
     """One tool of a server."""
 
-    def __init__(
-        self, server: McpServer, described: Any, *, capability: Capability, cacheable: bool
-    ) -> None:
-        """Args:
-        described: the SDK's description of the tool.
-        """
+    def __init__(self, server: McpServer, described: Any) -> None:
+        """Takes name, description and arguments from `described`, the SDK's record of the tool."""
         self.own_name = str(described.name)
-        """What the server calls it."""
+        """The server's name of it."""
         self.name = tag_of(self.own_name)
         self.description = " ".join(
             (described.description or described.title or f"The tool {self.own_name}.").split()
         )
-        self.capability = capability
-        self.cacheable = cacheable
+        chosen, hints = server.settings.capability, described.annotations
+        only_reads = chosen == "auto" and hints is not None and hints.read_only_hint
+        self.capability = (
+            Capability.STATELESS if only_reads or chosen == "stateless" else Capability.NONE
+        )
+        self.cacheable = server.settings.cacheable
         self.signature = signature_from(described.input_schema)
         self._server = server
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns the texts of the result.
 
-        Raises `ToolError` for arguments that are no JSON object, for what the server calls an
-        error, and where the server ended during the call; `ToolUnavailable` where there is no
-        server any more.
+        Raises `ToolError` for arguments that are no JSON object, for an error of the server's, and
+        where the server ended during the call; `ToolUnavailable` where the server has ended for
+        good.
         """
-        text_parameter = self.signature.text_parameter
-        if text_parameter is not None:
-            return await self._server.call(self.own_name, {text_parameter: body})
-        try:
-            arguments = json.loads(body) if body.strip() else {}
-        except (ValueError, RecursionError) as error:
-            raise ToolError(
-                f"{self.name} needs a JSON object of its arguments; this is not JSON: {error}"
-            ) from None
-        if not isinstance(arguments, dict):
-            raise ToolError(
-                f"{self.name} needs a JSON object of its arguments; got {type(arguments).__name__}"
-            )
+        arguments = arguments_from(body, self.signature, self.name)
         return await self._server.call(self.own_name, arguments)
 
     async def close(self) -> None:
         """Ends the server, for all its tools."""
-        await asyncio.to_thread(self.stop)
-
-    def stop(self) -> None:
-        """The same, for callers without an event loop."""
-        self._server.close()
+        await asyncio.to_thread(self._server.close)
 
 
 class McpServer:
@@ -98,8 +81,7 @@ class McpServer:
             import mcp  # noqa: F401
         except ImportError as error:
             raise SettingError(
-                "tools.mcp: the package 'mcp' is not installed, which speaks to servers; run: pip"
-                " install 'treegraft[mcp]'"
+                "tools.mcp: the package 'mcp' is not installed; run: pip install 'treegraft[mcp]'"
             ) from error
         self.settings = settings
         self._env = {name: _variable(name, settings) for name in settings.env}
@@ -109,7 +91,8 @@ class McpServer:
         self._num_restarts = 0
         self._client: Any = None
         self._error = ""
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long as this
+        # Open as long as the connection.
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._loop = asyncio.new_event_loop()
         self._listed: concurrent.futures.Future[Sequence[Any]] = concurrent.futures.Future()
         self._changed, self._connected = asyncio.Event(), asyncio.Event()
@@ -134,24 +117,13 @@ class McpServer:
             raise SettingError(
                 f"{self._place}: it could not be started or reached: {error}{words}"
             ) from error
-        self.tools = [
-            McpTool(self, one, capability=self._capability(one), cacheable=settings.cacheable)
-            for one in described
-        ]
-        """What it offers, in its order."""
+        self.tools = [McpTool(self, one) for one in described]
+        """Its tools, in its order."""
 
     @property
     def _place(self) -> str:
         where = " ".join(self.settings.command) or self.settings.url
         return f"tools.mcp: server '{self.settings.name}' ({where})"
-
-    def _capability(self, described: Any) -> Capability:
-        if self.settings.capability != "auto":
-            return Capability(self.settings.capability)
-        hints = described.annotations
-        return (
-            Capability.STATELESS if hints is not None and hints.read_only_hint else Capability.NONE
-        )
 
     # Calls, from any event loop
 
@@ -179,11 +151,11 @@ class McpServer:
             if error.code != CONNECTION_CLOSED:
                 raise ToolError(error.message or "the call failed") from None
             self._lose(client, error.message)
-        except ValueError as error:  # a result in no known shape
+        except ValueError as error:  # a result of unknown form
             raise ToolError(
                 f"the server answered in an unknown shape: {str(error).splitlines()[0]}"
             ) from None
-        except Exception as error:  # whatever the transport raises when its other end is gone
+        except Exception as error:  # any error of the transport once the other end is gone
             self._lose(client, f"{type(error).__name__}: {error}")
         else:
             text = _text_of(result)
@@ -205,10 +177,8 @@ class McpServer:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._supervise())
-        except (
-            Exception,
-            asyncio.CancelledError,
-        ) as error:  # reported to who waits for the list, else to later calls
+        except (Exception, asyncio.CancelledError) as error:
+            # Reported to the constructor if it still waits for the list, else to later calls.
             self._error = f"{type(error).__name__}: {error}"
         finally:
             if not self._listed.done():
@@ -225,8 +195,11 @@ class McpServer:
             self._changed.clear()
             try:
                 await self._connect()
-            except Exception as error:  # a command that is not there, a port without a server, a handshake that fails
-                self._error = _innermost(error)
+            except Exception as error:  # no such command, no server at the port, a failed handshake
+                cause: BaseException = error
+                while isinstance(cause, BaseExceptionGroup) and cause.exceptions:
+                    cause = cause.exceptions[0]  # the SDK's tasks wrap it in groups
+                self._error = f"{type(cause).__name__}: {cause}"
                 if not self._listed.done():
                     raise
             if self._is_closing:
@@ -247,7 +220,7 @@ class McpServer:
                 self._num_restarts,
             )
             await asyncio.sleep(BACKOFF_S * 2 ** (self._num_restarts - 1))
-        # Whoever waits for a connection learns that there is none.
+        # Calls that wait for a connection fail now.
         self._client = None
         self._connected.set()
         while not self._is_closing:
@@ -261,11 +234,20 @@ class McpServer:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(Client(await self._transport(stack)))
             if not self._listed.done():
-                self._listed.set_result(await _list_tools(client))
+                self._listed.set_result(await self._list(client))
             self._client = client
             self._connected.set()
             await self._changed.wait()
             self._client = None
+
+    async def _list(self, client: Any) -> list[Any]:
+        """Returns the descriptions of all tools, page by page."""
+        page = await client.list_tools()
+        found = list(page.tools)
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            found += page.tools
+        return found
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         from mcp import StdioServerParameters, stdio_client
@@ -275,7 +257,7 @@ class McpServer:
             import httpx2
 
             headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-            # A tool may take long; its deadline is the tool box's.
+            # No read timeout: the toolbox has the deadline of a call.
             timeout = httpx2.Timeout(self.settings.start_timeout_s, read=None)
             http = await stack.enter_async_context(
                 httpx2.AsyncClient(headers=headers, timeout=timeout)
@@ -287,14 +269,13 @@ class McpServer:
         )
 
     def _last_words(self) -> str:
-        """What a command wrote last to its standard error, for a message; empty where nothing is
-        left of it."""
+        """The last line of a command's standard error, for a message; empty without one."""
         try:
             self._errors.seek(0)
             lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
         except (ValueError, OSError):
             return ""
-        return f" (its last words: {lines[-1][:300]})" if lines else ""
+        return f" (its last line on stderr: {lines[-1][:300]})" if lines else ""
 
     def close(self) -> None:
         """Ends the connection, and the process behind it. May be called again."""
@@ -310,40 +291,45 @@ class McpServer:
 
     def _wake(self) -> None:
         if self._client is None and self._supervisor is not None:
-            # It may be waiting for a server that never says a word.
+            # It may be waiting for a server that never answers.
             self._supervisor.cancel()
         self._changed.set()
         self._connected.set()
 
 
-def open_servers(settings: Sequence[McpSettings]) -> list[McpTool]:
+def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list[McpTool]:
     """Returns the tools of all servers, started.
 
     Raises:
-        SettingError: a server that does not start, or two tools of one name; the others are ended
-            again.
+        SettingError: a server that does not start, or two tools of one name, `taken` names
+            included; the servers are ended again.
     """
     servers: list[McpServer] = []
     tools: dict[str, McpTool] = {}
     try:
         for one in settings:
             servers.append(McpServer(one))
-            for tool in servers[-1].tools:
+            offered = {tool.own_name: tool for tool in servers[-1].tools}
+            if unknown := sorted(set(one.tools) - set(offered)):
+                raise SettingError(
+                    f"tools.mcp: server '{one.name}' has no tool {unknown}; it offers"
+                    f" {', '.join(offered) or 'none'}."
+                )
+            for own_name, tool in offered.items():
+                if one.tools and own_name not in one.tools:
+                    continue
                 if tool.name in tools:
                     raise SettingError(
-                        f"tools.mcp: '{tool.own_name}' of server '{one.name}' and"
+                        f"tools.mcp: '{own_name}' of server '{one.name}' and"
                         f" '{tools[tool.name].own_name}' are both named '{tool.name}' here; leave"
                         " one of them out with `tools`."
                     )
-                if not one.tools or tool.own_name in one.tools:
-                    tools[tool.name] = tool
-            unknown = set(one.tools) - {tool.own_name for tool in servers[-1].tools}
-            if unknown:
-                offered = ", ".join(tool.own_name for tool in servers[-1].tools)
-                raise SettingError(
-                    f"tools.mcp: server '{one.name}' has no tool {sorted(unknown)}; it offers"
-                    f" {offered or 'none'}."
-                )
+                if tool.name in taken:
+                    raise SettingError(
+                        f"tools.mcp: '{own_name}' is named '{tool.name}' here, but there is a tool"
+                        " of that name."
+                    )
+                tools[tool.name] = tool
     except BaseException:
         for server in servers:
             server.close()
@@ -351,40 +337,8 @@ def open_servers(settings: Sequence[McpSettings]) -> list[McpTool]:
     return list(tools.values())
 
 
-async def _list_tools(client: Any) -> list[Any]:
-    found: list[Any] = []
-    cursor: str | None = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
-        found += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            return found
-
-
-def tag_of(name: str) -> str:
-    """Returns a server's name of a tool in lower-case letters and underscores, as a tag needs it:
-    readFile2 gives read_file_two."""
-    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
-    spelled = re.sub(r"[0-9]", lambda digit: f"_{_DIGITS[int(digit[0])]}_", parted)
-    return re.sub(r"[^a-z]+", "_", spelled.lower()).strip("_") or "tool"
-
-
-def signature_from(schema: Mapping[str, Any]) -> Signature:
-    """Returns the signature of a tool with this JSON schema; a single text is a call's whole
-    body."""
-    properties = schema.get("properties") or {}
-    single = next(iter(properties), None) if len(properties) == 1 else None
-    is_text = (
-        single is not None
-        and isinstance(properties[single], Mapping)
-        and properties[single].get("type") == "string"
-    )
-    return Signature(dict(schema), single if is_text else None)
-
-
 def _text_of(result: Any) -> str:
-    """The texts of a result; what is no text is named."""
+    """The texts of a result; other contents by type and address."""
     parts: list[str] = []
     for block in result.content:
         resource = getattr(block, "resource", None)
@@ -411,10 +365,3 @@ def _variable(name: str, settings: McpSettings) -> str:
             " is not set."
         )
     return value
-
-
-def _innermost(error: BaseException) -> str:
-    """What went wrong below the groups that the SDK's tasks wrap it in."""
-    while isinstance(error, BaseExceptionGroup) and error.exceptions:
-        error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"

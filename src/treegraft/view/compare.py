@@ -1,4 +1,4 @@
-"""Runs side by side: held-out accuracy as they went on, and what it cost."""
+"""Runs side by side: held-out accuracy by update, and its cost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Lists and searches: which trees match, newest first, a part at a time so that no answer takes
-long."""
+"""Lists and searches of trees, newest first, in parts, so that no answer takes long."""
 
 from __future__ import annotations
 
@@ -10,35 +9,36 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from treegraft.core.types import GraftCause, Tree
+from treegraft.runs.record import parse_tree
+from treegraft.view.pages import summarise, texts
 from treegraft.view.runs import Run, TreeFile
-from treegraft.view.shapes import summarise, texts
 
 MAX_FOUND = 100
-"""Trees of one answer; a further one is asked for with its cursor."""
+"""Trees of one answer; its cursor asks for the next."""
 BUDGET_S = 1.0
-"""Longest work on one answer."""
+"""Seconds after which an answer is cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """Which trees are wanted; a leaf must meet all conditions on leaves at once. None and "" ask
-    for nothing."""
+    """Conditions on trees; one leaf must meet all conditions on leaves. None and "" set none."""
 
     text: str = ""
-    """Occurs, in whatever case, in a question, thought, call, result, answer or error."""
+    """Occurs, in upper or lower case, in a question, thought, call, result, answer or error."""
     status: str = ""
-    """Some leaf ended so."""
+    """How a leaf ended."""
     min_reward: float | None = None
     max_reward: float | None = None
     min_tokens: int | None = None
-    """Length of a leaf's path."""
+    """Length of a leaf's path in tokens."""
     max_tokens: int | None = None
     has_error: bool | None = None
     """A tool call of the agent failed."""
     has_graft: bool | None = None
     has_branch: bool | None = None
     is_mixed: bool | None = None
-    """The leaves' rewards differ, so that there is something to learn."""
+    """The rewards of the leaves differ, so the tree gives a gradient."""
 
     def of_leaf(self, leaf: dict[str, Any]) -> bool:
         """Returns whether a leaf meets the conditions on leaves."""
@@ -68,7 +68,7 @@ class Filter:
 
 
 def _needle(text: str) -> Callable[[bytes], bool]:
-    """Returns a test on the raw line that never misses what `_says` would find."""
+    """Returns a test on the raw line that is true at least where `_snippet` finds the text."""
     wanted = text.lower()
     # Lines hold characters as they are, or escaped where one line has a lone surrogate; letters
     # beyond ASCII change their case in ways that bytes do not follow. Those lines are parsed.
@@ -78,8 +78,8 @@ def _needle(text: str) -> Callable[[bytes], bool]:
     return lambda line: escaped in line.lower()
 
 
-def _says(tree: dict[str, Any], text: str) -> str | None:
-    """Returns the place where a text occurs, with what stands around it; None where it does not."""
+def _snippet(tree: Tree, text: str) -> str | None:
+    """Returns a text where it occurs with its surroundings; None where it does not occur."""
     wanted = text.lower()
     for said in texts(tree):
         place = said.lower().find(wanted)
@@ -92,15 +92,17 @@ def _says(tree: dict[str, Any], text: str) -> str | None:
 def _candidates(
     run: Run, wanted: Filter, file: TreeFile, first: int
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """Gives each tree of a file with its summary, None for one that does not match."""
+    """Yields the number of each tree of a file with its summary, None where it does not match."""
     if not wanted.text:
         for group in run.groups(file.name)[first:]:
             yield int(group["n"]), group
         return
     may_match = _needle(wanted.text)
     for number, line in run.raw_lines(file.name, first):
-        tree = json.loads(line) if may_match(line) else None
-        snippet = None if tree is None else _says(tree, wanted.text)
+        tree = None
+        if may_match(line):
+            tree = parse_tree(line, f"'{file.name}', line {number + 1}")
+        snippet = None if tree is None else _snippet(tree, wanted.text)
         found = (
             None
             if tree is None or snippet is None
@@ -112,17 +114,17 @@ def _candidates(
 def find(
     run: Run, wanted: Filter, *, file: str = "", cursor: str = "", kinds: str = "update"
 ) -> dict[str, Any]:
-    """Returns the trees that match, and where to go on.
+    """Returns the trees that match, and the cursor of the next part.
 
     Args:
-        file: look into this file only, in its order; else newest first.
+        file: searches this file alone, in its order; empty for all, newest first.
         cursor: "FILE:NUMBER" of an earlier answer.
         kinds: "update", "eval" or "all" files.
 
     Returns:
         groups: summaries with `matches`, the leaves that match.
-        cursor: None when everything was seen.
-        num_seen, num_files: how far it came.
+        cursor: None at the end.
+        num_seen, num_files: files searched so far, and all of them.
     """
     files = [
         one
@@ -165,8 +167,8 @@ def task_history(run: Run, task_id: str) -> list[dict[str, Any]]:
 
 
 def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any]:
-    """Returns where a trace of the buffer was grafted: file, tree, steps and the leaves below,
-    newest first; a part at a time."""
+    """Returns the grafts of a trace of the buffer: file, tree, step and the leaves below, newest
+    first, in parts."""
     needle = json.dumps(content_hash).encode()
     files = run.files()[::-1]
     names = [one.name for one in files]
@@ -177,28 +179,30 @@ def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any
             return {"grafts": found, "cursor": files[index].name}
         for number, line in run.raw_lines(files[index].name):
             if needle in line:
-                found += _places(json.loads(line), content_hash, files[index].name, number)
+                found += _places(
+                    parse_tree(line, f"'{files[index].name}', line {number + 1}"),
+                    content_hash,
+                    files[index].name,
+                    number,
+                )
     return {"grafts": found, "cursor": None}
 
 
-def _places(
-    tree: dict[str, Any], content_hash: str, file: str, number: int
-) -> Iterator[dict[str, Any]]:
-    for step in tree["steps"]:
-        cause = step["cause"]
-        if cause is None or cause["kind"] != "graft" or cause.get("content_hash") != content_hash:
+def _places(tree: Tree, content_hash: str, file: str, number: int) -> Iterator[dict[str, Any]]:
+    for step in tree.steps:
+        if not isinstance(step.cause, GraftCause) or step.cause.content_hash != content_hash:
             continue
         below = [
-            (n, leaf)
-            for n, leaf in enumerate(tree["leaves"])
-            if f"{leaf['step_id']}.".startswith(f"{step['id']}.")
+            (n, leaf.reward)
+            for n, leaf in enumerate(tree.leaves)
+            if f"{leaf.step_id}.".startswith(f"{step.id}.")
         ]
         yield {
             "file": file,
             "n": number,
-            "step": step["id"],
-            "question": tree["task"]["question"],
-            "similarity": cause["similarity"],
+            "step": step.id,
+            "question": tree.task.question,
+            "similarity": step.cause.similarity,
             "leaves": [n for n, _ in below],
-            "rewards": [leaf["reward"] for _, leaf in below],
+            "rewards": [reward for _, reward in below],
         }

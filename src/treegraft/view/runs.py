@@ -1,9 +1,8 @@
-"""Run folders as the viewer reads them: metrics as they grow, and an index of where in its files
-each tree begins.
+"""Run folders as the viewer reads them: metrics as they grow, and trees one at a time.
 
 Nothing is parsed before it is asked for. Opening a run lists its files; a page of one update reads
 that update's file; a search through all updates looks at the bytes of a line before it parses it.
-What is kept in memory is the place of each line and the summaries of the last few files.
+The places of trees and the summaries of the last few files stay in memory.
 """
 
 from __future__ import annotations
@@ -13,27 +12,25 @@ import math
 import re
 import threading
 import time
-from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from treegraft.core.errors import DataError
-from treegraft.runs.record import RunFolder
-from treegraft.view.shapes import ids_above, summarise
-from treegraft.view.stepindex import StepIndex, parse_indexed, read_steps
+from treegraft.core.types import Trajectory, Tree
+from treegraft.runs.record import RunFolder, TreePlace, parse_tree, read_places, read_trajectory
+from treegraft.view.pages import summarise
 
+T = TypeVar("T")
 FILE_NAME = re.compile(r"(update|eval)-(\d{6,})(?:-([a-z]+))?")
 """The stem of a file of trees; nothing else is served."""
-_HEAD = re.compile(rb'\{"group_id":("(?:[^"\\]|\\.)*")')
 _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
 _KEPT_FILES = 24
-"""Files whose summaries stay in memory."""
-_KEPT_TREES = 16
-"""Trees of which the places of their steps stay in memory."""
+"""Files whose places and summaries stay in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +46,6 @@ class TreeFile:
     mtime_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Lines:
-    stamp: tuple[int, int]
-    starts: array[int]
-    """Where each line begins, and the end of the file."""
-    tasks: tuple[str, ...]
-    """Task id of each line."""
-
-
 class Run:
     """One run folder, finished or being written. Every method may be called from any thread."""
 
@@ -69,9 +57,8 @@ class Run:
         self._lock = threading.Lock()
         self._metrics: list[dict[str, Any]] = []
         self._read_to, self._era = 0, 0
-        self._lines: dict[str, _Lines] = {}
+        self._places: OrderedDict[tuple[str, int, int], list[TreePlace]] = OrderedDict()
         self._summaries: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
-        self._steps: OrderedDict[tuple[str, int, int, int], StepIndex] = OrderedDict()
 
     def config(self) -> dict[str, Any]:
         """Returns the resolved settings. Raises DataError: config.json is damaged."""
@@ -91,8 +78,8 @@ class Run:
     def metrics(self) -> tuple[int, list[dict[str, Any]]]:
         """Returns the era and all whole lines of metrics.jsonl so far.
 
-        The era grows when the file was cut or replaced (a resume), so that what was read before no
-        longer holds.
+        The era grows when the file was cut or replaced (a resume), so that earlier lines no longer
+        hold.
         """
         path = self.folder.metrics_path
         with self._lock:
@@ -112,7 +99,7 @@ class Run:
             return self._era, list(self._metrics)
 
     def state(self) -> dict[str, Any]:
-        """Returns what changes when the run has written: cheap, for asking again and again."""
+        """Returns the numbers that change when the run has written; cheap enough to be polled."""
         metrics = self.folder.metrics_path
         stat = metrics.stat() if metrics.exists() else None
         files = self.files()
@@ -152,7 +139,7 @@ class Run:
         return sorted(found, key=lambda file: (file.update, file.kind != "update", file.name))
 
     def _is_inside(self, path: Path) -> bool:
-        """A link may lead out of the run folder; what lies there is not served."""
+        """Files outside the run folder are not served, and a link may lead to one."""
         return not path.is_symlink() or path.resolve().is_relative_to(self.path)
 
     def _path(self, name: str) -> Path:
@@ -163,130 +150,90 @@ class Run:
             )
         return path
 
-    def _index(self, name: str) -> _Lines:
-        """Where the lines of a file are; read once and again when the file has changed."""
+    def _kept(
+        self,
+        name: str,
+        kept: OrderedDict[tuple[str, int, int], list[T]],
+        read: Callable[[Path], list[T]],
+    ) -> list[T]:
+        """What was read from a file of trees, read again when the file has changed."""
         path = self._path(name)
         stat = path.stat()
-        stamp = (stat.st_mtime_ns, stat.st_size)
+        key = (name, stat.st_mtime_ns, stat.st_size)
         with self._lock:
-            known = self._lines.get(name)
-        if known is not None and known.stamp == stamp:
-            return known
-        starts, tasks, place = array("Q", [0]), list[str](), 0
-        with path.open("rb") as file:
-            for line in file:
-                place += len(line)
-                starts.append(place)
-                tasks.append(_task_of(line))
-        made = _Lines(stamp, starts, tuple(tasks))
+            if key in kept:
+                kept.move_to_end(key)
+                return kept[key]
+        found = read(path)
         with self._lock:
-            self._lines[name] = made
-        return made
+            kept[key] = found
+            while len(kept) > _KEPT_FILES:
+                kept.popitem(last=False)
+        return found
+
+    def _places_of(self, name: str) -> list[TreePlace]:
+        return self._kept(name, self._places, read_places)
 
     def num_trees(self, name: str) -> int:
-        """Returns how many trees a file holds."""
-        return len(self._index(name).tasks)
+        """Returns the number of trees in a file."""
+        return len(self._places_of(name))
 
-    def _span(self, name: str, number: int) -> tuple[_Lines, int, int]:
-        """The index of a file, and where one of its lines begins and ends."""
-        lines = self._index(name)
-        if not 0 <= number < len(lines.tasks):
+    def _place(self, name: str, number: int) -> TreePlace:
+        places = self._places_of(name)
+        if not 0 <= number < len(places):
             raise DataError(
-                f"'{name}' of run '{self.name}' holds {len(lines.tasks)} trees; there is no number"
+                f"'{name}' of run '{self.name}' holds {len(places)} trees; there is no number"
                 f" {number}"
             )
-        return lines, lines.starts[number], lines.starts[number + 1]
+        return places[number]
 
-    def line(self, name: str, number: int) -> bytes:
-        """Returns one tree as it was written. Raises DataError: there is no such file or tree."""
-        _, begin, end = self._span(name, number)
-        return self._read(name, begin, end)
-
-    def _read(self, name: str, begin: int, end: int) -> bytes:
+    def tree(self, name: str, number: int) -> Tree:
+        """Returns one tree. Raises DataError: there is none, or it is damaged."""
+        place = self._place(name, number)
         with self._path(name).open("rb") as file:
-            file.seek(begin)
-            return file.read(end - begin)
+            file.seek(place.begin)
+            line = file.read(place.end - place.begin)
+        return parse_tree(line, f"'{name}', line {number + 1}")
 
-    def _load(self, name: str, number: int) -> tuple[dict[str, Any], StepIndex, int]:
-        """One tree parsed, the places of its steps, and where its line begins."""
-        lines, begin, end = self._span(name, number)
-        tree, index = _parsed(self._read(name, begin, end), name, number)
-        with self._lock:
-            self._steps[name, number, *lines.stamp] = index
-            while len(self._steps) > _KEPT_TREES:
-                self._steps.popitem(last=False)
-        return tree, index, begin
-
-    def tree(self, name: str, number: int) -> dict[str, Any]:
-        """Returns one tree parsed. Raises DataError: there is none, or it is damaged."""
-        return self._load(name, number)[0]
-
-    def path_of(self, name: str, number: int, leaf: int) -> dict[str, Any]:
-        """Returns one tree with the steps of one leaf's path alone; the first time the whole line
-        is parsed, then that path only.
+    def path_of(self, name: str, number: int, leaf: int) -> Trajectory:
+        """Returns one trajectory, without parsing the others where the file has an index.
 
         Raises:
             DataError: there is no such tree or leaf, or it is damaged.
         """
-        lines, begin, _ = self._span(name, number)
-        with self._lock:
-            index = self._steps.get((name, number, *lines.stamp))
-        if index is None:
-            _, index, begin = self._load(name, number)
-        leaves = index.head["leaves"]
-        if not 0 <= leaf < len(leaves):
-            raise DataError(
-                f"'{name}', tree {number} has {len(leaves)} leaves; there is no leaf {leaf}"
-            )
-        try:
-            return read_steps(
-                index,
-                ids_above(leaves[leaf]["step_id"]),
-                lambda first, last: self._read(name, begin + first, begin + last),
-            )
-        except ValueError as error:
-            raise DataError(
-                f"'{name}' of run '{self.name}' has just been written anew; load the page again"
-            ) from error
+        place = self._place(name, number)
+        return read_trajectory(self._path(name), place, leaf, f"'{name}', tree {number}")
 
     def groups(self, name: str) -> list[dict[str, Any]]:
         """Returns a summary of each tree of a file, in order."""
-        stamp = self._index(name).stamp
-        key = (name, *stamp)
-        with self._lock:
-            if key in self._summaries:
-                self._summaries.move_to_end(key)
-                return self._summaries[key]
-        with self._path(name).open("rb") as file:
-            made = [
-                summarise(_parsed(line, name, number)[0]) | {"file": name, "n": number}
-                for number, line in enumerate(file)
-            ]
-        with self._lock:
-            self._summaries[key] = made
-            while len(self._summaries) > _KEPT_FILES:
-                self._summaries.popitem(last=False)
-        return made
+
+        def read(path: Path) -> list[dict[str, Any]]:
+            with path.open("rb") as file:
+                return [
+                    summarise(parse_tree(line, f"'{name}', line {number + 1}"))
+                    | {"file": name, "n": number}
+                    for number, line in enumerate(file)
+                ]
+
+        return self._kept(name, self._summaries, read)
 
     def raw_lines(self, name: str, first: int = 0) -> Iterator[tuple[int, bytes]]:
-        """Returns the lines of a file with their numbers, from `first` on."""
-        lines = self._index(name)
+        """Yields the lines of a file with their numbers, from `first` on."""
         with self._path(name).open("rb") as file:
-            file.seek(lines.starts[min(first, len(lines.tasks))])
-            yield from enumerate(file, start=first)
+            yield from islice(enumerate(file), first, None)
 
     def with_task(self, task_id: str) -> list[tuple[TreeFile, int]]:
         """Returns every tree of a task: its file and number, in order of updates."""
         return [
-            (file, n)
+            (file, number)
             for file in self.files()
-            for n, task in enumerate(self._index(file.name).tasks)
-            if task == task_id
+            for number, place in enumerate(self._places_of(file.name))
+            if place.task_id == task_id
         ]
 
 
 def _metrics_line(raw: bytes) -> dict[str, Any] | None:
-    """Returns a line with numbers that are none (a loss that blew up) as text; None for a damaged
+    """Returns a line, infinite numbers and NaN (a loss that diverged) as text; None for a damaged
     one."""
     try:
         line = json.loads(raw)
@@ -298,26 +245,6 @@ def _metrics_line(raw: bytes) -> dict[str, Any] | None:
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in line.items()
     }
-
-
-def _task_of(line: bytes) -> str:
-    """A group is named "update/task"; it stands at the head of its line, so that nothing need be
-    parsed."""
-    match = _HEAD.match(line)
-    if match is None:
-        return ""
-    group: str = json.loads(match[1])
-    return group.partition("/")[2]
-
-
-def _parsed(line: bytes, name: str, number: int) -> tuple[dict[str, Any], StepIndex]:
-    try:
-        tree, index = parse_indexed(line)
-    except ValueError as error:
-        raise DataError(f"'{name}', line {number + 1}: not a recorded tree ({error})") from error
-    if "steps" not in tree:
-        raise DataError(f"'{name}', line {number + 1}: not a recorded tree (it has no steps)")
-    return tree, index
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, Run]:
@@ -337,6 +264,3 @@ def open_runs(paths: Sequence[Path]) -> dict[str, Run]:
         else:
             runs[name] = Run(path, name)
     return runs
-
-
-__all__ = ["FILE_NAME", "Run", "TreeFile", "open_runs"]

@@ -1,19 +1,17 @@
-"""The viewer's server: JSON about run folders, and the pages that show it. GET only, nothing is
-ever written.
+"""The viewer's server: JSON about run folders, and the pages that show it. It answers GET requests
+and writes nothing.
 
     Browser  --GET /api/...-->  this server  --reads-->  the run folders that were named
 
 Foreign names in the Host header are refused, so that a page on the internet cannot read runs
 through a name that it points here (DNS rebinding). Files are served by name from a list, never by
-path, and what models wrote goes out as JSON alone.
+path, and texts of models are sent as JSON only.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import math
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib import resources
@@ -27,21 +25,22 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
+from treegraft.core.listener import OwnNames
+from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
-from treegraft.view.pieces import Pieces
+from treegraft.view.buffer import BufferView
+from treegraft.view.pages import draw, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
 from treegraft.view.runs import Run
-from treegraft.view.shapes import draw, path_tokens
-from treegraft.view.shelf import Shelf
-from treegraft.view.warnings import explanations, shown, standing
+from treegraft.view.tokens import TokenTexts
+from treegraft.view.warnings import explanations, page_warnings
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
     " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
     " require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""No inline script, no foreign address, and no text that ever becomes markup: the browser refuses
-it even if a page tried."""
+"""The browser refuses inline scripts, foreign addresses, and text turned into markup."""
 HEADERS = {
     "content-security-policy": CONTENT_SECURITY_POLICY,
     "x-content-type-options": "nosniff",
@@ -60,11 +59,10 @@ _TYPES = {
 
 
 class Guard:
-    """Lets through GET requests to names of this machine, and puts the safety headers on every
-    answer."""
+    """Lets through GET requests, and puts the safety headers on every answer."""
 
-    def __init__(self, app: ASGIApp, host: str) -> None:
-        self._app, self._host = app, host
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -78,52 +76,12 @@ class Guard:
                 message = {**message, "headers": [*message["headers"], *extra]}
             await send(message)
 
-        hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
-        if len(hosts) != 1 or not is_own_name(hosts[0], self._host):
-            refusal = Response(
-                "refused: this viewer answers to names of its own machine only",
-                421,
-                media_type="text/plain",
-            )
-            await refusal(scope, receive, send_guarded)
-        elif scope["method"] not in ("GET", "HEAD"):
+        if scope["method"] not in ("GET", "HEAD"):
             await Response("refused: this viewer only reads", 405, media_type="text/plain")(
                 scope, receive, send_guarded
             )
         else:
             await self._app(scope, receive, send_guarded)
-
-
-def is_own_name(header: str, host: str) -> bool:
-    """Returns whether a Host header names this server: "localhost", the `host` it was started for,
-    or an address in figures that it can have been reached by (loopback; any where it was opened
-    beyond loopback). A name that others control is none."""
-    name = header.strip().lower()
-    if name.startswith("["):
-        name, _, rest = name[1:].partition("]")
-        if rest and not (rest.startswith(":") and rest[1:].isdigit()):
-            return False
-    elif name.count(":") == 1:
-        name, _, port = name.partition(":")
-        if not port.isdigit():
-            return False
-    if name in ("localhost", host.lower()):
-        return True
-    try:
-        address = ipaddress.ip_address(name)
-    except ValueError:
-        return not is_loopback(host) and name == socket.gethostname().lower()
-    return address.is_loopback or not is_loopback(host)
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a server that listens there."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _finite(value: Any) -> Any:
@@ -190,12 +148,13 @@ def _whole(request: Request, name: str) -> int | None:
 
 
 class Api:
-    """What the pages ask for. Its methods run in threads, since all of them read files."""
+    """The answers to the pages' requests. Its methods run in threads, since all of them read
+    files."""
 
     def __init__(self, runs: Mapping[str, Run], buffer: Path | None = None) -> None:
         self._runs = dict(runs)
-        self._pieces = {name: Pieces(run.path) for name, run in self._runs.items()}
-        self._shelves = {name: Shelf(run.path, buffer) for name, run in self._runs.items()}
+        self._tokens = {name: TokenTexts(run.path) for name, run in self._runs.items()}
+        self._buffers = {name: BufferView(run.path, buffer) for name, run in self._runs.items()}
 
     def _run(self, request: Request) -> Run:
         name = request.path_params["run"]
@@ -206,13 +165,13 @@ class Api:
         return self._runs[name]
 
     def runs(self, request: Request) -> Any:
-        """The runs that were named, with what changes while they write."""
+        """The runs, with the numbers that change while they write."""
         return [
             {"name": name, "path": str(run.path), **run.state()} for name, run in self._runs.items()
         ]
 
     def run(self, request: Request) -> Any:
-        """One run: its settings, its files of trees, and what can be shown of it."""
+        """One run: its settings, its files of trees, and whether texts can be shown."""
         run = self._run(request)
         files = [
             {"name": f.name, "kind": f.kind, "update": f.update, "size": f.size}
@@ -222,7 +181,7 @@ class Api:
             "name": run.name,
             "config": run.config(),
             "files": files,
-            "has_texts": self._pieces[run.name].is_there,
+            "has_texts": self._tokens[run.name].is_there,
             **run.state(),
         }
 
@@ -230,8 +189,8 @@ class Api:
         """Metrics from line `first` on, with warnings; all of them where the era is another."""
         run = self._run(request)
         era, lines = run.metrics()
-        found = standing(lines, run.config())
-        warnings = shown(found)
+        found = [recorded(line) for line in lines]
+        warnings = page_warnings(found)
         first = _whole(request, "first") or 0
         if _whole(request, "era") not in (None, era):
             first = 0
@@ -249,7 +208,7 @@ class Api:
         }
 
     def meanings(self, request: Request) -> Any:
-        """What each metric means."""
+        """The meanings of metrics."""
         asked = request.query_params.getlist("key")
         return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
 
@@ -284,33 +243,33 @@ class Api:
             request.path_params["file"],
             request.path_params["n"],
         )
-        raw = run.tree(name, number)
-        pieces = self._pieces[run.name]
-        drawn = draw(raw) | {
+        tree, tokens = run.tree(name, number), self._tokens[run.name]
+        drawn = draw(tree) | {
             "file": name,
             "n": number,
             "num_trees": run.num_trees(name),
-            "has_texts": pieces.is_there,
+            "has_texts": tokens.is_there,
         }
-        for step, recorded in zip(drawn["steps"], raw["steps"], strict=True):
-            # What the format could not read is shown to the letter.
-            says_nothing = not any(
-                recorded["content"][part] for part in ("thought", "calls", "observations", "answer")
+        for row, step in zip(drawn["steps"], tree.steps, strict=True):
+            # A step that the format could not read is shown to the letter.
+            content = step.content
+            is_empty = not (
+                content.thought or content.calls or content.observations or content.answer
             )
-            if recorded["violation"] is not None or says_nothing:
-                step["wrote"] = pieces.decode(recorded["token_ids"])
+            if step.violation is not None or is_empty:
+                row["wrote"] = tokens.decode(step.token_ids)
         self._mark_same_question(run.name, drawn)
         return drawn
 
     def _mark_same_question(self, run: str, drawn: dict[str, Any]) -> None:
-        """Says of each graft whether its trace was written on this very question; without its
-        buffer the task's name tells."""
+        """Marks each graft with whether its trace was written on this question; without the buffer
+        the task's name decides."""
         causes = {
             step["id"]: step["cause"] for step in drawn["steps"] if step["id"] in drawn["peers"]
         }
         hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
         try:
-            known = self._shelves[run].asked(drawn["task"]["question"], hashes)
+            known = self._buffers[run].asked(drawn["task"]["question"], hashes)
         except DataError:
             known = {}
         for step_id, cause in causes.items():
@@ -327,9 +286,9 @@ class Api:
             request.path_params["n"],
         )
         leaf = _whole(request, "leaf") or 0
-        steps = path_tokens(run.path_of(name, number, leaf), leaf)
+        steps = path_tokens(run.path_of(name, number, leaf))
         for step in steps:
-            step["texts"] = self._pieces[run.name].of(step["token_ids"])
+            step["texts"] = self._tokens[run.name].of(step["token_ids"])
         return {"leaf": leaf, "steps": steps}
 
     def task(self, request: Request) -> Any:
@@ -337,19 +296,19 @@ class Api:
         return task_history(self._run(request), request.query_params.get("id", ""))
 
     def buffer(self, request: Request) -> Any:
-        """What is in the buffer, and a page of traces: those that say something, or those nearest
-        to a history."""
-        shelf, asked = self._shelves[self._run(request).name], request.query_params
-        stats = shelf.stats()
+        """Counts of the buffer, and a page of traces: those with a text, or those nearest to a
+        history."""
+        buffer, asked = self._buffers[self._run(request).name], request.query_params
+        stats = buffer.stats()
         if not stats["is_there"]:
             return {"stats": stats, "total": 0, "offset": 0, "rows": []}
         text, source = asked.get("q", "")[:4000], asked.get("source", "")
         if asked.get("near") == "1" and text.strip():
-            return {"stats": stats} | shelf.nearest(
+            return {"stats": stats} | buffer.nearest(
                 text, source=source, allow_terminal=_flag(request, "terminal") is not False
             )
         offset = max(0, _whole(request, "offset") or 0)
-        return {"stats": stats} | shelf.browse(
+        return {"stats": stats} | buffer.browse(
             text=text,
             source=source,
             task=asked.get("task", ""),
@@ -359,7 +318,7 @@ class Api:
 
     def trace(self, request: Request) -> Any:
         """One trace with its trajectory."""
-        return self._shelves[self._run(request).name].trace(request.path_params["hash"])
+        return self._buffers[self._run(request).name].trace(request.path_params["hash"])
 
     def grafts(self, request: Request) -> Any:
         """Where a trace was grafted."""
@@ -409,51 +368,4 @@ def build_app(
     )
     routes = [Route(path, _answer(method)) for path, method in paths]
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
-    return Guard(Starlette(routes=routes), host)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens. Raises SettingError: the address is taken or none of this
-    machine's."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(address)
-        except BaseException:
-            made.close()
-            raise
-        return made
-    except OSError as error:
-        raise SettingError(
-            f"cannot listen on {host} port {port} ({error}); expected a free one. --port 0"
-            " takes any"
-        ) from error
-
-
-def address_of(made: socket.socket, host: str) -> str:
-    """Returns what to type into a browser."""
-    port = made.getsockname()[1]
-    shown = "127.0.0.1" if host in ("", "0.0.0.0") else "::1" if host == "::" else host
-    return f"http://{f'[{shown}]' if ':' in shown else shown}:{port}/"
-
-
-def serve(app: ASGIApp, made: socket.socket, on_ready: Callable[[], None]) -> None:
-    """Answers until Ctrl-C, which ends it quietly."""
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            on_ready()
-
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, lifespan="off"
-    )
-    try:
-        Server(config).run(sockets=[made])
-    except KeyboardInterrupt:
-        return
-    finally:
-        made.close()
+    return Guard(OwnNames(Starlette(routes=routes), host))

@@ -8,13 +8,11 @@ from rich.text import Text
 from rich.tree import Tree as Drawing
 
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Tokenizer
 from treegraft.core.text import plain
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, Tree
-from treegraft.runs.record import tree_from_json
-from treegraft.view.pieces import Pieces
+from treegraft.view.pages import best_leaf
 from treegraft.view.runs import Run
-from treegraft.view.shapes import best_leaf
+from treegraft.view.tokens import TokenTexts
 from treegraft.view.transcript import transcript
 
 _STYLES = {
@@ -65,14 +63,14 @@ def show(run: Run, file: str, group: int | None, leaf: int | None) -> Renderable
     """
     if group is None:
         return _list(run, file)
-    tree = tree_from_json(run.line(file, group).decode())
+    tree = run.tree(file, group)
     if leaf is not None and not 0 <= leaf < len(tree.leaves):
         raise DataError(
             f"group {group} of '{file}' has {len(tree.leaves)} leaves, 0 to {len(tree.leaves) - 1};"
             f" there is no leaf {leaf}"
         )
-    pieces = Pieces(run.path)
-    chosen = leaf if leaf is not None else best_leaf(run.groups(file)[group]["leaves"])
+    paths, tokens = tree.trajectories(), TokenTexts(run.path)
+    chosen = leaf if leaf is not None else best_leaf(paths)
     parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
     if chosen is not None:
         title = f"leaf {chosen} (0 to {len(tree.leaves) - 1})" + (
@@ -80,21 +78,9 @@ def show(run: Run, file: str, group: int | None, leaf: int | None) -> Renderable
         )
         parts += [
             Text(title, style="bold"),
-            transcript(tree.trajectories()[chosen], _decoder(pieces)),
+            transcript(paths[chosen], tokens if tokens.is_there else None),
         ]
     return Group(*parts)
-
-
-def _decoder(pieces: Pieces) -> Tokenizer | None:
-    return _Decoder(pieces) if pieces.is_there else None  # type: ignore[return-value]  # a transcript only decodes
-
-
-class _Decoder:
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-
-    def decode(self, token_ids: list[int], **kwargs: object) -> str:
-        return self._pieces.decode(token_ids)
 
 
 def _list(run: Run, file: str) -> Table:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.core.interfaces import Tokenizer
 from treegraft.core.text import plain
 from treegraft.core.types import Observation, Origin, Status, Step, StepContent, Trajectory, Tree
 
@@ -18,6 +18,12 @@ _STATUS_STYLE: Mapping[Status, str] = {
     Status.FORMAT_VIOLATION: "red",
     Status.FAILED: "bold red",
 }
+
+
+class Decoder(Protocol):
+    """Turns token ids into text."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
 
 
 def _labelled(label: str, body: str, style: str) -> Table:
@@ -56,7 +62,7 @@ def _content(content: StepContent, limit: int | None) -> list[RenderableType]:
     return parts
 
 
-def _step(step: Step, tokenizer: Tokenizer | None, limit: int | None) -> list[RenderableType]:
+def _step(step: Step, tokenizer: Decoder | None, limit: int | None) -> list[RenderableType]:
     parts = _content(step.content, limit)
     if step.violation is not None:
         parts.append(_labelled("violation", plain(step.violation), "red"))
@@ -69,7 +75,9 @@ def _step(step: Step, tokenizer: Tokenizer | None, limit: int | None) -> list[Re
         parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
     if not parts:
         parts.append(
-            _labelled("wrote", f"{len(step.token_ids)} tokens, nothing the format knows", "yellow")
+            _labelled(
+                "wrote", f"{len(step.token_ids)} tokens that the format cannot read", "yellow"
+            )
         )
     return parts
 
@@ -91,13 +99,13 @@ def _outcome(trajectory: Trajectory) -> Text:
 
 
 def transcript(
-    trajectory: Trajectory, tokenizer: Tokenizer | None = None, *, limit: int | None = None
+    trajectory: Trajectory, tokenizer: Decoder | None = None, *, limit: int | None = None
 ) -> RenderableType:
     """Returns a trajectory step by step: thoughts, calls, results, the answer, and how it ended.
 
     Args:
-        tokenizer: shows what the agent wrote to the letter where the format could not read it; None
-            shows its length.
+        tokenizer: shows the exact text of steps that the format could not read; None shows their
+            length.
         limit: longest text of one part, in characters; None shows all.
     """
     parts: list[RenderableType] = [
@@ -112,8 +120,8 @@ def transcript(
 
 
 def pick_sample(tree: Tree) -> Trajectory | None:
-    """Returns the trajectory worth showing: the best rewarded, of equals the one with most calls,
-    then the first."""
+    """Returns the trajectory with the highest reward, of equals the one with most calls, then the
+    first; None of a tree without leaves."""
     trajectories = tree.trajectories()
     if not trajectories:
         return None

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch.nn import functional
 
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
-from treegraft.core.interfaces import NoiseKey, Tokenizer
+from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
 from treegraft.core.types import Completion, Sampling, StopReason
 from treegraft.policy.engine.blocks import BlockPool, PathCache, Row, common_length
@@ -32,7 +32,7 @@ from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.head import Head, end_token_ids, max_context
 from treegraft.policy.weights import weights_fingerprint
-from treegraft.settings.config import EngineSettings
+from treegraft.settings.policy import EngineSettings
 
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
@@ -83,8 +83,9 @@ class NativeEngine:
         self._limit = max_context(model)
         self._version = 0
         self._fingerprint = weights_fingerprint(model.state_dict())
+        own = settings.native
         forward, problem = build_forward(
-            model, pack=settings.pack_weights, compile_kernels=settings.compile_kernels
+            model, pack=own.pack_weights, compile_kernels=own.compile_kernels
         )
         if forward is None:
             raise ModelError(
@@ -96,7 +97,7 @@ class NativeEngine:
             forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
         self._head = Head(model)
-        self._cache = PathCache(BlockPool(model, settings.cache_gb * 1e9), settings.max_rows)
+        self._cache = PathCache(BlockPool(model, own.cache_gb * 1e9), settings.max_rows)
         self._buckets = range(1, BUCKETS[-1] + 1) if forward.is_rowwise else usable_rows(model)
         self._inbox: queue.SimpleQueue[Request | Order | None] = queue.SimpleQueue()
         self._waiting: list[Request] = []
@@ -114,6 +115,14 @@ class NativeEngine:
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def capacity(self) -> int:
+        return self.settings.max_rows
+
+    @property
+    def max_context(self) -> int | None:
+        return self._limit
 
     @property
     def fingerprint(self) -> str:
@@ -180,9 +189,9 @@ class NativeEngine:
             Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False)
         )
 
-    async def publish(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Copies `weights` (a state dict of the plain model) once running requests are done, and
-        drops all cached paths.
+    async def publish(self, source: WeightSource, version: int) -> None:
+        """Copies the plain model's weights once running requests are done, and drops all cached
+        paths.
 
         Raises:
             EngineError: names are missing or unknown (the engine keeps its weights), or it has
@@ -193,7 +202,7 @@ class NativeEngine:
         future: asyncio.Future[None] = loop.create_future()
 
         def act() -> None:
-            load_weights(self.model, weights)
+            load_weights(self.model, source)
             self._forward.refresh()
             self._cache.clear()
             self._version, self._fingerprint = version, weights_fingerprint(self.model.state_dict())
@@ -376,7 +385,8 @@ class NativeEngine:
         room, offset = self._buckets[-1], 0
         # A fixed number, so that chunks do not depend on company, which leaves room for all rows
         # that decode.
-        limit = min(self.settings.max_prefill_tokens, max(MIN_ROWS, room - self.settings.max_rows))
+        most = self.settings.native.max_prefill_tokens
+        limit = min(most, max(MIN_ROWS, room - self.settings.max_rows))
         ready = [(request, request.row) for request in self._running if request.row is not None]
         ready.sort(
             key=lambda pair: (
@@ -479,20 +489,26 @@ class NativeEngine:
         return None
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copies a state dict into `model` in place, casting to its dtype.
+def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
+    """Copies weights into `model` in place, one tensor after another, casting to its dtype.
 
     Raises:
-        EngineError: names are missing or unknown.
+        EngineError: names are missing or unknown (the model is left as it was), or a shape differs.
     """
     own = model.state_dict()
-    if own.keys() != weights.keys():
-        odd = sorted(own.keys() ^ weights.keys())[:4]
+    if own.keys() != set(source.names):
+        odd = sorted(own.keys() ^ set(source.names))[:4]
         raise EngineError(
             f"engine: published weights do not fit its model; names in only one of them: {odd}"
         )
-    for name, tensor in own.items():
-        tensor.copy_(weights[name])
+    for name, tensor in source:
+        # copy_ alone would broadcast.
+        if own[name].shape != tensor.shape:
+            raise EngineError(
+                f"engine: published weights do not fit its model: '{name}' has shape"
+                f" {tuple(tensor.shape)}, expected {tuple(own[name].shape)}"
+            )
+        own[name].copy_(tensor)
 
 
 def _post(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:

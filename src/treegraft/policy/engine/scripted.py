@@ -7,10 +7,9 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from treegraft.core.errors import EngineError
-from treegraft.core.interfaces import NoiseKey, Tokenizer
+from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.types import Completion, Sampling, StopReason
 
 Reply = str | Sequence[int]
@@ -65,6 +64,15 @@ class ScriptedEngine:
     @property
     def policy_version(self) -> int:
         return self._version
+
+    @property
+    def capacity(self) -> int:
+        """So many that no tree waits for a place."""
+        return 1 << 20
+
+    @property
+    def max_context(self) -> None:
+        """None: there is no limit."""
 
     @property
     def fingerprint(self) -> str:
@@ -150,9 +158,13 @@ class ScriptedEngine:
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Has nothing to forget."""
 
-    async def publish(self, weights: Any, version: int) -> None:
+    async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version; there are no weights."""
         self._version = version
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns nothing."""
+        return {}
 
     async def close(self) -> None:
         """Has nothing to close."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from treegraft.settings.config import LearnSettings
+from treegraft.settings.policy import LearnSettings
 
 
 class MasterAdamW:

@@ -15,24 +15,15 @@ from pathlib import Path
 
 import torch
 
+from treegraft.core.demonstration import Written, plain_step, tree_of_paths
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Format, Span, TaskSource
+from treegraft.core.interfaces import Format, TaskSource
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.steps import read_steps, text_of
-from treegraft.core.types import (
-    ROOT_ID,
-    Leaf,
-    Origin,
-    StartCause,
-    Status,
-    Step,
-    StepContent,
-    Task,
-    Tree,
-)
+from treegraft.core.types import ROOT_ID, Origin, StepContent, Task, Tree
 from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
-from treegraft.settings.config import WarmupSettings
+from treegraft.settings.policy import WarmupSettings
 
 Demonstration = tuple[Task, tuple[StepContent, ...]]
 NUM_CHECKED = 1000
@@ -150,44 +141,17 @@ def demonstration_tree(
             answering differ.
         grafts: indices of steps that are shown as retrieved, without loss.
     """
-    prompt = format.prompt_ids(task)
-    made = [_plain_step(ROOT_ID, None, 0, [(prompt, Origin.PROMPT)], None)]
+    path = []
     for index, content in enumerate(steps):
-        parent = made[-1].id
         if index in grafts:
-            spans, masked = [(format.render_graft([content]), Origin.RETRIEVED)], None
-        else:
-            spans = list(format.render_step(content))
-            masked = _decision_token(format, steps, index) if masks_decisions and index else None
-        made.append(_plain_step(f"{parent}.0", parent, index + 1, spans, masked, content))
-    leaf = Leaf(step_id=made[-1].id, status=Status.COMPLETED, weight=1.0, answer=steps[-1].answer)
-    return Tree(task=task, group_id=f"warmup/{task.id}", steps=tuple(made), leaves=(leaf,))
-
-
-def _plain_step(
-    step_id: str,
-    parent: str | None,
-    depth: int,
-    spans: list[Span],
-    masked: int | None,
-    content: StepContent | None = None,
-) -> Step:
-    tokens = [token for ids, _ in spans for token in ids]
-    origins = [origin for ids, origin in spans for _ in ids]
-    return Step(
-        id=step_id,
-        parent=parent,
-        depth=depth,
-        token_ids=tuple(tokens),
-        origins=tuple(origins),
-        loss_mask=tuple(
-            origin is Origin.POLICY and n != masked for n, origin in enumerate(origins)
-        ),
-        sampling_logprobs=(0.0,) * len(tokens),
-        entropies=(0.0,) * len(tokens),
-        content=content or StepContent(),
-        cause=None if parent is None else StartCause(),
-    )
+            path.append(Written(content, [(format.render_graft([content]), Origin.RETRIEVED)]))
+            continue
+        masked = _decision_token(format, steps, index) if masks_decisions and index else None
+        spans = format.render_step(content)
+        origins = [origin for ids, origin in spans for _ in ids]
+        has_loss = (origin is Origin.POLICY and n != masked for n, origin in enumerate(origins))
+        path.append(Written(content, spans, tuple(has_loss)))
+    return tree_of_paths(task, f"warmup/{task.id}", format.prompt_ids(task), [path])
 
 
 def _decision_token(format: Format, steps: Sequence[StepContent], index: int) -> int | None:
@@ -325,7 +289,8 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
 
     A system prompt is the longest part of many demonstrations; so it is paid for once.
     """
-    root = _plain_step(ROOT_ID, None, 0, [(trees[0].root.token_ids[:shared], Origin.PROMPT)], None)
+    prompt = trees[0].root.token_ids[:shared]
+    root = plain_step(ROOT_ID, None, Written(StepContent(), [(prompt, Origin.PROMPT)]))
     steps, leaves = [root], []
     for number, tree in enumerate(trees):
         for step in tree.steps:

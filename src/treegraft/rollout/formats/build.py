@@ -11,7 +11,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Format, Tool
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.tags import TagsFormat
-from treegraft.settings.config import FormatSettings
+from treegraft.settings.tasks import FormatSettings
 
 
 def build_format(

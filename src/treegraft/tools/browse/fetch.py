@@ -1,9 +1,9 @@
-"""Fetches a page from an address that an agent wrote: with limits, and never from inside one's own
-network.
+"""Fetches a page from an address that an agent wrote: within limits, and never from inside one's
+own network.
 
-A name is resolved once; every address it has must be a public one, and the connection goes to one
-of those, so that a name cannot point elsewhere between the look and the connection. All of this is
-done again after each redirect.
+A name is resolved once; all of its addresses must be public, and the connection goes to one of
+them, so that the name cannot point elsewhere between check and connection. All of this is done
+again after each redirect.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit, urlunsplit
 
 import httpx
 
 from treegraft.core.errors import ToolError
-from treegraft.tools.browse.robots import MAX_BYTES as ROBOTS_BYTES
-from treegraft.tools.browse.robots import Robots
+
+if TYPE_CHECKING:
+    from protego import Protego
 
 CONTENT_TYPES = (
     "text/html",
@@ -33,9 +34,12 @@ CONTENT_TYPES = (
     "text/markdown",
     "application/pdf",
 )
-"""What can be read as text; a page that does not say is looked at."""
+"""Types that can be read as text; a page without a type is read by its first bytes."""
 KEPT_ROBOTS = 1_000
 """Sites whose robots.txt is remembered, for as long as the tool lives."""
+ROBOTS_BYTES = 500 * 1024
+"""What must be read of a robots.txt (RFC 9309, 2.5); the rest is ignored."""
+_USER_AGENT = re.compile(r"\s*user(?:-|\s*)agent\s*:?\s*([\w-]+|\*)?.*", re.IGNORECASE)
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _REDIRECTS = (301, 302, 303, 307, 308)
 
@@ -48,18 +52,17 @@ class Page:
     url: str
     """After redirects."""
     content_type: str
-    """Without parameters, lower case; empty where the server did not say."""
+    """Without parameters, lower case; empty where the server sent none."""
     charset: str | None
     body: bytes
 
 
 class NotFetched(ToolError):
-    """A page was not fetched: refused, too large, too slow, or not there; the agent may try
-    another."""
+    """A page is forbidden, missing, too large or too slow; the agent may try another."""
 
 
 class Fetcher:
-    """Fetches pages, one connection each; nothing is sent besides the address and our name."""
+    """Fetches pages, one connection each; only the address and our name are sent."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Fetcher:
         self._respect_robots = respect_robots
         self._user_agent = user_agent
         self._agent = re.split(r"[/\s]", user_agent.strip())[0]
-        self._robots: OrderedDict[str, Robots] = OrderedDict()
+        self._robots: OrderedDict[str, Protego] = OrderedDict()
         self._tls = ssl.create_default_context()
 
     async def fetch(self, url: str) -> Page:
@@ -97,17 +100,19 @@ class Fetcher:
 
     async def _follow(self, url: str) -> Page:
         for _ in range(self._max_redirects + 1):
-            if self._respect_robots and not (await self._rules(url)).allows(url):
+            if self._respect_robots and not (await self._rules(url)).can_fetch(url, self._agent):
                 raise NotFetched(
                     f"{url} must not be fetched by programs, says the site's robots.txt"
                 )
             status, headers, body = await self._get(url, self._max_bytes, _refuse_by_headers)
-            if status not in _REDIRECTS or "location" not in headers:
-                return _page(url, status, headers, body)
+            if status == 200:
+                return Page(url, *_content_type(headers), body)
+            if "location" not in headers:
+                raise NotFetched(f"{url} answered with status {status}")
             url = _checked(urljoin(url, headers["location"]))
         raise NotFetched(f"{url} lies behind more than {self._max_redirects} redirects")
 
-    async def _rules(self, url: str) -> Robots:
+    async def _rules(self, url: str) -> Protego:
         parts = urlsplit(url)
         site = f"{parts.scheme}://{parts.netloc}"
         if site not in self._robots:
@@ -116,24 +121,20 @@ class Fetcher:
                 self._robots.popitem(last=False)
         return self._robots[site]
 
-    async def _read_rules(self, url: str) -> Robots:
+    async def _read_rules(self, url: str) -> Protego:
         for _ in range(self._max_redirects + 1):
             status, headers, body = await self._get(url, ROBOTS_BYTES, None)
             if status in _REDIRECTS and "location" in headers:
                 url = _checked(urljoin(url, headers["location"]))
                 continue
             if status >= 500 or status == 429:
-                # RFC 9309, 2.3.1.4: a site that cannot say now is to be left alone now; it is asked
-                # again next time.
+                # RFC 9309, 2.3.1.4: a site whose rules cannot be read now is not visited now; it is
+                # asked again next time.
                 raise NotFetched(
                     f"{url} answered with status {status}, so the site is left alone for now"
                 )
-            return (
-                Robots.parse(body.decode("utf-8", "replace"), self._agent)
-                if status == 200
-                else Robots()
-            )
-        return Robots()
+            return read_robots(body if status == 200 else b"", self._agent)
+        return read_robots(b"", self._agent)
 
     async def _get(
         self,
@@ -141,8 +142,8 @@ class Fetcher:
         max_bytes: int,
         refuse: Callable[[str, int, httpx.Headers, int], None] | None,
     ) -> tuple[int, httpx.Headers, bytes]:
-        """Returns status, headers and body; beyond the limit a body is an error where `refuse` is
-        given, else cut."""
+        """Returns status, headers and body; a body beyond the limit is an error where `refuse` is
+        given, and cut otherwise."""
         parts = urlsplit(url)
         host = parts.hostname or ""
         address = await self._resolve(host, parts.port or (443 if parts.scheme == "https" else 80))
@@ -155,7 +156,7 @@ class Fetcher:
             "User-Agent": self._user_agent,
             "Accept-Encoding": "gzip, deflate",
         }
-        # The certificate is that of the name, although the connection goes to the address.
+        # The certificate is checked for the name, although the connection goes to the address.
         extensions = {"sni_hostname": host}
         try:
             async with (
@@ -178,7 +179,7 @@ class Fetcher:
             ) from error
 
     async def _resolve(self, host: str, port: int) -> str:
-        """Returns one address of the host, all of which may be fetched from."""
+        """Returns one address of the host, after a check of all of them."""
         try:
             found = await asyncio.get_running_loop().getaddrinfo(
                 host, port, type=socket.SOCK_STREAM
@@ -195,9 +196,28 @@ class Fetcher:
         return addresses[0]
 
 
+def read_robots(body: bytes, agent: str) -> Protego:
+    """Returns the rules of a robots.txt (RFC 9309) for one program.
+
+    Args:
+        agent: the program's name, compared without regard to case; the groups that name it count,
+            or else those for all programs.
+    """
+    from protego import Protego
+
+    def own_name(line: re.Match[str]) -> str:
+        # Some sites write "Name/1.0". All others share one name, since a file that names thousands
+        # would cost the product of its names and its rules.
+        name = (line[1] or "").lower()
+        return f"user-agent: {name if name in (agent.lower(), '*') else 'another program'}"
+
+    lines = body.decode("utf-8-sig", "replace").splitlines()
+    return Protego.parse("\n".join(_USER_AGENT.sub(own_name, line, count=1) for line in lines))
+
+
 def is_public(address: str) -> bool:
-    """Returns whether an IP address is one of the public internet, also where it carries another
-    inside."""
+    """Returns whether an IP address belongs to the public internet, as must an address embedded in
+    it."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -214,8 +234,8 @@ def is_public(address: str) -> bool:
 
 
 def _checked(url: str) -> str:
-    """Returns the address as it can be asked for. Raises `NotFetched` for what is no plain http
-    address."""
+    """Returns the address in the form of a request. Raises `NotFetched` for anything but a plain
+    http(s) address."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -244,7 +264,7 @@ def _checked(url: str) -> str:
 
 
 def _refuse_by_headers(url: str, status: int, headers: httpx.Headers, max_bytes: int) -> None:
-    """Raises `NotFetched` for what need not be read."""
+    """Raises `NotFetched` where the headers alone rule a page out."""
     if status in _REDIRECTS:
         return
     if status != 200:
@@ -261,8 +281,8 @@ def _refuse_by_headers(url: str, status: int, headers: httpx.Headers, max_bytes:
 
 
 async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:
-    """Gives the body piece by piece, at most `max_bytes` of one piece: a small file may unpack to a
-    very large one."""
+    """Yields the body in pieces, at most `max_bytes` of each: a small file may unpack to a very
+    large one."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
         raise NotFetched(f"the page is packed as '{encoding[:40]}', which was not asked for")
@@ -275,10 +295,3 @@ def _content_type(headers: Mapping[str, Any]) -> tuple[str, str | None]:
     kind, _, parameters = str(headers.get("content-type", "")).partition(";")
     found = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", parameters, re.IGNORECASE)
     return kind.strip().lower(), found[1] if found else None
-
-
-def _page(url: str, status: int, headers: httpx.Headers, body: bytes) -> Page:
-    if status != 200:
-        raise NotFetched(f"{url} answered with status {status}")
-    kind, charset = _content_type(headers)
-    return Page(url, kind, charset, body)

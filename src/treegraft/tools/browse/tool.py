@@ -1,4 +1,4 @@
-"""The browse tool: fetches a page and shows the passages of it that matter for a query."""
+"""The browse tool: fetches a page and shows its passages that match a query."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import json
 import re
 from collections.abc import Iterator
 
-import bm25s
-import numpy as np
-
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
@@ -18,7 +15,7 @@ from treegraft.settings.tools import BrowseToolSettings
 from treegraft.tools.browse.extract import ExtractPool, Text
 from treegraft.tools.browse.fetch import Fetcher
 from treegraft.tools.own_thread import run_in_thread
-from treegraft.tools.search.lexical import words_of
+from treegraft.tools.search.lexical import best_texts
 
 GAP = "[...]"
 """Stands where passages of a page were left out."""
@@ -43,7 +40,7 @@ class BrowseTool:
 
         Raises `SettingError` where a package is missing.
         """
-        for package in ("trafilatura", "pypdf"):
+        for package in ("protego", "pypdf", "trafilatura"):
             if importlib.util.find_spec(package) is None:
                 raise SettingError(
                     f"tools.use: 'browse' needs the package '{package}', which is not installed;"
@@ -62,7 +59,7 @@ class BrowseTool:
 
     @property
     def fingerprint(self) -> str:
-        """The settings; the web changes below them."""
+        """The settings; results also change with the web, which they do not tell."""
         return f"browse {self._settings.model_dump_json()}"
 
     async def __call__(self, body: str, task: Task) -> str:
@@ -152,15 +149,6 @@ def _parts(text: str, max_chars: int) -> Iterator[str]:
 
 
 def most_relevant(passages: list[str], query: str, num: int) -> list[int]:
-    """Returns which passages match the query best by BM25, ascending; the first ones where none
-    does."""
-    words = words_of(passages)
-    if any(words):
-        index = bm25s.BM25(method="lucene", backend="numpy")
-        index.index(words, show_progress=False)
-        known = [word for word in words_of([query])[0] if word in index.vocab_dict]
-        if known:
-            scores = np.asarray(index.get_scores(known))
-            order = np.argsort(-scores, kind="stable")[:num]
-            return sorted(int(number) for number in order if scores[number] > 0)
-    return list(range(min(num, len(passages))))
+    """Returns the numbers of the passages that match the query best by BM25, ascending; the first
+    ones where none does."""
+    return sorted(best_texts(passages, query, num)) or list(range(min(num, len(passages))))

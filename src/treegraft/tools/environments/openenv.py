@@ -13,15 +13,20 @@ from contextlib import suppress
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Capability, Signature, Tool, signature_of
+from treegraft.core.interfaces import Signature, Tool
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.environments.own import EnvironmentTool, row_of
-from treegraft.tools.mcp import signature_from, tag_of
+from treegraft.tools.environments.own import (
+    EnvironmentTool,
+    capability_without_fork,
+    options_of,
+    row_of,
+)
+from treegraft.tools.json_tools import arguments_from, signature_from, tag_of
 
 MAX_MESSAGE = 2**24
 """Longest message from a server, in bytes."""
@@ -31,12 +36,12 @@ _OVER = "the episode is over; give your answer"
 
 
 class OpenEnvOptions(Settings):
-    """What `environment.options` holds for "openenv"."""
+    """`environment.options` for "openenv"."""
 
     url: str
     """Where the server listens, such as http://127.0.0.1:8000."""
     tool: str = "step"
-    """What the agent calls the one action of an environment without tools of its own."""
+    """The agent's name of the one action of an environment without tools of its own."""
     tools: list[str] = Field(default_factory=list)
     """The tools to take, by the server's names; empty for all."""
     reset: dict[str, Any] = Field(default_factory=dict)
@@ -53,36 +58,39 @@ class OpenEnvEnvironments:
     has_reward = True
 
     def __init__(self, settings: EnvironmentSettings) -> None:
-        """Asks the server what can be done.
+        """Asks the server for its tools.
 
         Raises:
             SettingError: the options are wrong, `websockets` is missing, or the server does not
                 answer.
         """
-        self.options = _options(settings)
+        self.options = options_of(OpenEnvOptions, settings)
         self.name = f"openenv at {self.options.url}"
-        if settings.capability == "fork":
-            raise SettingError(
-                "environment.capability: got 'fork', but an OpenEnv server copies no sessions;"
-                " expected 'replay'."
-            )
-        self.capability = (
-            Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
-        )
+        self.capability = capability_without_fork(settings, "an OpenEnv server copies no sessions")
         scheme = "wss" if self.options.url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
-        # What to send for each tool of ours: the server's name of it, None for the one action
-        # without a name.
-        self.calls: dict[str, str | None] = {}
-        self.tools: Sequence[Tool] = [self._tool(*described) for described in self._described()]
+        self.calls: dict[str, tuple[str | None, Signature]] = {}
+        """The server's name of each tool of ours, None for the one action without a name, and its
+        arguments."""
+        tools: list[Tool] = []
+        for own_name, description, signature in self._described():
+            name = tag_of(own_name or self.options.tool)
+            if name in self.calls:
+                raise SettingError(
+                    f"environment.options: two tools of the server are named '{name}' here; leave"
+                    " one out with tools."
+                )
+            self.calls[name] = (own_name, signature)
+            tools.append(EnvironmentTool(name, description, self.capability, signature))
+        self.tools: Sequence[Tool] = tools
 
     def make(self) -> OpenEnvEnvironment:
         """Returns a fresh environment, not yet connected."""
         return OpenEnvEnvironment(self)
 
     def connection(self) -> Mapping[str, Any]:
-        """Returns what both kinds of connection are opened with; a server on this machine is never
-        asked through a proxy."""
+        """Returns the arguments of `connect`; a server on this machine is never asked through a
+        proxy."""
         is_here = (urlsplit(self.ws_url).hostname or "") in ("localhost", "127.0.0.1", "::1")
         return {
             "uri": self.ws_url,
@@ -103,17 +111,18 @@ class OpenEnvEnvironments:
             )
             action = reply.raise_for_status().json()["action"]
             if action.get("title") not in _MCP_ACTIONS:
-                return [(None, _told(action), _signature(action))]
+                described = " ".join(str(action.get("description") or "").split())
+                return [(None, described or "Acts in the environment.", _signature(action))]
             listed = self._listed()
         except ImportError as error:
             raise SettingError(
                 "environment.kind: \"openenv\" needs the package 'websockets'; run: pip install"
                 " 'treegraft[openenv]'"
             ) from error
-        except Exception as error:  # whatever a server that is none answers with
+        except Exception as error:  # none there, or of another kind
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
-                f" answers: {type(error).__name__}: {error}. Start it first, or mend the address."
+                f" answers: {type(error).__name__}: {error}. Start it first, or correct the url."
             ) from error
         names = [str(one["name"]) for one in listed]
         unknown = sorted(set(self.options.tools) - set(names))
@@ -142,18 +151,6 @@ class OpenEnvEnvironments:
                 "observation"
             ]["tools"]
             return listed
-
-    def _tool(
-        self, own_name: str | None, description: str, signature: Signature
-    ) -> EnvironmentTool:
-        name = tag_of(own_name or self.options.tool)
-        if name in self.calls:
-            raise SettingError(
-                f"environment.options: two tools of the server are named '{name}' here; leave one"
-                " out with tools."
-            )
-        self.calls[name] = own_name
-        return EnvironmentTool(name, description, self.capability, signature)
 
 
 class OpenEnvEnvironment:
@@ -191,9 +188,8 @@ class OpenEnvEnvironment:
         """
         if self._is_over:
             raise ToolError(_OVER)
-        tool = next(tool for tool in self._kind.tools if tool.name == name)
-        arguments = _arguments(body, signature_of(tool))
-        own_name = self._kind.calls[name]
+        own_name, signature = self._kind.calls[name]
+        arguments = arguments_from(body, signature, name)
         action = (
             arguments
             if own_name is None
@@ -223,9 +219,8 @@ class OpenEnvEnvironment:
     async def _ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
         from websockets.exceptions import ConnectionClosed
 
-        with suppress(
-            ConnectionClosed
-        ):  # a server that refuses a session says why before it closes
+        # A server that refuses a session says why before it closes.
+        with suppress(ConnectionClosed):
             await self._socket.send(json.dumps(message))
         try:
             return _data(await self._socket.recv())
@@ -234,15 +229,21 @@ class OpenEnvEnvironment:
 
 
 def shown(observation: Mapping[str, Any]) -> str:
-    """Returns an observation as text: the one text in it, else JSON; without what OpenEnv calls
-    metadata.
+    """Returns an observation as text: the one text in it, else JSON; without OpenEnv's metadata.
 
     Raises `ToolError` where it says that a tool failed.
     """
     if "tool_name" in observation and "result" in observation:
         if observation.get("error"):
             raise ToolError(str(observation["error"].get("message") or observation["error"]))
-        return _result_text(observation["result"])
+        result = observation["result"]
+        if isinstance(result, Mapping):  # in the wrapping of MCP
+            content = result.get("content")
+            if result.get("data") is not None:
+                result = result["data"]
+            elif isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
+                result = "\n".join(str(block.get("text", "")) for block in content)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     fields = {
         name: value
         for name, value in observation.items()
@@ -253,20 +254,9 @@ def shown(observation: Mapping[str, Any]) -> str:
     return json.dumps(fields, ensure_ascii=False) if fields else ""
 
 
-def _result_text(result: Any) -> str:
-    """What a tool of the server returned, out of the wrapping that MCP gives it."""
-    if isinstance(result, Mapping):
-        content = result.get("content")
-        if result.get("data") is not None:
-            result = result["data"]
-        elif isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
-            result = "\n".join(str(block.get("text", "")) for block in content)
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-
-
 def _data(message: str | bytes) -> dict[str, Any]:
-    """The body of a server's message. Raises `ToolError` for what the agent did wrong,
-    `ToolUnavailable` for other errors."""
+    """The body of a server's message. Raises `ToolError` for an error of the agent,
+    `ToolUnavailable` for others."""
     reply = json.loads(message)
     data: dict[str, Any] = reply.get("data") or {}
     if reply.get("type") != "error":
@@ -285,22 +275,8 @@ def _data(message: str | bytes) -> dict[str, Any]:
     raise ToolUnavailable(f"the OpenEnv server says {data.get('code')}: {text}")
 
 
-def _options(settings: EnvironmentSettings) -> OpenEnvOptions:
-    try:
-        return OpenEnvOptions(**settings.options)
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
-            for one in error.errors(include_url=False)
-        )
-        known = ", ".join(OpenEnvOptions.model_fields)
-        raise SettingError(
-            f'environment.options: for "openenv": {faults}. It takes {known}.'
-        ) from error
-
-
 def _signature(schema: Mapping[str, Any]) -> Signature:
-    """The arguments that an agent gives: without what OpenEnv itself fills in."""
+    """The agent's arguments: without those that OpenEnv itself fills in."""
     properties = {
         name: one
         for name, one in (schema.get("properties") or {}).items()
@@ -311,22 +287,3 @@ def _signature(schema: Mapping[str, Any]) -> Signature:
     return signature_from(
         {"type": "object", "properties": properties, "required": required, **definitions}
     )
-
-
-def _told(schema: Mapping[str, Any]) -> str:
-    described = " ".join(str(schema.get("description") or "").split())
-    return described or "Acts in the environment."
-
-
-def _arguments(body: str, signature: Signature) -> dict[str, Any]:
-    if signature.text_parameter is not None:
-        return {signature.text_parameter: body}
-    try:
-        arguments = json.loads(body) if body.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise ToolError(
-            f"a JSON object of the arguments is needed; this is not JSON: {error}"
-        ) from None
-    if not isinstance(arguments, dict):
-        raise ToolError(f"a JSON object of the arguments is needed; got {type(arguments).__name__}")
-    return arguments

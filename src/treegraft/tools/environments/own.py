@@ -6,39 +6,40 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Environment, Signature, Tool
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
+from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.function import FunctionTool
 from treegraft.tools.own_thread import OwnThread
+
+S = TypeVar("S", bound=Settings)
 
 NO_TOOLS = frozenset({"reset", "get_reward", "fork", "close"})
 """Public methods that are no tools."""
 
 
 class EnvironmentTool:
-    """What the agent is shown of one thing that it can do in an environment; a session does it."""
+    """The description of one action in an environment; a session runs it."""
 
     cacheable = False
 
     def __init__(
         self, name: str, description: str, capability: Capability, signature: Signature
     ) -> None:
-        self.name, self.description, self.capability, self.signature = (
-            name,
-            description,
-            capability,
-            signature,
-        )
+        self.name, self.description = name, description
+        self.capability, self.signature = capability, signature
 
     async def __call__(self, body: str, task: Task) -> str:
-        """Raises `ToolUnavailable`: which environment is meant is known to a session alone."""
+        """Raises `ToolUnavailable`: only a session knows its environment."""
         raise ToolUnavailable(
-            f"'{self.name}' acts in an environment; it is called through a session of the tool box"
+            f"'{self.name}' acts in an environment; it is called through a session of the toolbox"
         )
 
     async def close(self) -> None:
@@ -59,7 +60,9 @@ class ClassEnvironments:
         self.name = name
         self.made, self.options = made, settings.options
         self.capability = capability_of(made, name, settings)
-        self.has_reward = callable(getattr(made, "get_reward", None))
+        self.has_reward, self.has_fork, self.has_close = (
+            callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
+        )
         self.methods = {
             tool.name: tool
             for tool in (FunctionTool(method, is_method=True) for method in _tool_methods(made))
@@ -73,10 +76,18 @@ class ClassEnvironments:
             EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
             for tool in self.methods.values()
         ]
-        _check_options(made, name, settings.options)
+        try:
+            inspect.signature(made).bind(**settings.options)
+        except TypeError as error:
+            shown = json.dumps(settings.options, default=str)
+            raise SettingError(
+                f"environment.options: '{name}' cannot be made with {shown}: {error}."
+            ) from error
+        except ValueError:  # a class written in C has no signature
+            pass
 
     def make(self) -> ClassEnvironment:
-        """Returns a fresh environment; the object itself is made by its reset."""
+        """Returns a fresh environment; `reset` makes the object itself."""
         return ClassEnvironment(self)
 
 
@@ -88,29 +99,28 @@ class ClassEnvironment:
         self._thread = OwnThread("treegraft-environment")
 
     async def reset(self, task: Task) -> str:
-        """Makes the object and returns what its reset returns, as text; "" for None."""
+        """Makes the object and returns the result of its reset as text; "" for None."""
         self._object = await self._thread.run(lambda: self._kind.made(**self._kind.options))
         row = accepted(self._object.reset, row_of(task))
         first = await self._run(lambda: self._object.reset(**row), self._object.reset)
         return "" if first is None else str(first)
 
     async def call(self, name: str, body: str, task: Task) -> Any:
-        """Returns what the method returns. Raises `ToolError` for a body that does not fit, and
-        whatever the method raises."""
+        """Returns the method's result. Raises `ToolError` for a body that does not fit, and any
+        exception of the method."""
         return await self._kind.methods[name].bound_to(
             getattr(self._object, name), self._thread.run
         )(body, task)
 
     async def reward(self) -> Any:
-        """Returns what get_reward returns; None where there is no such method."""
+        """Returns the result of get_reward; None where there is no such method."""
         return await self._run(self._object.get_reward) if self._kind.has_reward else None
 
     async def fork(self) -> ClassEnvironment:
-        """Returns what the object's own fork returns, else a deep copy."""
-        own = getattr(self._object, "fork", None)
+        """Returns a copy: the object's own fork, else a deep copy."""
         made = await (
-            self._run(own)
-            if own is not None
+            self._run(self._object.fork)
+            if self._kind.has_fork
             else self._thread.run(lambda: copy.deepcopy(self._object))
         )
         if made is self._object or not isinstance(made, Environment):
@@ -122,9 +132,8 @@ class ClassEnvironment:
 
     async def close(self) -> None:
         """Calls the object's close, where it has one, and ends the thread."""
-        own = getattr(self._object, "close", None)
-        if own is not None:
-            await self._run(own)
+        if self._kind.has_close and self._object is not None:
+            await self._run(self._object.close)
         self._thread.end()
 
     async def _run(self, call: Callable[[], Any], method: Any = None) -> Any:
@@ -135,7 +144,7 @@ class ClassEnvironment:
 
 
 def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capability:
-    """Returns what the settings say, else what the class declares, else fork where it has that
+    """Returns the capability of the settings, else that of the class, else fork where it has that
     method, else none."""
     if settings.capability != "auto":
         return Capability(settings.capability)
@@ -150,9 +159,33 @@ def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capab
     return Capability(declared)
 
 
+def capability_without_fork(settings: EnvironmentSettings, reason: str) -> Capability:
+    """Returns the capability of environments that cannot be copied; none unless declared.
+
+    Raises `SettingError`, with the reason, where the settings ask for copies.
+    """
+    if settings.capability == "fork":
+        raise SettingError(f"environment.capability: got 'fork', but {reason}; expected 'replay'.")
+    return Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
+
+
+def options_of(table: type[S], settings: EnvironmentSettings) -> S:
+    """Returns `environment.options` as a table. Raises `SettingError` for wrong ones."""
+    try:
+        return table(**settings.options)
+    except ValidationError as error:
+        faults = "; ".join(
+            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
+            for one in error.errors(include_url=False)
+        )
+        raise SettingError(
+            f'environment.options: for "{settings.kind}": {faults}. It takes'
+            f" {', '.join(table.model_fields)}."
+        ) from error
+
+
 def row_of(task: Task) -> dict[str, Any]:
-    """Returns what reset is told of a task; its own columns count more than what we add, the
-    question most."""
+    """Returns the arguments of reset; a task's own columns override ours, except the question."""
     added = {
         "reference": list(task.reference),
         "task_id": task.id,
@@ -180,18 +213,5 @@ def _tool_methods(made: type) -> list[Callable[..., Any]]:
             if inspect.isfunction(value) and not name.startswith("_") and name not in NO_TOOLS:
                 found[name] = value
             elif name in found:
-                del found[name]  # a subclass took the method back
+                del found[name]  # a subclass has removed the method
     return list(found.values())
-
-
-def _check_options(made: type, name: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that the class does not take."""
-    try:
-        inspect.signature(made).bind(**options)
-    except TypeError as error:
-        shown = json.dumps(options, default=str)
-        raise SettingError(
-            f"environment.options: '{name}' cannot be made with {shown}: {error}."
-        ) from error
-    except ValueError:  # a class written in C says nothing of its arguments
-        return

@@ -1,10 +1,10 @@
-"""Sessions with an environment: its state moves with a trajectory's calls, and can be had again
-where a branch opens.
+"""Sessions with an environment: its state moves with a trajectory's calls, and is rebuilt where a
+branch opens.
 
 A point of an environment that can fork holds a copy, made before the next call changes the state;
 the last branch of a point takes the copy itself. A point of one that replays holds the calls so
-far; a branch makes them again on a fresh environment and compares each whole result with what was
-seen. How often that happens is a function of the tree alone, never of timing.
+far; a branch makes them again on a fresh environment and compares each whole result with the first
+one. The number of copies and replays is a function of the tree alone, never of timing.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import hashlib
 import logging
 import math
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, field, fields, replace
-from types import TracebackType
-from typing import Any, TypeVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, EnvironmentKind, LiveEnvironment
-from treegraft.core.sessions import Point, Runner, Session, Sessions
+from treegraft.core.sessions import Point, Runner, Session
 from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tools import EnvironmentSettings
+from treegraft.tools.background import Background
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Usage:
-    """What environments did since the metrics were last taken; the fields are the metrics."""
+    """Counts since the metrics were last taken; the fields are the metrics."""
 
     num_opened: int = 0
     num_forks: int = 0
@@ -45,24 +45,33 @@ class _Usage:
     num_untrue_grafts: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, slots=True)
+class _Action:
+    """A call that was made, and its result."""
+
+    call: ToolCall
+    digest: str
+    """Of the whole result, before any cap."""
+    begins: str
+    """For a message."""
+
+
 class Environments:
-    """The environments of a run: what makes them, their limits, and their numbers."""
+    """The environments of a run: their kind, their limits, and their counts."""
 
-    kind: EnvironmentKind
-    settings: EnvironmentSettings
-    usage: _Usage = field(default_factory=_Usage)
-    left_behind: set[asyncio.Task[Any]] = field(default_factory=set)
-    """What nobody waits for any more, kept from being collected."""
+    def __init__(self, kind: EnvironmentKind, settings: EnvironmentSettings) -> None:
+        self.kind, self.settings = kind, settings
+        self.usage = _Usage()
+        self.left_behind = Background()
 
-    def sessions(self, runner: Runner, task: Task) -> EnvironmentSessions:
+    def sessions(self, runner: Runner, task: Task) -> TreeEnvironments:
         """Returns the sessions of one tree."""
-        return EnvironmentSessions(self, runner, task)
+        return TreeEnvironments(self, runner, task)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
         usage, self.usage = self.usage, _Usage()
-        return {f"environment/{one.name}": float(getattr(usage, one.name)) for one in fields(usage)}
+        return {f"environment/{name}": float(count) for name, count in asdict(usage).items()}
 
     async def bounded(self, work: Coroutine[Any, Any, T], what: str) -> T:
         """Returns the outcome of one method; past the deadline, or cancelled, it is left behind.
@@ -70,12 +79,7 @@ class Environments:
         Raises:
             ToolUnavailable: it failed or took too long.
         """
-        run = asyncio.create_task(work)
-        try:
-            await asyncio.wait({run}, timeout=self.settings.deadline_s)
-        finally:
-            if not run.done():
-                self.leave_behind(run)
+        run = await self.left_behind.run(work, self.settings.deadline_s)
         try:
             if not run.done():
                 raise ToolUnavailable(
@@ -87,185 +91,41 @@ class Environments:
             reason = str(error) if isinstance(error, ToolUnavailable) else describe(error)
             raise ToolUnavailable(f"environment '{self.kind.name}': {what}: {reason}") from error
 
-    def leave_behind(self, run: asyncio.Task[Any]) -> None:
-        """Cancels a run that nobody waits for."""
-        run.cancel()
-        self.left_behind.add(run)
-        run.add_done_callback(self._forget)
 
-    def _forget(self, run: asyncio.Task[Any]) -> None:
-        self.left_behind.discard(run)
-        if not run.cancelled() and run.exception() is not None:
-            _log.info(
-                "environment '%s': what was left behind ended with %s",
-                self.kind.name,
-                describe(run.exception()),
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class _Action:
-    """A call that was made, and what came of it."""
-
-    call: ToolCall
-    digest: str
-    """Of the whole result, before any cap."""
-    begins: str
-    """For a message."""
-
-
-class _Recorded:
-    """One tool of one environment, for the tool box to run; keeps the outcome."""
-
-    description, cacheable = "", False
-
-    def __init__(self, name: str, live: LiveEnvironment, capability: Capability) -> None:
-        self.name, self.capability, self._live = name, capability, live
-        self.outcome: str | None = None
-        """The whole result, or the error that the agent made; None while the call has not ended by
-        itself."""
-
-    async def __call__(self, body: str, task: Task) -> str:
-        try:
-            text = as_text(await self._live.call(self.name, body, task))
-        except ToolUnavailable:
-            raise
-        except ToolError as error:
-            self.outcome = f"error: {error}"
-            raise
-        except (Exception, SystemExit) as error:
-            self.outcome = f"error: {describe(error)}"
-            raise
-        self.outcome = text
-        return text
-
-    async def close(self) -> None:
-        """Nothing to release: the session closes the environment."""
-
-    def action(self, call: ToolCall) -> _Action | None:
-        """Returns what was done; None where nobody knows."""
-        if self.outcome is None:
-            return None
-        return _Action(
-            call,
-            hashlib.sha256(self.outcome.encode("utf-8", "surrogatepass")).hexdigest(),
-            self.outcome[:80],
-        )
-
-
-class EnvironmentSessions(Sessions):
+class TreeEnvironments:
     """The sessions of one tree, and every environment made for it."""
 
-    def __init__(self, environments: Environments, runner: Runner, task: Task) -> None:
-        self.all, self.kind, self.runner = environments, environments.kind, runner
-        self.names = frozenset(tool.name for tool in environments.kind.tools)
+    def __init__(self, run: Environments, runner: Runner, task: Task) -> None:
+        self.run, self.kind, self.runner = run, run.kind, runner
+        self.names = frozenset(tool.name for tool in run.kind.tools)
         self.task = task
-        """What calls are told of; with the first observation once that is known."""
+        """The task of all calls; with the first observation once that is known."""
         self._bare_task = task
-        self._first = ""
-        self._refusal: str | None = None
+        self.first = ""
+        """The first observation, common to all trajectories; empty for none."""
+        self.refusal: str | None = None
+        """Why no session can be opened; None where there is no reason."""
         self._begun: list[asyncio.Task[tuple[LiveEnvironment, str]]] = []
         self._lives: set[LiveEnvironment] = set()
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def prepare(self, num: int) -> Task:
-        """Begins `num` trajectories at once, and returns the task with what the first one that
-        began was told.
+    async def __aenter__(self) -> Self:
+        return self
 
-        All trajectories of a tree have one prompt, so an environment that begins otherwise is
-        refused when it is opened.
-        """
-        self._begun = [asyncio.create_task(self.begin()) for _ in range(num)]
-        for begun in self._begun:
-            await asyncio.wait({begun})
-            if begun.exception() is None:
-                self._first = begun.result()[1]
-                break
-        if self._first:
-            question = "\n".join(part for part in (self._bare_task.question, self._first) if part)
-            self.task = replace(self._bare_task, question=question)
-        return self.task
-
-    def start(self, ordinal: int) -> Point:
-        """Returns where the first-level rollout of this ordinal begins: one begun already, or a
-        fresh one."""
-        return _Beginning(self, self._begun[ordinal] if ordinal < len(self._begun) else None)
-
-    def refuse(self, reason: str) -> None:
-        """Lets all sessions opened from here on fail for this reason."""
-        self._refusal = reason
-
-    async def begin(self) -> tuple[LiveEnvironment, str]:
-        """Returns a fresh environment and its first observation. Raises `ToolUnavailable`."""
-        live = self.kind.make()
-        self._lives.add(live)
-        self.all.usage.num_opened += 1
-        try:
-            return live, await self.all.bounded(live.reset(self._bare_task), "reset")
-        except BaseException:
-            self.free(live, is_broken=True)
-            raise
-
-    def check_first(self, first: str) -> None:
-        """Raises `ToolUnavailable` for a beginning that another trajectory of this tree did not
-        have, or a refused one."""
-        if self._refusal is not None:
-            raise ToolUnavailable(self._refusal)
-        if first != self._first:
-            self.all.usage.num_mismatches += 1
-            raise ToolUnavailable(
-                f"environment '{self.kind.name}': reset gave {first!r:.80}, but {self._first!r:.80}"
-                " for the tree's first trajectory; expected a beginning that depends on the row"
-                " alone."
-            )
-
-    async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
-        """Returns a copy. Raises `ToolUnavailable`."""
-        self.all.usage.num_forks += 1
-        making = asyncio.create_task(live.fork())
-        try:
-            copy = await self.all.bounded(_outcome(making), "fork")
-        except BaseException:
-            making.add_done_callback(self._discard)
-            raise
-        self._lives.add(copy)
-        return copy
-
-    def _discard(self, making: asyncio.Task[LiveEnvironment]) -> None:
-        """Closes a copy that came too late."""
-        if not making.cancelled() and making.exception() is None:
-            self._lives.add(making.result())
-            self.free(making.result(), is_broken=True)
-
-    def free(self, live: LiveEnvironment, *, is_broken: bool = False) -> None:
-        """Closes an environment; nobody waits for one that hangs already."""
-        if live not in self._lives:
-            return
-        self._lives.discard(live)
-        closing = asyncio.create_task(self._close(live))
-        (self.all.left_behind if is_broken else self._closing).add(closing)
-        closing.add_done_callback((self.all.left_behind if is_broken else self._closing).discard)
-
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Lets something end before the tree does."""
-        task = asyncio.create_task(work)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Closes all environments of the tree; those that do not end in time are left behind, with
         a warning."""
         for begun in self._begun:
             begun.cancel()
         await asyncio.gather(*self._begun, return_exceptions=True)
         try:
-            async with asyncio.timeout(min(CLOSE_S, self.all.settings.deadline_s)):
-                await self._close_all()
+            async with asyncio.timeout(min(CLOSE_S, self.run.settings.deadline_s)):
+                while self._closing or self._lives:
+                    if self._closing:
+                        await asyncio.wait(self._closing)
+                    # Sessions that end may leave copies behind, so these come last.
+                    for live in list(self._lives):
+                        self.free(live)
         except TimeoutError:
             _log.warning(
                 "environment '%s': %d did not close within %g s",
@@ -274,17 +134,85 @@ class EnvironmentSessions(Sessions):
                 CLOSE_S,
             )
         finally:
-            for task in list(self._closing):
-                self.all.left_behind.add(task)
-                task.add_done_callback(self.all.left_behind.discard)
+            for task in self._closing:
+                self.run.left_behind.hold(task)
 
-    async def _close_all(self) -> None:
-        while self._closing or self._lives:
-            if self._closing:
-                await asyncio.wait(self._closing)
-            # Sessions that end may leave copies behind, so these come last.
-            for live in list(self._lives):
-                self.free(live)
+    async def prepare(self, num: int) -> Task:
+        """Begins `num` trajectories at once; returns the task with the observation of the first
+        that began.
+
+        All trajectories of a tree have one prompt, so an environment that begins otherwise is
+        refused when it is opened.
+        """
+        self._begun = [asyncio.create_task(self.begin()) for _ in range(num)]
+        for begun in self._begun:
+            await asyncio.wait({begun})
+            if begun.exception() is None:
+                self.first = begun.result()[1]
+                break
+        if self.first:
+            question = "\n".join(part for part in (self._bare_task.question, self.first) if part)
+            self.task = replace(self._bare_task, question=question)
+        return self.task
+
+    def start(self, ordinal: int) -> Point:
+        """Returns the beginning of the first-level rollout of this ordinal: one begun already, or a
+        fresh one."""
+        begun = self._begun[ordinal] if ordinal < len(self._begun) else None
+        return _FreshPoint(self, None, begun)
+
+    def refuse(self, reason: str) -> None:
+        """Makes every later opening of a session fail for this reason."""
+        self.refusal = reason
+
+    async def begin(self) -> tuple[LiveEnvironment, str]:
+        """Returns a fresh environment and its first observation. Raises `ToolUnavailable`."""
+        live = self.kind.make()
+        self._lives.add(live)
+        self.run.usage.num_opened += 1
+        try:
+            return live, await self.run.bounded(live.reset(self._bare_task), "reset")
+        except BaseException:
+            self.free(live, is_broken=True)
+            raise
+
+    async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
+        """Returns a copy. Raises `ToolUnavailable`."""
+        self.run.usage.num_forks += 1
+        making = asyncio.create_task(live.fork())
+
+        async def outcome() -> LiveEnvironment:
+            return await asyncio.shield(making)
+
+        def close_late(made: asyncio.Task[LiveEnvironment]) -> None:
+            if not made.cancelled() and made.exception() is None:
+                self._lives.add(made.result())
+                self.free(made.result(), is_broken=True)
+
+        try:
+            copy = await self.run.bounded(outcome(), "fork")
+        except BaseException:
+            making.add_done_callback(close_late)
+            raise
+        self._lives.add(copy)
+        return copy
+
+    def free(self, live: LiveEnvironment, *, is_broken: bool = False) -> None:
+        """Closes an environment, once; the tree's end does not wait for a broken one, which may
+        hang."""
+        if live not in self._lives:
+            return
+        self._lives.discard(live)
+        if is_broken:
+            self.run.left_behind.hold(asyncio.create_task(self._close(live)))
+        else:
+            self.before_the_end(self._close(live))
+
+    def before_the_end(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts work that the tree's end waits for."""
+        task = asyncio.create_task(work)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _close(self, live: LiveEnvironment) -> None:
         try:
@@ -293,20 +221,15 @@ class EnvironmentSessions(Sessions):
             _log.warning("environment '%s' did not close: %s", self.kind.name, describe(error))
 
 
-async def _outcome(making: asyncio.Task[T]) -> T:
-    return await asyncio.shield(making)
-
-
-class EnvironmentSession(Session):
+class EnvironmentSession:
     """One trajectory in its environment."""
 
     def __init__(
-        self, owner: EnvironmentSessions, live: LiveEnvironment, history: Sequence[_Action] = ()
+        self, tree: TreeEnvironments, live: LiveEnvironment, history: Sequence[_Action] = ()
     ) -> None:
-        super().__init__(owner.runner, owner.task)
-        self.owner, self.live, self.history = owner, live, tuple(history)
+        self.tree, self.live, self.history = tree, live, tuple(history)
         self.lock = asyncio.Lock()
-        self._points: list[_ForkPoint] = []
+        self._points: list[_CopyPoint] = []
         self._broken: str | None = None
         self._is_released = False
 
@@ -314,9 +237,9 @@ class EnvironmentSession(Session):
     def can_branch(self) -> bool:
         """Whether the state can be had again: never past `environment.max_replay_calls` where that
         takes a replay."""
-        if self.owner.kind.capability is Capability.REPLAY:
-            return len(self.history) <= self.owner.all.settings.max_replay_calls
-        return self.owner.kind.capability is Capability.FORK
+        if self.tree.kind.capability is Capability.REPLAY:
+            return len(self.history) <= self.tree.run.settings.max_replay_calls
+        return self.tree.kind.capability is Capability.FORK
 
     async def call(self, call: ToolCall) -> Observation:
         """Returns the result of a call.
@@ -324,44 +247,68 @@ class EnvironmentSession(Session):
         Raises `ToolUnavailable` where the environment does not end the call, since its state is
         then unknown.
         """
-        if call.name not in self.owner.names or call.problem is not None:
-            return await super().call(call)
+        if call.name not in self.tree.names or call.problem is not None:
+            return await self.tree.runner.call(call, self.tree.task)
         async with self.lock:
-            await self.take_points()
-            self._refuse_broken()
-            run = _Recorded(call.name, self.live, self.owner.kind.capability)
+            await self._settle()
             try:
-                observation = await self._runner.call(call, self._task, instead=run)
+                return await self._act(call)
             except BaseException as error:
                 self._broken = (
-                    f"environment '{self.owner.kind.name}': {call.name}: {describe(error)}"
+                    self._broken
+                    or f"environment '{self.tree.kind.name}': {call.name}: {describe(error)}"
                 )
                 raise
-            self._add(call, run)
-            return observation
 
-    async def make_again(self, actions: Sequence[_Action]) -> None:
-        """Makes calls again. Raises `ToolUnavailable` where a result is not what it was."""
-        usage, name = self.owner.all.usage, self.owner.kind.name
+    async def repeat(self, actions: Sequence[_Action]) -> None:
+        """Makes calls again. Raises `ToolUnavailable` where a result differs from the first one."""
+        usage, name = self.tree.run.usage, self.tree.kind.name
         for number, action in enumerate(actions, start=1):
             usage.num_replayed_calls += 1
-            run = _Recorded(action.call.name, self.live, self.owner.kind.capability)
-            await self._runner.execute(run, action.call.body, self._task)
-            self._add(action.call, run)
-            if self.history[-1].digest != action.digest:
+            await self._act(action.call, is_repeat=True)
+            again = self.history[-1]
+            if again.digest != action.digest:
                 usage.num_mismatches += 1
                 raise ToolUnavailable(
                     f"environment '{name}': replayed call {number} of {len(actions)},"
-                    f" {action.call.name} {action.call.body!r:.80}, gave {run.outcome!r:.80}, but"
+                    f" {action.call.name} {action.call.body!r:.80}, gave {again.begins!r}, but"
                     f" {action.begins!r} the first time; expected equal results of equal calls."
                     " Make it repeatable, or give it fork()."
                 )
 
+    async def _act(self, call: ToolCall, *, is_repeat: bool = False) -> Observation:
+        """Makes a call and adds it to the history."""
+        outcomes: list[str] = []  # empty while the call has not ended by itself
+
+        async def act() -> str:
+            try:
+                text = as_text(await self.live.call(call.name, call.body, self.tree.task))
+            except ToolUnavailable:
+                raise
+            except (Exception, SystemExit) as error:
+                reason = str(error) if isinstance(error, ToolError) else describe(error)
+                outcomes.append(f"error: {reason}")
+                raise
+            outcomes.append(text)
+            return text
+
+        observation = await self.tree.runner.call(call, self.tree.task, act, is_repeat=is_repeat)
+        if not outcomes:
+            self.tree.run.usage.num_failures += 1
+            self._broken = (
+                f"environment '{self.tree.kind.name}': {call.name} did not end within"
+                " tools.deadline_s, so its state is not known"
+            )
+            raise ToolUnavailable(self._broken)
+        digest = hashlib.sha256(outcomes[0].encode("utf-8", "surrogatepass")).hexdigest()
+        self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
+        return observation
+
     def mark(self) -> Point:
         """Returns the present state as a point."""
-        if self.owner.kind.capability is not Capability.FORK:
-            return _ReplayPoint(self.owner, self.history)
-        point = _ForkPoint(self)
+        if self.tree.kind.capability is not Capability.FORK:
+            return _FreshPoint(self.tree, self.history)
+        point = _CopyPoint(self)
         self._points.append(point)
         return point
 
@@ -377,44 +324,45 @@ class EnvironmentSession(Session):
     async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
         """Returns a session in which another agent's calls have been made with the very results
         that it saw; None otherwise."""
+        names = self.tree.names
         steps = [value for value in values if isinstance(value, StepContent)]
         told = [
-            pair
+            (call, observation)
             for step in steps
-            for pair in zip(step.calls, step.observations, strict=False)
-            if pair[0].name in self.owner.names
+            for call, observation in zip(step.calls, step.observations, strict=False)
+            if call.name in names
         ]
-        num_calls = sum(call.name in self.owner.names for step in steps for call in step.calls)
+        num_calls = sum(call.name in names for step in steps for call in step.calls)
+        # Text alone, or a call without its result, cannot be verified.
         is_known = len(steps) == len(values) and num_calls == len(told)
         if is_known and not told:
             return self
-        trial = await self._repeat(told) if is_known and self.can_branch else None
-        self.owner.all.usage.num_untrue_grafts += trial is None
-        return trial
-
-    async def _repeat(self, told: Sequence[tuple[ToolCall, Observation]]) -> Session | None:
-        point = self.mark()
-        point.reserve(1)
-        trial = await point.open()
-        try:
-            for call, observation in told:
-                if (await trial.call(call)).text != observation.text:
+        if is_known and self.can_branch:
+            point = self.mark()
+            point.reserve(1)
+            trial = await point.open()
+            is_true = False
+            try:
+                for call, observation in told:
+                    if (await trial.call(call)).text != observation.text:
+                        break
+                else:
+                    is_true = True
+                    return trial
+            finally:
+                if not is_true:
                     trial.release()
-                    return None
-        except BaseException:
-            trial.release()
-            raise
-        return trial
+        self.tree.run.usage.num_untrue_grafts += 1
+        return None
 
     async def reward(self) -> float | None:
-        """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for what is
-        no finite number."""
-        if not self.owner.kind.has_reward:
+        """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for
+        anything but a finite number or None."""
+        if not self.tree.kind.has_reward:
             return None
         async with self.lock:
-            await self.take_points()
-            self._refuse_broken()
-            value = await self.owner.all.bounded(self.live.reward(), "get_reward")
+            await self._settle()
+            value = await self.tree.run.bounded(self.live.reward(), "get_reward")
         if value is None:
             return None
         try:
@@ -422,9 +370,9 @@ class EnvironmentSession(Session):
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):
-            self.owner.all.usage.num_failures += 1
+            self.tree.run.usage.num_failures += 1
             raise ToolUnavailable(
-                f"environment '{self.owner.kind.name}': get_reward returned {value!r:.80}, expected"
+                f"environment '{self.tree.kind.name}': get_reward returned {value!r:.80}, expected"
                 " a finite number or None"
             )
         return number
@@ -433,69 +381,57 @@ class EnvironmentSession(Session):
         """Closes the environment once its points have their copies."""
         if not self._is_released:
             self._is_released = True
-            self.owner.later(self._end())
+            self.tree.before_the_end(self._end())
 
     async def _end(self) -> None:
         async with self.lock:
             await self.take_points()
-        self.owner.free(self.live, is_broken=self._broken is not None)
+        self.tree.free(self.live, is_broken=self._broken is not None)
 
-    def _add(self, call: ToolCall, run: _Recorded) -> None:
-        action = run.action(call)
-        if action is None:
-            self.owner.all.usage.num_failures += 1
-            self._broken = (
-                f"environment '{self.owner.kind.name}': {call.name} did not end within"
-                " tools.deadline_s, so its state is not known"
-            )
-            raise ToolUnavailable(self._broken)
-        self.history = (*self.history, action)
-
-    def _refuse_broken(self) -> None:
+    async def _settle(self) -> None:
+        """Takes the points, and raises `ToolUnavailable` where the state is unknown."""
+        await self.take_points()
         if self._broken is not None:
             raise ToolUnavailable(self._broken)
 
 
-class _Beginning:
-    """Where a first-level rollout begins."""
+class _FreshPoint:
+    """A state of a fresh environment: the beginning, or that after a replay of `history`."""
 
     def __init__(
-        self, owner: EnvironmentSessions, begun: asyncio.Task[tuple[LiveEnvironment, str]] | None
+        self,
+        tree: TreeEnvironments,
+        history: Sequence[_Action] | None,
+        begun: asyncio.Task[tuple[LiveEnvironment, str]] | None = None,
     ) -> None:
-        self._owner, self._begun = owner, begun
+        self._tree, self._history, self._begun = tree, history, begun
 
     def reserve(self, num: int) -> None: ...
 
     async def open(self) -> Session:
-        begun = self._owner.begin() if self._begun is None else asyncio.shield(self._begun)
+        self._tree.run.usage.num_replays += self._history is not None
+        begun = self._tree.begin() if self._begun is None else asyncio.shield(self._begun)
         live, first = await begun
-        self._owner.check_first(first)
-        return EnvironmentSession(self._owner, live)
-
-
-class _ReplayPoint:
-    """A state that a fresh environment reaches by the same calls."""
-
-    def __init__(self, owner: EnvironmentSessions, history: tuple[_Action, ...]) -> None:
-        self._owner, self._history = owner, history
-
-    def reserve(self, num: int) -> None: ...
-
-    async def open(self) -> Session:
-        self._owner.all.usage.num_replays += 1
-        live, first = await self._owner.begin()
-        session = EnvironmentSession(self._owner, live)
+        tree, session = self._tree, EnvironmentSession(self._tree, live)
         try:
-            self._owner.check_first(first)
-            await session.make_again(self._history)
+            if tree.refusal is not None:
+                raise ToolUnavailable(tree.refusal)
+            if first != tree.first:
+                tree.run.usage.num_mismatches += 1
+                raise ToolUnavailable(
+                    f"environment '{tree.kind.name}': reset gave {first!r:.80}, but"
+                    f" {tree.first!r:.80} for the tree's first trajectory; expected a beginning"
+                    " that depends on the row alone."
+                )
+            await session.repeat(self._history or ())
         except BaseException:
             session.release()
             raise
         return session
 
 
-class _ForkPoint:
-    """A state of which there is a copy, or will be before the next call changes it."""
+class _CopyPoint:
+    """A state kept as a copy, which is made before the next call changes the state."""
 
     def __init__(self, session: EnvironmentSession) -> None:
         self._session, self._history = session, session.history
@@ -512,12 +448,12 @@ class _ForkPoint:
         """Copies the state, once; the session's lock must be held."""
         if self._copy is None and self.error is None:
             try:
-                self._copy = await self._session.owner.fork(self._session.live)
+                self._copy = await self._session.tree.fork(self._session.live)
             except ToolUnavailable as error:
                 self.error = str(error)
 
     async def open(self) -> Session:
-        owner = self._session.owner
+        tree = self._session.tree
         async with self._lock:
             if self._copy is None and self.error is None:
                 async with self._session.lock:
@@ -525,5 +461,5 @@ class _ForkPoint:
             self._num_left -= 1
             if self._copy is None:
                 raise ToolUnavailable(self.error or "the state at this step was not kept")
-            live = self._copy if self._num_left == 0 else await owner.fork(self._copy)
-        return EnvironmentSession(owner, live, self._history)
+            live = self._copy if self._num_left == 0 else await tree.fork(self._copy)
+        return EnvironmentSession(tree, live, self._history)

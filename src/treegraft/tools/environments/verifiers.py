@@ -2,8 +2,8 @@
 simulated user.
 
 Such an environment runs itself and asks its agent for one message after another. Here its agent is
-a seat that waits for what the trajectory says through a tool. All of them live in one thread with
-an event loop of its own, since games may block theirs.
+a stand-in that waits for the messages that the trajectory sends through a tool. All environments
+share one thread with an event loop of its own, since games may block theirs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Capability, Signature, Tool
+from treegraft.core.interfaces import Signature, Tool
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.environments.own import EnvironmentTool
-from treegraft.tools.mcp import tag_of
+from treegraft.tools.environments.own import EnvironmentTool, capability_without_fork, options_of
+from treegraft.tools.json_tools import tag_of
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _OVER = "the episode is over; give your answer"
 
 
 class VerifiersOptions(Settings):
-    """What `environment.options` holds for "verifiers", and `tasks.options` for its tasks."""
+    """`environment.options` for "verifiers", and `tasks.options` for its tasks."""
 
     taskset: str
     """The taskset's id: one that comes with verifiers, such as "textarena", or a package that holds
@@ -43,7 +43,7 @@ class VerifiersOptions(Settings):
     env: str = ""
     """Id of an environment to pair the taskset with; empty for the taskset's own."""
     tool: str = "say"
-    """What the agent calls the sending of its next message."""
+    """The agent's name of the tool that sends its next message."""
 
 
 class VerifiersEnvironments:
@@ -52,18 +52,11 @@ class VerifiersEnvironments:
     has_reward = True
 
     def __init__(self, settings: EnvironmentSettings) -> None:
-        """Raises `SettingError` for wrong options, a missing package, and environments that no seat
-        can play."""
-        options = _options(settings.options, "environment.options")
+        """Raises `SettingError` for wrong options, a missing package, and environments that the
+        agent cannot play through messages alone."""
+        options = options_of(VerifiersOptions, settings)
         self.name = f"verifiers {options.taskset}"
-        if settings.capability == "fork":
-            raise SettingError(
-                "environment.capability: got 'fork', but a running episode cannot be copied;"
-                " expected 'replay'."
-            )
-        self.capability = (
-            Capability.NONE if settings.capability == "auto" else Capability(settings.capability)
-        )
+        self.capability = capability_without_fork(settings, "a running episode cannot be copied")
         self.env = load_environment(options, "environment.options")
         self.agents = _playable(self.env, options.taskset)
         self.tool = tag_of(options.tool)
@@ -94,7 +87,7 @@ class VerifiersEnvironments:
         return self._tasks[index]
 
     async def there(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns what `work` comes to in the environments' own thread."""
+        """Returns the result of `work`, run in the environments' own thread."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(
@@ -112,8 +105,8 @@ class VerifiersEnvironment:
         self._run: asyncio.Task[None] | None = None
 
     async def reset(self, task: Task) -> str:
-        """Begins the episode that the task names; returns what it says first, beside the prompt
-        that is the question already."""
+        """Begins the episode that the task names; returns its first message, the prompt aside,
+        which is the question already."""
         index = task.columns.get(INDEX)
         if not isinstance(index, int):
             raise ToolUnavailable(
@@ -123,7 +116,7 @@ class VerifiersEnvironment:
         return await self._kind.there(self._begin(index)) or ""
 
     async def call(self, name: str, body: str, task: Task) -> str:
-        """Returns what is said to the agent next. Raises `ToolError` once the episode is over,
+        """Returns the next message to the agent. Raises `ToolError` once the episode is over,
         `ToolUnavailable` where it broke."""
         return await self._kind.there(self._say(body))
 
@@ -156,7 +149,7 @@ class VerifiersEnvironment:
         return await self._next() or f"[{_OVER}]"
 
     async def _next(self) -> str | None:
-        """What the episode says next; None where it has ended."""
+        """The episode's next message; None where it has ended."""
         assert self._run is not None
         said = asyncio.ensure_future(self._seat.said.get())
         try:
@@ -182,7 +175,7 @@ class VerifiersEnvironment:
 
 
 class _Trace:
-    """What an environment writes down of its episode."""
+    """An environment's record of its episode."""
 
     def __init__(self) -> None:
         self.rewards: dict[str, float] = {}
@@ -200,8 +193,7 @@ class _Trace:
 
 
 class _Seat:
-    """An agent of verifiers whose messages come from elsewhere; also the one interaction that it
-    has."""
+    """An agent of verifiers whose messages come from a trajectory; also its one interaction."""
 
     trainable = True
 
@@ -244,14 +236,14 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
     except ImportError as error:
         raise SettingError(
             f"{place}: the package 'verifiers' (0.4 or newer) is not installed; run: pip install"
-            " verifiers. It cannot share an environment with the extra treegraft[mcp]."
+            " 'treegraft[verifiers]'. It cannot share an environment with treegraft[mcp]."
         ) from error
     try:
         config = resolve_env_config(
             {"id": options.env, "taskset": {"id": options.taskset, **options.settings}}
         )
         return load_environment(config)
-    except Exception as error:  # what a taskset's module raises on import is its own
+    except Exception as error:  # a taskset's module may raise anything on import
         raise SettingError(
             f"{place}: taskset '{options.taskset}' cannot be loaded: {type(error).__name__}:"
             f" {error}"
@@ -288,8 +280,8 @@ def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
 
 
 def _playable(env: Any, taskset: str) -> list[str]:
-    """The names of the environment's agents. Raises `SettingError` for one that a single seat
-    cannot play or score."""
+    """The names of the environment's agents. Raises `SettingError` for an environment that one
+    agent cannot play or that scores without us."""
     from verifiers.v1 import Env, Task
 
     names = sorted(env._agent_specs)
@@ -323,17 +315,3 @@ def _text_of(message: Any) -> str | None:
         for one in message
     )
     return "\n".join(str(content) for content in contents if content)
-
-
-def _options(options: dict[str, Any], place: str) -> VerifiersOptions:
-    try:
-        return VerifiersOptions(**options)
-    except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, one['loc']))}: {one['msg']}"
-            for one in error.errors(include_url=False)
-        )
-        raise SettingError(
-            f'{place}: for "verifiers": {faults}. It takes'
-            f" {', '.join(VerifiersOptions.model_fields)}."
-        ) from error

@@ -1,10 +1,9 @@
 """Starts bubblewrap sandboxes and hands them calls: the host's side of
 `treegraft.tools.python.worker`.
 
-A sandbox has a network of its own without a way out, a read-only system, none of the caller's files
-but Python and the named packages, no /proc, and none of the caller's environment. Started by root,
-the code in it runs as "nobody", who owns nothing here; started by anyone else, as that user without
-any capability.
+A sandbox has an isolated network, a read-only system, no files of the caller's except Python and
+the named packages, no /proc, and none of the caller's environment. Started by root, its code runs
+as "nobody", who owns nothing here; started by another user, as that user without any capability.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from treegraft.core.errors import SettingError, ToolUnavailable
-from treegraft.tools.python import frozen, seccomp, shown
+from treegraft.core.errors import ToolUnavailable
+from treegraft.tools.python import determinism, output, seccomp
 from treegraft.tools.python import worker as sandbox_worker
-from treegraft.tools.python.shown import Printed
+from treegraft.tools.python.output import Printed
 from treegraft.tools.python.worker import ENDED, ERROR, KILL, MEMORY, READY, REPORT, START, VALUE
 
 PACKAGES = ("numpy", "scipy", "sympy")
-"""What is imported ahead."""
+"""Packages imported ahead of calls."""
 BESIDES = ("mpmath", "gmpy2")
-"""What these need or can use."""
+"""Their required and optional dependencies."""
 START_S = 120.0
 """Longest wait for a sandbox to start; its imports take seconds on a busy machine."""
 WATCHDOG_S = 5.0
@@ -58,8 +57,7 @@ _MOST_CHUNKS = 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxLimits:
-    """SandboxLimits(max_duration_s=2.0, max_memory_mb=512, max_files_mb=16, max_threads=16,
-    max_output_chars=100_000)"""
+    """Limits of one call."""
 
     max_duration_s: float
     """Wall-clock time of one call."""
@@ -68,7 +66,7 @@ class SandboxLimits:
     max_files_mb: int
     """Size of a call's private /tmp and of any file in it, in MiB."""
     max_threads: int
-    """Threads of one call; processes it cannot start."""
+    """Threads of one call; it cannot start processes."""
     max_output_chars: int
     """Printed text and value kept, each."""
 
@@ -80,19 +78,19 @@ class SandboxLimits:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Outcome(kind="value", printed="", text="42")"""
+    """The outcome of one call."""
 
     kind: str
     """"value", "error", "memory", "timeout" or "died"."""
     printed: str
-    """What the code printed, capped, ending in a line break unless empty."""
+    """Printed text, capped, ending in a line break unless empty."""
     text: str
-    """The value or the error as text, or what ended the process."""
+    """The value or the error as text, or the end of the process."""
 
 
 def find_problem() -> str | None:
-    """Returns why no sandbox can be had here and what to do, in a sentence or two; None where a
-    first one worked."""
+    """Returns why no sandbox works here and what to do, in a sentence or two; None where a first
+    one worked."""
     if not sys.platform.startswith("linux"):
         return "bubblewrap sandboxes need Linux; take tools.python.backend = 'monty'."
     if shutil.which("bwrap") is None:
@@ -123,16 +121,9 @@ def find_problem() -> str | None:
     )
 
 
-def check() -> None:
-    """Raises `SettingError` where no sandbox can be had."""
-    problem = find_problem()
-    if problem is not None:
-        raise SettingError(f"tools.python.backend is 'bwrap', but {problem}")
-
-
 class Sandbox:
-    """One bubblewrap sandbox, one call at a time; each call in a fresh process that sees nothing of
-    the others."""
+    """One bubblewrap sandbox, one call at a time; each in a fresh process, isolated from the
+    others."""
 
     def __init__(self, limits: SandboxLimits, packages: Sequence[str] = PACKAGES) -> None:
         """Starts the sandbox and waits until it can take a call.
@@ -145,10 +136,9 @@ class Sandbox:
         self._control.settimeout(START_S)
         with tempfile.TemporaryFile() as messages:
             with theirs:
-                settings = _settings(limits, packages, theirs.fileno())
                 try:
                     self._process, self._first_pid = _launch(
-                        settings, theirs.fileno(), messages.fileno()
+                        limits, packages, theirs.fileno(), messages.fileno()
                     )
                 except BaseException:
                     self._control.close()
@@ -172,17 +162,10 @@ class Sandbox:
         """Whether it can take another call."""
         return self._end.alive and self._process.poll() is None
 
-    @property
-    def first_pid(self) -> int | None:
-        """The sandbox's first process as the host counts; all others end with it. None where
-        bubblewrap named none."""
-        return self._first_pid
-
     def run(self, code: str) -> Outcome:
-        """Returns what `code` came to, at the latest when its time is over.
+        """Returns the outcome of `code`, at the latest when its time is over.
 
-        A sandbox that dies under the call, or falls silent, is closed, and the outcome is
-        "died".
+        A sandbox that dies during the call, or stops answering, is closed; the outcome is "died".
         """
         try:
             self._finish()
@@ -210,17 +193,14 @@ class Sandbox:
             exchange = _Exchange(code, ends, self._limits.max_output_chars)
             is_over = exchange.run(deadline)
             self._control.sendall(KILL)
-            if not is_over:
-                return Outcome("timeout", "", "")
-            return self._read(exchange)
         finally:
             for end in ends:
                 os.close(end)
-
-    def _read(self, exchange: _Exchange) -> Outcome:
-        kind, _, text = exchange.result().partition("\n")
+        if not is_over:
+            return Outcome("timeout", "", "")
+        kind, _, text = exchange.result.decode("utf-8", errors="replace").partition("\n")
         if kind in (VALUE, ERROR):
-            return Outcome(kind, exchange.printed(), text)
+            return Outcome(kind, exchange.printed.text(), text)
         if kind == MEMORY:
             return Outcome(MEMORY, "", "")
         status, cpu_s = self._finish()
@@ -248,15 +228,15 @@ class Sandbox:
 
 
 class _Exchange:
-    """Feeds a call its code and collects what comes back, never more than the caps."""
+    """Feeds a call its code and collects printed text and result, never more than the caps."""
 
     def __init__(self, code: str, ends: Sequence[int], max_chars: int) -> None:
         self._feed, self._output, self._result = ends
-        self._ends = ends
         self._code = memoryview(code.encode("utf-8", errors="surrogatepass"))
-        self._printed = Printed(max_chars)
+        self.printed = Printed(max_chars)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._parts = bytearray()
+        self.result = bytearray()
+        """As the child wrote it."""
         # A note about a cut comes on top.
         self._max_bytes = 4 * max_chars + 1000
         for end in ends:
@@ -280,21 +260,12 @@ class _Exchange:
                     if self._take_output():
                         poll.unregister(end)
                 elif self._take_result():
-                    # All that was printed before the end lies in the pipe; what floods it still
-                    # does not count.
+                    # Everything printed before the end is in the pipe; a flood after it is ignored.
                     for _ in range(_MOST_CHUNKS):
                         if self._take_output(until_empty=True):
                             break
                     return True
         return False
-
-    def printed(self) -> str:
-        """Returns what was printed, capped."""
-        return self._printed.text()
-
-    def result(self) -> str:
-        """Returns the result as the child wrote it, capped."""
-        return self._parts.decode("utf-8", errors="replace")
 
     def _write(self) -> bool:
         try:
@@ -311,7 +282,7 @@ class _Exchange:
             data = os.read(self._output, _CHUNK)
         except BlockingIOError:
             return until_empty
-        self._printed.add(self._decoder.decode(data, final=not data))
+        self.printed.add(self._decoder.decode(data, final=not data))
         return not data
 
     def _take_result(self) -> bool:
@@ -319,31 +290,31 @@ class _Exchange:
             data = os.read(self._result, _CHUNK)
         except BlockingIOError:
             return False
-        self._parts += data[: self._max_bytes - len(self._parts)]
+        self.result += data[: self._max_bytes - len(self.result)]
         return not data
 
 
-def _settings(limits: SandboxLimits, packages: Sequence[str], control: int) -> dict[str, object]:
-    """Returns what the worker is told."""
+def _launch(
+    limits: SandboxLimits, packages: Sequence[str], control: int, messages: int
+) -> tuple[subprocess.Popen[bytes], int | None]:
+    """Returns bubblewrap's process and the sandbox's first process; its start may still fail.
+
+    The first process is given as the host counts; all others end with it. None where bubblewrap
+    named none.
+    """
     as_root = os.geteuid() == 0
-    return {
+    settings = {
         "control": control,
         "packages": list(packages),
         "uid": _NOBODY if as_root else None,
         "cpu_s": limits.cpu_s,
         "max_memory_mb": limits.max_memory_mb,
         "max_files_mb": limits.max_files_mb,
-        # An ordinary user's worker counts too: it is the same user.
+        # The worker of an ordinary user counts too: it runs as the same user.
         "max_threads": limits.max_threads + (1 if as_root else 2),
         "max_output_chars": limits.max_output_chars,
     }
 
-
-def _launch(
-    settings: dict[str, object], control: int, messages: int
-) -> tuple[subprocess.Popen[bytes], int | None]:
-    """Returns bubblewrap's process and the sandbox's first process; its start may still fail."""
-    as_root = settings["uid"] is not None
     info, info_end = os.pipe()
     block_end, block = os.pipe()
     command = [*_command(info_end, block_end if as_root else None), json.dumps(settings)]
@@ -395,15 +366,8 @@ def _first_pid(info: int) -> int | None:
 
 def _command(info: int, block: int | None) -> list[str]:
     """Returns bubblewrap's command line up to the worker's settings."""
-    parts = [
-        "bwrap",
-        "--unshare-all",
-        "--unshare-user",
-        "--new-session",
-        "--as-pid-1",
-        "--info-fd",
-        str(info),
-    ]
+    parts = ["bwrap", "--unshare-all", "--unshare-user", "--new-session", "--as-pid-1"]
+    parts += ["--info-fd", str(info)]
     capabilities = ["CAP_SYS_ADMIN"]
     if block is not None:
         parts += ["--userns-block-fd", str(block)]
@@ -411,26 +375,21 @@ def _command(info: int, block: int | None) -> list[str]:
     for name in capabilities:
         parts += ["--cap-add", name]
     parts += _system()
-    # Folders made for the sake of files in them would be their maker's alone.
-    for folder in (
-        "/dev",
-        "/packages",
-        "/tmp",
-        "/worker",
-        "/worker/treegraft",
-        "/worker/treegraft/tools",
-    ):
-        parts += ["--dir", folder]
+    # bwrap would create missing parents of a file with rights for their owner only.
+    package = Path("/worker", *sandbox_worker.__name__.split(".")[:-1])
+    for folder in ("/dev", "/packages", "/tmp", *reversed(package.parents[:-1]), package):
+        parts += ["--dir", str(folder)]
     for name in (*PACKAGES, *BESIDES):
         for source in _package_folders(name):
             parts += ["--ro-bind", str(source), f"/packages/{source.name}"]
-    for module in (sandbox_worker, seccomp, shown, frozen):
+    for module in (sandbox_worker, seccomp, output, determinism):
         source = Path(str(module.__file__))
-        parts += ["--ro-bind", str(source), f"/worker/treegraft/tools/{source.name}"]
+        parts += ["--ro-bind", str(source), str(package / source.name)]
     for device in ("null", "zero", "random", "urandom"):
         parts += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     parts += ["--remount-ro", "/"]
-    return [*parts, _interpreter(), "-s", "-S", "-B", "-P", "-m", "treegraft.tools.python.worker"]
+    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+    return [*parts, python, "-s", "-S", "-B", "-P", "-m", sandbox_worker.__name__]
 
 
 def _system() -> list[str]:
@@ -446,17 +405,12 @@ def _system() -> list[str]:
         options += ["--ro-bind-try", str(path), str(path)]
     prefix = Path(sys.base_prefix).resolve()
     if not prefix.is_relative_to("/usr"):
-        # The way to it must be open to the user that the code runs as: the standard library is read
-        # as it is imported.
+        # The sandbox's user must be able to reach it: the standard library is read upon import.
         for folder in reversed(prefix.parents):
             if folder != Path("/"):
                 options += ["--dir", str(folder)]
         options += ["--ro-bind", str(prefix), str(prefix)]
     return options
-
-
-def _interpreter() -> str:
-    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
 def _environment() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 Namespaces hide everything already; the filter keeps the code to one process, away from sockets that
 namespaces do not cover (AF_VSOCK), from memory that no limit counts (memfd, System V segments), and
-from corners of the kernel that computing has no use for.
+from parts of the kernel that computing does not need.
 """
 
 from __future__ import annotations
@@ -21,84 +21,35 @@ _X32 = 0x40000000
 """First number of a second table of calls on x86-64, which no program needs."""
 
 _ARCHES: Mapping[str, int] = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-_DENIED: Mapping[str, tuple[int | None, int | None]] = {
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsconfig": (431, 431),
-    "fsmount": (432, 432),
-    "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    "name_to_handle_at": (303, 264),
-    "open_by_handle_at": (304, 265),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "kcmp": (312, 272),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "shmget": (29, 194),
-    "semget": (64, 190),
-    "msgget": (68, 186),
-    "mq_open": (240, 180),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "fanotify_init": (300, 262),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "personality": (135, 92),
-    "modify_ldt": (154, None),
-    "iopl": (172, None),
-    "ioperm": (173, None),
-    "mbind": (237, 235),
-    "set_mempolicy": (238, 237),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "vmsplice": (278, 75),
-    "acct": (163, 89),
-    "syslog": (103, 116),
-    "quotactl": (179, 60),
-    "quotactl_fd": (443, 443),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "reboot": (169, 142),
-    "kexec_load": (246, 104),
-    "kexec_file_load": (320, 294),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "uselib": (134, None),
-    "sysfs": (139, None),
-    "vhangup": (153, 58),
-    "lookup_dcookie": (212, 18),
-}
-"""Refused with EPERM: numbers on x86-64 and on 64-bit ARM, None where a call does not exist."""
+_DENIED = """
+fork 57 -                     vfork 58 -                    execve 59 221
+execveat 322 281              unshare 272 97                setns 308 268
+mount 165 40                  umount2 166 39                pivot_root 155 41
+chroot 161 51                 open_tree 428 428             move_mount 429 429
+fsopen 430 430                fsconfig 431 431              fsmount 432 432
+fspick 433 433                mount_setattr 442 442         name_to_handle_at 303 264
+open_by_handle_at 304 265     ptrace 101 117                process_vm_readv 310 270
+process_vm_writev 311 271     process_madvise 440 440       kcmp 312 272
+pidfd_open 434 434            pidfd_getfd 438 438           memfd_create 319 279
+memfd_secret 447 447          shmget 29 194                 semget 64 190
+msgget 68 186                 mq_open 240 180               add_key 248 217
+request_key 249 218           keyctl 250 219                bpf 321 280
+perf_event_open 298 241       userfaultfd 323 282           io_uring_setup 425 425
+io_uring_enter 426 426        io_uring_register 427 427     fanotify_init 300 262
+inotify_init 253 -            inotify_init1 294 26          personality 135 92
+modify_ldt 154 -              iopl 172 -                    ioperm 173 -
+mbind 237 235                 set_mempolicy 238 237         migrate_pages 256 238
+move_pages 279 239            vmsplice 278 75               acct 163 89
+syslog 103 116                quotactl 179 60               quotactl_fd 443 443
+swapon 167 224                swapoff 168 225               reboot 169 142
+kexec_load 246 104            kexec_file_load 320 294       init_module 175 105
+finit_module 313 273          delete_module 176 106         settimeofday 164 170
+clock_settime 227 112         adjtimex 159 171              clock_adjtime 305 266
+sethostname 170 161           setdomainname 171 162         uselib 134 -
+sysfs 139 -                   vhangup 153 58                lookup_dcookie 212 18
+"""
+"""Refused with EPERM: name, number on x86-64, number on 64-bit ARM; "-" where a call does not
+exist."""
 _CLONE, _CLONE3, _SOCKET = (56, 220), (435, 435), (41, 198)
 
 
@@ -119,27 +70,17 @@ def program(machine: str = platform.machine()) -> bytes:
     ]
     if machine == "x86_64":
         steps += [_step(_AT_LEAST, _X32, 0, 1), refuse]
-    for numbers in _DENIED.values():
-        number = numbers[column]
-        if number is not None:
-            steps += [_step(_EQUAL, number, 0, 1), refuse]
+    for number in _DENIED.split()[1 + column :: 3]:
+        if number != "-":
+            steps += [_step(_EQUAL, int(number), 0, 1), refuse]
     # "No such call" makes the C library fall back to clone, whose flags can be read here.
     steps += [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERROR | _ENOSYS)]
     argument = _step(_LOAD, _FIRST_ARGUMENT)
-    steps += [
-        _step(_EQUAL, _CLONE[column], 0, 4),
-        argument,
-        _step(_ANY_BIT, _CLONE_THREAD, 0, 1),
-        allow,
-        refuse,
-    ]
-    steps += [
-        _step(_EQUAL, _SOCKET[column], 0, 4),
-        argument,
-        _step(_EQUAL, _AF_UNIX, 0, 1),
-        allow,
-        refuse,
-    ]
+    for numbers, is_allowed in (
+        (_CLONE, _step(_ANY_BIT, _CLONE_THREAD, 0, 1)),
+        (_SOCKET, _step(_EQUAL, _AF_UNIX, 0, 1)),
+    ):
+        steps += [_step(_EQUAL, numbers[column], 0, 4), argument, is_allowed, allow, refuse]
     return b"".join([*steps, allow])
 
 

@@ -1,15 +1,15 @@
-"""What runs inside a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh
+"""The inside of a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh
 child for each call.
 
 The worker is the sandbox's first process. It keeps one child ready: cloned from it into process,
 mount and IPC namespaces of its own, with a private /tmp, limits, no capability and the filter of
 `treegraft.tools.python.seccomp`. A call's pipes come from the host as descriptors and go on to that
 child unread, so that nothing of one call is left in the memory that the next child is cloned from.
-When the child is dead, and all that its namespace held, the worker reports its end and clones the
-next. It ends itself when the host's end of the control socket is closed.
+When the child and all of its namespace are dead, the worker reports the end and clones the next.
+It exits when the host closes its end of the control socket.
 
-Standard library only, and without /proc: no other file of the package is inside the sandbox, but
-for three.
+Only the standard library and three further modules of this folder are inside the sandbox, and no
+/proc.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from treegraft.tools.python.frozen import freeze, seed
+from treegraft.tools.python.determinism import fix_clock, seed
+from treegraft.tools.python.output import cut, show
 from treegraft.tools.python.seccomp import install
-from treegraft.tools.python.shown import show
 
 READY, START, KILL, ENDED = b"r", b"c", b"k", b"d"
 """Worker to host: the first child waits; host to worker: run (with three descriptors), stop; worker
@@ -45,8 +45,7 @@ to host: over."""
 REPORT = struct.Struct("=cid")
 """ENDED, the wait status, processor seconds."""
 VALUE, ERROR, MEMORY = "value", "error", "memory"
-"""First line of a child's result: what the code came to, what went wrong, or that memory ran
-out."""
+"""First line of a child's result: a value, an exception, or out of memory."""
 
 _NEW_NAMESPACES = 0x20000 | 0x20000000 | 0x08000000
 """CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWIPC."""
@@ -73,7 +72,7 @@ def main() -> None:
         _warm_up()
     for name in ("exit", "quit"):
         setattr(builtins, name, sys.exit)
-    freeze()
+    fix_clock()
     settings["start_bytes"] = _address_space()
     gc.collect()
     # The children share these pages: a collection would copy them all.
@@ -83,7 +82,7 @@ def main() -> None:
 
 
 def _warm_up() -> None:
-    """Makes the libraries take the buffers and fill the caches that every first use pays for."""
+    """Fills the caches and buffers of the libraries, so that no call pays for their first use."""
     import numpy
     import scipy.linalg
     import sympy
@@ -109,26 +108,19 @@ def _serve(control: socket.socket, settings: Mapping[str, Any]) -> None:
             socket.send_fds(child.line, [START], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        is_over = _wait(control, child.line)
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        poll.register(child.line, 0)  # hanging up, the end of the child, is always reported
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        is_host_gone = control.fileno() in ready and not control.recv(1)
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
         _, status, usage = os.wait4(child.pid, 0)
         child.line.close()
-        if is_over:
+        if is_host_gone:
             return
         control.sendall(REPORT.pack(ENDED, status, usage.ru_utime + usage.ru_stime))
         child = _Child(control, settings)
-
-
-def _wait(control: socket.socket, line: socket.socket) -> bool:
-    """Waits until the child has ended or is to be stopped; returns whether the host is gone."""
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(line, 0)  # hanging up is always reported
-    for descriptor, _ in poll.poll():
-        if descriptor == control.fileno():
-            return not control.recv(1)
-    return False
 
 
 class _Child:
@@ -174,7 +166,7 @@ def _clone() -> int:
 
 
 def _confine(settings: Mapping[str, Any]) -> None:
-    """Takes from this process everything that computing can do without."""
+    """Drops every right of this process that computing does not need."""
     megabyte = 2**20
     files = settings["max_files_mb"] * megabyte
     owner = f"uid={settings['uid']},gid={settings['uid']}" if settings["uid"] is not None else ""
@@ -206,7 +198,9 @@ def _confine(settings: Mapping[str, Any]) -> None:
     }
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
-    _drop_capabilities()
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    if _libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
+        raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
     install(_libc)
 
 
@@ -216,36 +210,22 @@ def _mount(source: bytes, target: bytes, kind: bytes, flags: int, options: bytes
         raise OSError(failure, f"mounting {target.decode()}: {os.strerror(failure)}")
 
 
-def _drop_capabilities() -> None:
-    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
-    if _libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
-        raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
-
-
 def _address_space() -> int:
-    """Returns how many bytes of address space this process takes, found by trying limits: there is
-    no /proc to tell."""
+    """Returns the address space of this process in bytes, found by bisection over limits: there is
+    no /proc."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
     low, high = 0, 2**47
     while high - low > _PAGE:
         middle = (low + high) // 2
-        if _has_room(middle):
+        try:
+            resource.setrlimit(resource.RLIMIT_AS, (middle, before[1]))
+            mmap.mmap(-1, _PAGE).close()
             high = middle
-        else:
+        except (OSError, MemoryError, ValueError):
             low = middle
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, before)
     return high
-
-
-def _has_room(limit: int) -> bool:
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    try:
-        resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-        mmap.mmap(-1, _PAGE).close()
-    except (OSError, MemoryError, ValueError):
-        return False
-    else:
-        return True
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 # --- one call, in its child -----------------------------------------------------------------------
@@ -293,11 +273,9 @@ def _outcome(code: str, max_chars: int) -> tuple[str, str]:
         with _reserve():
             return VALUE, _evaluate(code, max_chars)
     except SystemExit as error:
-        return (
-            (VALUE, "")
-            if error.code in (None, 0)
-            else (ERROR, f"SystemExit: {_cut(error.code, max_chars)}")
-        )
+        if error.code in (None, 0):
+            return VALUE, ""
+        return ERROR, f"SystemExit: {cut(str(error.code), max_chars)}"
     except MemoryError:
         return MEMORY, ""
     except RecursionError as error:
@@ -334,24 +312,13 @@ def _evaluate(code: str, max_chars: int) -> str:
 
 def _describe(error: BaseException, max_chars: int) -> str:
     try:
-        message = (
-            str(error.args[0])
-            if isinstance(error, KeyError) and len(error.args) == 1
-            else str(error)
-        )
+        # A KeyError shows the repr of its key.
+        is_key = isinstance(error, KeyError) and len(error.args) == 1
+        message = str(error.args[0] if is_key else error)
     except BaseException:
         message = ""
     name = type(error).__name__
-    return f"{name}: {_cut(message, max_chars)}" if message else name
-
-
-def _cut(value: object, max_chars: int) -> str:
-    text = str(value)
-    return (
-        text
-        if len(text) <= max_chars
-        else f"{text[:max_chars]}\n[cut after {max_chars} of {len(text)} characters]"
-    )
+    return f"{name}: {cut(message, max_chars)}" if message else name
 
 
 if __name__ == "__main__":

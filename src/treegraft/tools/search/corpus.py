@@ -30,10 +30,9 @@ class Passage:
 
     id: str | int
     contents: str
-    """As it stands in the corpus; in the wiki-18 dump a title in quotes, a line break, and the
-    text."""
+    """As in the corpus; in the wiki-18 dump a title in quotes, a line break, and the text."""
     score: float
-    """How well it matches, higher is better; the scale is the index's own."""
+    """Its match with the query, higher is better; the scale depends on the index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ def corpus_path(corpus: str) -> Path:
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yields all rows, in order, one in memory at a time; blank lines are passed over.
+    """Yields all rows, in order, one in memory at a time; blank lines are skipped.
 
     Raises:
         DataError: a bad row, by line; a file that cannot be read or has no rows.
@@ -108,7 +107,7 @@ class Corpus:
 
     def __init__(self, path: Path, offsets: npt.NDArray[np.uint64]) -> None:
         """Args:
-        offsets: [rows] where each row begins, in bytes, as `read_rows` told them.
+        offsets: [rows] where each row begins, in bytes, as `read_rows` gives them.
         """
         self.path = path
         self._offsets = offsets
@@ -129,8 +128,8 @@ class Corpus:
         try:
             if self._look() != self._state:
                 raise ToolUnavailable(
-                    f"corpus '{self.path}' was changed while it was in use; start again to index it"
-                    " anew"
+                    f"corpus '{self.path}' was changed while it was in use; restart to index it"
+                    " again"
                 )
             for row, score in zip(rows, scores, strict=True):
                 start = int(self._offsets[row])
@@ -142,9 +141,7 @@ class Corpus:
                 )
                 passages.append(Passage(key, contents, score))
         except (OSError, DataError) as error:
-            raise ToolUnavailable(
-                f"corpus '{self.path}' cannot be read any more: {error}"
-            ) from error
+            raise ToolUnavailable(f"corpus '{self.path}' can no longer be read: {error}") from error
         return passages
 
     def close(self) -> None:
@@ -171,11 +168,8 @@ def _parse(line: bytes, place: str) -> tuple[str | int, str]:
             f"{place}: got a JSON {type(row).__name__}, expected an object with 'id' and"
             " 'contents'."
         )
-    kinds: tuple[tuple[str, tuple[type[Any], ...]], ...] = (
-        ("id", (str, int)),
-        ("contents", (str,)),
-    )
-    for key, expected in kinds:
+    kinds: dict[str, tuple[type[Any], ...]] = {"id": (str, int), "contents": (str,)}
+    for key, expected in kinds.items():
         if key not in row:
             raise DataError(
                 f"{place}: it has no '{key}'; it has {', '.join(sorted(row)) or 'no keys'}."

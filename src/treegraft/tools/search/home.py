@@ -1,13 +1,13 @@
-"""Where the index of a corpus lives: made once, found again while the corpus is the same, safe to
+"""Where the index of a corpus lies: built once, found again while the corpus is the same, safe to
 kill at any moment.
 
     CORPUS.jsonl.dense/          beside the corpus, or elsewhere
-        current.json             the corpus (size, time, checksum) and which folder holds its index; written last
+        current.json             size, time and checksum of the corpus, and the folder of its index
         3f9c.../                 the files of one index, named after everything they depend on
-        .lock                    held while an index is made
+        .lock                    held while an index is built
 
-A folder that `current.json` does not name is unfinished: what is in it may be gone on with. Once
-another is finished it is removed.
+`current.json` is written last, so a folder that it does not name is unfinished: its files may be
+reused, and it is removed once another is finished.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
-    """Returns the folder for the indexes of this kind over a corpus; it is made and can be written
-    to.
+    """Returns the folder for the indexes of this kind over a corpus; it exists and is writable.
 
     Args:
         index_dir: the user's choice; empty means beside the corpus, or where that is read-only in
@@ -58,10 +57,7 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
         return beside
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
     # Corpora of one name in two folders must not share a place.
-    own = (
-        cache
-        / f"{name}-{hashlib.blake2b(str(corpus.resolve()).encode(), digest_size=4).hexdigest()}"
-    )
+    own = cache / f"{name}-{_digest(str(corpus.resolve()), 4)}"
     if not _is_writable(own):
         raise SettingError(
             f"neither '{beside}' nor '{own}' can be written to; name a folder with"
@@ -75,28 +71,21 @@ def find_or_make(
 ) -> Path:
     """Returns the folder that holds the index of this corpus; where there is none, `make` fills it.
 
-    Only one process makes it; others wait for that.
+    Only one process builds it; others wait for it.
 
     Args:
-        recipe: what the index depends on besides the corpus.
-        make: fills the folder it is given; it may find there what an earlier attempt left.
+        recipe: everything that the index depends on besides the corpus.
+        make: fills the folder it is given, in which an earlier attempt may have left files.
     """
-    found = _find(corpus, home, recipe)
-    if found is not None:
+    if found := _find(corpus, home, recipe):
         return found
     with _locked(home):
-        # Another process may have made it meanwhile.
-        found = _find(corpus, home, recipe)
-        if found is not None:
+        # Another process may have built it meanwhile.
+        if found := _find(corpus, home, recipe):
             return found
         before = corpus.stat()
         content = checksum(corpus)
-        folder = (
-            home
-            / hashlib.blake2b(
-                json.dumps([content, dict(recipe)], sort_keys=True).encode(), digest_size=8
-            ).hexdigest()
-        )
+        folder = home / _digest(json.dumps([content, dict(recipe)], sort_keys=True), 8)
         folder.mkdir(exist_ok=True)
         make(folder)
         current = {
@@ -108,7 +97,7 @@ def find_or_make(
         }
         write_atomically(home / "current.json", json.dumps(current, indent=2))
         for other in home.iterdir():
-            # A process that has them open keeps what it has mapped.
+            # A process that has mapped their files keeps them.
             if other.is_dir() and other != folder:
                 shutil.rmtree(other, ignore_errors=True)
         return folder
@@ -131,7 +120,7 @@ def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
         if current["content"] != checksum(corpus):
             return None
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # none there, or damaged: it is made again
+        return None  # none there, or damaged: the index is built again
     if not is_same_time:
         with contextlib.suppress(OSError):
             write_atomically(
@@ -152,9 +141,13 @@ def _locked(home: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _log.warning("waiting for another process that makes the index '%s'", home)
+            _log.warning("waiting for another process that builds the index '%s'", home)
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _digest(text: str, num_bytes: int) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=num_bytes).hexdigest()
 
 
 def _is_writable(folder: Path) -> bool:

@@ -1,53 +1,67 @@
-"""Nearest vectors: exactly by a matrix product, or about as well by lists around centroids (IVF)
-where there are many.
+"""Nearest vectors: exactly by a matrix product, or nearly so by lists around centroids (IVF) where
+there are many.
 
-Up to `FLAT_LIMIT` eligible traces a search is exact. Above, a FAISS IVF index over 8-bit copies of
-the vectors proposes candidates, the rows behind its watermark are looked at exactly, and all of
-them are scored again with the stored vectors. What a search finds depends on the rows alone, never
-on when the index was built, on the route by which it grew, or on the other queries of a batch: the
-watermark and the rows that centroids are fitted to are functions of the number of rows, rows are
+Up to `FLAT_LIMIT` eligible rows a search is exact. Above, a FAISS IVF index over 8-bit copies of
+the vectors proposes candidates, the rows behind the index are scored exactly, and all candidates
+are scored again with the stored vectors. The result depends on the rows alone, never on when the
+index was built, on the additions by which it grew, or on the other queries of a batch: the rows
+indexed and the rows that centroids are fitted to are functions of the number of rows, rows are
 assigned in fixed blocks, and every query is answered alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 FLAT_LIMIT = 20_000
-"""Eligible traces up to which a search is exact."""
+"""Eligible rows up to which a search is exact."""
 _MARGIN = 1e-4
-"""More than float32 matrix products of unit vectors differ by; what is nearer than this to the k-th
-best is scored again."""
+"""More than float32 matrix products of unit vectors differ by; rows nearer than this to the k-th
+best are scored again."""
 QUERIES = 64
 """Queries that share one matrix product."""
 
 BLOCK = 2_048
 """Rows that enter the index together."""
-LISTS_PER_ROOT = 2.5
-"""Lists for each square root of the rows that centroids are fitted to, rounded to a power of two:
-1,024 for 160,000."""
-POINTS_PER_LIST = 64
-"""Rows of the sample that centroids are fitted to, for each list."""
-NUM_ROUNDS = 10
-"""Of k-means."""
 NUM_PROBES = 32
 """Lists that a query looks at."""
 NUM_CANDIDATES = 32
 """Rows that are scored again, besides four for each one wanted."""
 
+
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """How many centroids there are, and the effort spent on them."""
+
+    lists_per_root: float
+    """Lists for each square root of the rows that centroids are fitted to, rounded to a power of
+    two."""
+    points_per_list: int
+    """Rows of the sample that centroids are fitted to, for each list."""
+    num_rounds: int
+    """Of k-means."""
+
+
+ON_DISK = Fitting(lists_per_root=2.5, points_per_list=64, num_rounds=10)
+"""For an index that is made once and kept: 1,024 lists for 160,000 rows, 9 s on one core."""
+IN_MEMORY = Fitting(lists_per_root=1.25, points_per_list=32, num_rounds=4)
+"""For an index that each process makes anew: 512 lists for 160,000 rows, 1.6 s on one core at the
+same recall, since each list is longer."""
+
 Mask = npt.NDArray[np.bool_]
-"""[rows] which of them count."""
+"""[rows] True for those to choose from."""
 Vectors = npt.NDArray[np.float32]
 """[rows, dim] of unit length."""
-Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
+Hits = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 """Rows, best first, and their similarities."""
 
-NOTHING: Found = (np.zeros(0, np.int64), np.zeros(0, np.float64))
+NOTHING: Hits = (np.zeros(0, np.int64), np.zeros(0, np.float64))
 
 
 def score(
@@ -55,13 +69,12 @@ def score(
     rows: npt.NDArray[np.int64],
     query: npt.NDArray[np.float32],
     k: int,
-) -> Found:
+) -> Hits:
     """Returns the k best of these rows: cosine to six decimals, best first, the earlier row where
     two are equal.
 
-    The sums run row by row in float64, so that a similarity is the same in whatever company it is
-    computed; rounding takes off what float32 vectors are not exactly of length 1, so that equal
-    texts have 1.
+    The sums run row by row in float64, so that a similarity does not depend on the other rows;
+    rounding removes the error in the length of float32 vectors, so that equal texts have 1.
     """
     products = vectors[rows].astype(np.float64) * query.astype(np.float64)
     similarities = np.clip(products.sum(axis=1).round(6), -1.0, 1.0)
@@ -74,16 +87,16 @@ def search_exactly(
     queries: npt.NDArray[np.float32],
     eligible: Sequence[Mask],
     k: int,
-) -> list[Found]:
-    """Returns for each query the k nearest rows among its eligible ones; fewer where there are not
-    so many.
+) -> list[Hits]:
+    """Returns for each query the k nearest rows among its eligible ones; fewer where fewer are
+    eligible.
 
     Args:
         vectors: [rows, dim] of unit length.
         queries: [queries, dim] of unit length.
         eligible: [queries][rows].
     """
-    found: list[Found] = []
+    found: list[Hits] = []
     for first in range(0, len(queries), QUERIES):
         some = queries[first : first + QUERIES]
         for query, row, mask in zip(
@@ -99,7 +112,7 @@ def _best(
     rough: npt.NDArray[np.float32],
     eligible: Mask,
     k: int,
-) -> Found:
+) -> Hits:
     rough = np.where(eligible, rough, -np.inf)
     num = min(k, int(np.count_nonzero(eligible)))
     if num == 0:
@@ -115,14 +128,14 @@ def search_rows(
     base: Mask,
     eligible: Sequence[Mask],
     k: int,
-) -> list[Found]:
-    """Returns for each query the k nearest rows among its eligible ones, by the index where that
-    pays.
+) -> list[Hits]:
+    """Returns for each query the k nearest rows among its eligible ones, by the index where
+    that is faster.
 
     Args:
-        base: [rows] what is eligible before a query's own exclusions; every mask of `eligible` is a
-            part of it.
         index: None means search exactly.
+        base: [rows] those that are eligible before a query's own exclusions; every mask of
+            `eligible` is a part of it.
     """
     num = int(np.count_nonzero(base))
     if index is not None and num > FLAT_LIMIT:
@@ -141,19 +154,19 @@ def search_rows(
 
 
 def num_indexed(num_rows: int) -> int:
-    """Returns how many of the first rows the index holds; the rest is searched exactly."""
+    """Returns the number of first rows that the index holds; the others are searched exactly."""
     return num_rows - num_rows % BLOCK if num_rows > FLAT_LIMIT else 0
 
 
 def num_fitted(num_rows: int) -> int:
-    """Returns how many of the first rows centroids are fitted to: the largest FLAT_LIMIT times a
+    """Returns the number of first rows that centroids are fitted to: the largest FLAT_LIMIT times a
     power of two."""
     return FLAT_LIMIT << ((num_rows // FLAT_LIMIT).bit_length() - 1)
 
 
 class IvfIndex:
     """8-bit copies of the first rows in lists around centroids: a query looks at the lists nearest
-    to it."""
+    to it. An index is never changed once it is built."""
 
     def __init__(self, faiss_index: Any, fitted: int) -> None:
         self.faiss_index = faiss_index
@@ -161,46 +174,38 @@ class IvfIndex:
         self.num_fitted = fitted
 
     @classmethod
-    def build(
-        cls, vectors: Vectors, before: IvfIndex | None, is_stopped: Callable[[], bool]
-    ) -> IvfIndex | None:
-        """Returns an index of the first `num_indexed` rows, or None where it was stopped.
+    def build(cls, vectors: Vectors, before: IvfIndex | None = None) -> IvfIndex:
+        """Returns an index of the first `num_indexed` rows.
 
         Args:
-            before: an index of fewer of the same rows; it is left as it is, and taken further where
-                its centroids still serve.
-            is_stopped: asked about every second.
+            before: an index of some of the same rows. It is returned where it suffices, and copied
+                and extended where its centroids are still the right ones.
         """
         faiss = _faiss()
-        # Of this thread only; a sum over several would depend on their number.
-        faiss.omp_set_num_threads(1)
         end, fitted = num_indexed(len(vectors)), num_fitted(len(vectors))
-        if before is not None and before.num_fitted == fitted:
-            index, start = faiss.clone_index(before.faiss_index), before.num_rows
-        else:
-            index, start = fit(vectors[:fitted], is_stopped), 0
-        for first in range(start, end, BLOCK):
-            if is_stopped():
-                return None
-            # The same blocks on every route: how a product is cut up decides its last bits.
-            index.add(vectors[first : first + BLOCK])
+        is_fit = before is not None and before.num_fitted == fitted
+        if before is not None and is_fit and before.num_rows >= end:
+            return before
+        # A sum over several threads would depend on their number, which is this thread's own.
+        num_threads = faiss.omp_get_max_threads()
+        faiss.omp_set_num_threads(1)
+        try:
+            if before is not None and is_fit:
+                index, start = faiss.clone_index(before.faiss_index), before.num_rows
+            else:
+                index, start = fit(vectors[:fitted], IN_MEMORY), 0
+            for first in range(start, end, BLOCK):
+                # The same blocks on every route: how a product is cut up decides its last bits.
+                index.add(vectors[first : first + BLOCK])
+        finally:
+            faiss.omp_set_num_threads(num_threads)
         return cls(index, fitted)
-
-    @classmethod
-    def from_bytes(cls, data: npt.NDArray[np.uint8], fitted: int) -> IvfIndex:
-        """Returns the index that `to_bytes` wrote."""
-        return cls(_faiss().deserialize_index(data), fitted)
-
-    def to_bytes(self) -> npt.NDArray[np.uint8]:
-        """Returns the index as FAISS writes it."""
-        data: npt.NDArray[np.uint8] = _faiss().serialize_index(self.faiss_index)
-        return data
 
     def search(
         self, vectors: Vectors, query: npt.NDArray[np.float32], eligible: Mask, k: int
-    ) -> Found:
-        """Returns the k nearest eligible rows: nearly always the very nearest, and k of them
-        wherever there are k."""
+    ) -> Hits:
+        """Returns k eligible rows, nearly always the nearest; fewer only where fewer are
+        eligible."""
         faiss = _faiss()
         bits = np.packbits(eligible[: self.num_rows], bitorder="little")
         selector = faiss.IDSelectorBitmap(bits)
@@ -213,33 +218,25 @@ class IvfIndex:
         return score(vectors, candidates, query, k)
 
 
-def fit(vectors: npt.NDArray[np.floating[Any]], is_stopped: Callable[[], bool]) -> Any:
-    """Returns an empty FAISS index with centroids and 8-bit ranges fitted to these vectors, or None
-    where it was stopped.
+def fit(vectors: npt.NDArray[np.floating[Any]], fitting: Fitting) -> Any:
+    """Returns an empty FAISS index with centroids and 8-bit ranges fitted to these vectors.
 
     Only a sample of the vectors is read, so they may lie in a file.
     """
     faiss = _faiss()
     num, dim = vectors.shape
-    num_lists = 1 << round(math.log2(LISTS_PER_ROOT * math.sqrt(num)))
+    num_lists = 1 << round(math.log2(fitting.lists_per_root * math.sqrt(num)))
     # Evenly spread instead of drawn: neighbours in the file are steps of one task.
-    sample = vectors[
-        np.linspace(0, num - 1, min(num, POINTS_PER_LIST * num_lists)).astype(np.int64)
-    ].astype(np.float32)
-    centroids = sample[np.linspace(0, len(sample) - 1, num_lists).astype(np.int64)].copy()
-    clustering = faiss.ClusteringParameters()
-    clustering.spherical, clustering.niter, clustering.seed = True, 1, 1
-    clustering.min_points_per_centroid, clustering.max_points_per_centroid = 1, 2 * POINTS_PER_LIST
+    num_sampled = min(num, fitting.points_per_list * num_lists)
+    sample = vectors[np.linspace(0, num - 1, num_sampled).astype(np.int64)].astype(np.float32)
+    centroids = sample[np.linspace(0, num_sampled - 1, num_lists).astype(np.int64)]
+    clustering = faiss.Clustering(dim, num_lists)
+    clustering.spherical, clustering.niter, clustering.seed = True, fitting.num_rounds, 1
+    clustering.min_points_per_centroid = 1
+    faiss.copy_array_to_vector(centroids.ravel(), clustering.centroids)
     quantizer = faiss.IndexFlatIP(dim)
-    # One round at a time, so that closing a buffer never waits for long.
-    for _ in range(NUM_ROUNDS):
-        if is_stopped():
-            return None
-        rounds = faiss.Clustering(dim, num_lists, clustering)
-        faiss.copy_array_to_vector(centroids.ravel(), rounds.centroids)
-        quantizer.reset()
-        rounds.train(sample, quantizer)
-        centroids = faiss.vector_to_array(rounds.centroids).reshape(num_lists, dim)
+    clustering.train(sample, quantizer)
+    centroids = faiss.vector_to_array(clustering.centroids).reshape(num_lists, dim)
     quantizer.reset()
     quantizer.add(centroids)
     index = faiss.IndexIVFScalarQuantizer(

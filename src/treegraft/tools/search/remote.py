@@ -1,10 +1,10 @@
 """Search by a server that speaks Search-R1's retrieve protocol.
 
     POST /retrieve  {"queries": ["..."], "topk": 3, "return_scores": true}
-    200             {"result": [[{"document": {"id": "12", "contents": "\\"Paris\\"\\nThe capital ..."}, "score": 0.7}]]}
+    200             {"result": [[{"document": {"id": "12", "contents": "..."}, "score": 0.7}]]}
 
-Without scores a server leaves out the inner object, and the documents stand there bare; both are
-understood.
+Without scores a server leaves out the outer object of a passage and gives the bare document; both
+forms are read.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RemoteSearch:
     def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
         """Raises `SettingError` for what is no address."""
         self.url = retrieve_url(url)
-        # Retrieval servers stand beside the run, where proxies do not lead.
+        # Retrieval servers run beside the training, where proxies do not lead.
         self._service = Service(
             f"the retrieval server {self.url}",
             timeout_s=timeout_s,
@@ -52,20 +52,25 @@ class RemoteSearch:
 
     @property
     def fingerprint(self) -> str:
-        """The server; what it holds is its own affair."""
+        """The server's address; its corpus is not known here."""
         return f"retrieval server {self.url}"
 
     def check(self) -> None:
-        """Asks it one question, so that a server that is not there is noticed before the work
-        begins.
+        """Asks it one question, so that a missing server is noticed before the work begins.
 
         Raises:
-            SettingError: it cannot be reached or does not speak the protocol.
+            SettingError: it cannot be reached or does not keep to the protocol.
         """
         from treegraft.core.interrupt import run_to_end
 
+        async def ask() -> None:
+            try:
+                await self.search(["test"], 1)
+            finally:
+                await asyncio.shield(self.close())
+
         try:
-            run_to_end(self._try())
+            run_to_end(ask())
         except ToolError as error:
             raise SettingError(
                 f"tools.search.url: {error}. Start one with `treegraft serve search CORPUS`, or"
@@ -96,23 +101,13 @@ class RemoteSearch:
         """Closes the connections."""
         await self._service.close()
 
-    async def _try(self) -> None:
-        try:
-            await self.search(["test"], 1)
-        finally:
-            await asyncio.shield(self.close())
-
 
 def _passage(entry: Any) -> Passage:
-    document, score = (
-        (entry["document"], float(entry.get("score", 0.0))) if "document" in entry else (entry, 0.0)
-    )
+    is_scored = "document" in entry
+    document = entry["document"] if is_scored else entry
     contents = document.get("contents")
-    if contents is None:
-        # Corpora with columns of their own.
-        contents = (
-            f'"{document["title"]}"\n{document["text"]}'
-            if "title" in document
-            else document["text"]
-        )
+    if contents is None:  # corpora with columns of their own
+        title = f'"{document["title"]}"\n' if "title" in document else ""
+        contents = title + document["text"]
+    score = float(entry.get("score", 0.0)) if is_scored else 0.0
     return Passage(document.get("id", ""), str(contents), score)

@@ -1,28 +1,24 @@
-"""A retrieval server over any search, in Search-R1's protocol (see `remote`), and where it listens.
+"""A retrieval server over any search, in Search-R1's protocol (see `remote`).
 
-Requests that come in while a search is under way are searched for together after it.
+Requests that come in while a search is under way are answered together after it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
-import signal
-import socket
 from collections.abc import AsyncIterator
-from types import FrameType
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.core.errors import ToolError, ToolUnavailable
+from treegraft.core.listener import OwnNames, is_loopback
+from treegraft.tools.search.corpus import Passage
 from treegraft.tools.search.tool import SearchBackend
 
 MAX_BYTES = 8_000_000
@@ -32,12 +28,13 @@ MAX_QUERIES = 4096
 MAX_TOP_K = 1000
 
 
-def search_app(backend: SearchBackend, *, default_top_k: int, hosts: list[str]) -> Starlette:
+def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Starlette:
     """Returns the application; it closes the backend at its end.
 
     Args:
-        default_top_k: passages for a request that does not say.
-        hosts: what the Host header may say; ["*"] for anything.
+        default_top_k: passages for a request without "topk".
+        host: where it listens. On loopback it answers to names of this machine alone, elsewhere to
+            any name.
     """
 
     async def retrieve(request: Request) -> Response:
@@ -52,20 +49,7 @@ def search_app(backend: SearchBackend, *, default_top_k: int, hosts: list[str]) 
                 {"detail": str(error)},
                 status_code=503 if isinstance(error, ToolUnavailable) else 422,
             )
-        result = [
-            [
-                (
-                    {
-                        "document": {"id": passage.id, "contents": passage.contents},
-                        "score": passage.score,
-                    }
-                    if with_scores
-                    else {"id": passage.id, "contents": passage.contents}
-                )
-                for passage in passages
-            ]
-            for passages in found
-        ]
+        result = [[_shown(passage, with_scores) for passage in passages] for passages in found]
         return JSONResponse({"result": result})
 
     async def health(request: Request) -> Response:
@@ -80,8 +64,13 @@ def search_app(backend: SearchBackend, *, default_top_k: int, hosts: list[str]) 
     return Starlette(
         routes=routes,
         lifespan=lifespan,
-        middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts)],
+        middleware=[Middleware(OwnNames, host=host)] if is_loopback(host) else [],
     )
+
+
+def _shown(passage: Passage, with_score: bool) -> dict[str, Any]:
+    document = {"id": passage.id, "contents": passage.contents}
+    return {"document": document, "score": passage.score} if with_score else document
 
 
 async def _body(request: Request) -> bytes:
@@ -115,76 +104,3 @@ def _asked(body: bytes, default_top_k: int) -> tuple[list[str], int, bool]:
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MAX_TOP_K:
         raise ValueError(f"'topk': expected a whole number from 1 to {MAX_TOP_K}")
     return queries, top_k, bool(asked.get("return_scores", False))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens there; port 0 takes a free one.
-
-    Raises:
-        SettingError: the address is unknown or in use.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(512)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:
-        raise SettingError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or"
-            " --port."
-        ) from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Returns the address of the retrieval that listens there."""
-    host, port = listener.getsockname()[:2]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}/retrieve"
-
-
-def accepted_hosts(host: str) -> list[str]:
-    """Returns what the Host header of a request may say: names of this machine for a loopback
-    address, else anything.
-
-    A page in a browser can make its own name point to this machine, and would then be answered.
-    """
-    try:
-        is_loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_loopback = host == "localhost"
-    return ["127.0.0.1", "localhost", "[::1]", host] if is_loopback else ["*"]
-
-
-class _Server(uvicorn.Server):
-    """Remembers Ctrl-C: uvicorn raises the signal again at its end, which does nothing where a
-    script's `&` had it ignored."""
-
-    is_interrupted = False
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.is_interrupted |= sig == signal.SIGINT
-        super().handle_exit(sig, frame)
-
-
-def serve(app: Starlette, listener: socket.socket) -> None:
-    """Answers requests until Ctrl-C, which lets those under way finish, for five seconds at most.
-
-    Raises:
-        KeyboardInterrupt: at the end, after Ctrl-C.
-    """
-    server = _Server(
-        uvicorn.Config(
-            app, log_level="warning", access_log=False, ws="none", timeout_graceful_shutdown=5
-        )
-    )
-    with contextlib.closing(listener):
-        server.run(sockets=[listener])
-    if server.is_interrupted:
-        raise KeyboardInterrupt

@@ -1,5 +1,5 @@
-"""Asks a web service for JSON: one attempt, with limits of time and size, and errors that say whose
-fault it was."""
+"""Asks a web service for JSON: one attempt, within limits of time and size, with errors that tell
+the agent's faults from the service's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ from treegraft.core.errors import ToolError, ToolUnavailable
 MAX_BYTES = 10_000_000
 """Longest answer that is read, in bytes after decompression."""
 _AGENTS_FAULT = (400, 413, 414, 422)
+_HINTS = {
+    401: " (check the API key)",
+    402: " (no credit left)",
+    403: " (check the API key)",
+    429: " (too many requests)",
+}
 
 
 class Service:
@@ -22,9 +28,12 @@ class Service:
     def __init__(
         self, name: str, *, timeout_s: float, use_proxy: bool, refusals_are_ours: bool = False
     ) -> None:
-        """Args: name: how messages call it. timeout_s: longest wait for a whole answer, in seconds.
-        use_proxy: whether HTTP_PROXY and its like count. refusals_are_ours: whether a refused
-        request (400, 422) is our mistake rather than that of whoever asks.
+        """Args:
+        name: its name in messages.
+        timeout_s: longest wait for a whole answer, in seconds.
+        use_proxy: whether HTTP_PROXY and similar variables are followed.
+        refusals_are_ours: whether a refused request (400, 422) is our mistake rather than the
+            agent's.
         """
         self.name = name
         self._timeout_s = timeout_s
@@ -57,7 +66,7 @@ class Service:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ToolUnavailable(
-                f"{self.name} answered with what is not JSON: {_beginning(body)}"
+                f"{self.name} gave an answer that is not JSON: {_beginning(body)}"
             ) from error
 
     async def close(self) -> None:
@@ -90,16 +99,11 @@ class Service:
         return self._client[1]
 
     def _refusal(self, status: int, body: bytes) -> ToolError:
-        what = f"{status} {_beginning(body)}".strip()
+        answer = f"{status} {_beginning(body)}".strip()
         if status in _AGENTS_FAULT and not self._refusals_are_ours:
-            return ToolError(f"{self.name} refuses the query: {what}")
-        hint = {
-            401: " (check the API key)",
-            402: " (no credit left)",
-            403: " (check the API key)",
-            429: " (too many requests)",
-        }
-        return ToolUnavailable(f"{self.name} answered with an error{hint.get(status, '')}: {what}")
+            return ToolError(f"{self.name} refuses the query: {answer}")
+        hint = _HINTS.get(status, "")
+        return ToolUnavailable(f"{self.name} answered with an error{hint}: {answer}")
 
 
 def _beginning(body: bytes) -> str:

@@ -1,19 +1,17 @@
-"""The search tool, and search over a corpus of one's own: by words (BM25) or by meaning (dense)."""
+"""The search tool, and search over a local corpus: by words (BM25) or by meaning (dense)."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from treegraft.core.batches import Batcher
 from treegraft.core.errors import ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
@@ -21,7 +19,7 @@ from treegraft.tools.search.corpus import Corpus, Passage, checksum, corpus_path
 from treegraft.tools.search.home import SMALL_BYTES, find_or_make, index_home
 
 NO_MATCH = "No passage matches the query."
-"""What the agent reads when nothing was found."""
+"""The tool's result when nothing was found."""
 
 
 class SearchBackend(Protocol):
@@ -32,7 +30,7 @@ class SearchBackend(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What results depend on beside the query."""
+        """Names everything but the query that results depend on."""
         ...
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -71,9 +69,10 @@ class SearchTool:
     def __init__(self, source: SearchBackend | str, *, top_k: int = 3) -> None:
         """Args:
             source: where passages come from, closed with the tool; the path of a corpus stands for
-            BM25 over it. top_k: passages returned by one search, at most.
+                BM25 over it.
+            top_k: passages returned by one search, at most.
 
-        Raises what `open_corpus` raises.
+        Raises the errors of `open_corpus`.
         """
         self.backend: SearchBackend = open_corpus(source) if isinstance(source, str) else source
         self.top_k = top_k
@@ -85,14 +84,14 @@ class SearchTool:
 
     @property
     def fingerprint(self) -> str:
-        """What results depend on beside the query."""
+        """Names everything but the query that results depend on."""
         return f"{self.backend.fingerprint}, top {self.top_k}"
 
     async def __call__(self, body: str, task: Task) -> str:
         """Returns one "Doc N: ..." line per passage, best first; equal scores in the order of the
         corpus.
 
-        Raises `ToolError` for an empty query, and what the backend raises.
+        Raises `ToolError` for an empty query, and the errors of the backend.
         """
         query = body.strip()
         if not query:
@@ -116,10 +115,9 @@ def open_corpus(
     encoder: str = "minilm",
     index_dir: str = "",
 ) -> CorpusSearch:
-    """Returns a search over a JSONL file of {"id", "contents"} rows; its index is made where there
-    is none.
+    """Returns a search over a JSONL file of {"id", "contents"} rows; a missing index is built.
 
-    A BM25 index of a corpus of up to 64 MiB is made anew each time, which takes seconds; others are
+    A BM25 index of a corpus of up to 64 MiB is built each time, which takes seconds; others are
     kept (see `index_home`).
 
     Args:
@@ -132,28 +130,25 @@ def open_corpus(
         ModelError: an encoder that cannot be loaded.
     """
     path = corpus_path(corpus)
-    index = (
-        _open_dense(path, encoder, index_dir) if kind == "dense" else _open_lexical(path, index_dir)
-    )
-    return CorpusSearch(
-        Corpus(path, index.offsets), index, f"dense by {encoder}" if kind == "dense" else "bm25"
-    )
+    if kind == "dense":
+        index = _open_dense(path, encoder, index_dir)
+        return CorpusSearch(Corpus(path, index.offsets), index, f"dense by {encoder}")
+    index = _open_lexical(path, index_dir)
+    return CorpusSearch(Corpus(path, index.offsets), index, "bm25")
 
 
 def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
     from treegraft.tools.search.lexical import FORMAT, LexicalIndex
 
     if path.stat().st_size <= SMALL_BYTES:
-        with tempfile.TemporaryDirectory(prefix="treegraft-bm25-") as folder:
-            LexicalIndex.build(read_rows(path), Path(folder), path)
-            return LexicalIndex(Path(folder), mapped=False)
-    home = index_home(path, "bm25", index_dir)
-    recipe = {"kind": "bm25", "format": FORMAT}
-    return LexicalIndex(
-        find_or_make(
-            path, home, recipe, lambda folder: LexicalIndex.build(read_rows(path), folder, path)
-        )
+        return LexicalIndex.build(read_rows(path), path)
+    folder = find_or_make(
+        path,
+        index_home(path, "bm25", index_dir),
+        {"kind": "bm25", "format": FORMAT},
+        lambda folder: LexicalIndex.build(read_rows(path), path).save(folder),
     )
+    return LexicalIndex.load(folder)
 
 
 def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
@@ -161,26 +156,18 @@ def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
     from treegraft.tools.search.encoders import build_encoder
 
     made = build_encoder(encoder, keeps="beginning")
-    home = index_home(path, "dense", index_dir)
-    recipe = {"kind": "dense", "format": FORMAT, "encoder": made.name, "dim": made.dim}
-    return DenseIndex(
-        find_or_make(
-            path, home, recipe, lambda folder: DenseIndex.build(read_rows(path), folder, made)
-        ),
-        made,
+    folder = find_or_make(
+        path,
+        index_home(path, "dense", index_dir),
+        {"kind": "dense", "format": FORMAT, "encoder": made.name, "dim": made.dim},
+        lambda folder: DenseIndex.build(read_rows(path), folder, made),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    queries: list[str]
-    top_k: int
-    answer: asyncio.Future[list[list[Passage]]]
+    return DenseIndex(folder, made)
 
 
 class CorpusSearch:
-    """Search over a corpus in this process: what is asked while a search is under way is answered
-    together after it."""
+    """Search over a corpus in this process; queries that come in while a search is under way are
+    searched for together after it."""
 
     is_remote = False
 
@@ -188,12 +175,10 @@ class CorpusSearch:
         """Takes over both, and closes them.
 
         Args:
-            kind: how is searched, for the fingerprint.
+            kind: the kind of search, for the fingerprint.
         """
         self._corpus, self._index, self._kind = corpus, index, kind
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
-        self._waiting: list[_Question] = []
-        self._worker: asyncio.Task[None] | None = None
+        self._batcher = Batcher(self._answer, "search")
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -210,58 +195,25 @@ class CorpusSearch:
         Raises:
             ToolUnavailable: the corpus was changed meanwhile.
         """
-        loop = asyncio.get_running_loop()
-        # A loop that is over took its worker and those who waited with it.
-        if self._worker is not None and self._worker.get_loop() is not loop:
-            self._waiting, self._worker = [], None
-        question = _Question(list(queries), top_k, loop.create_future())
-        self._waiting.append(question)
-        if self._worker is None:
-            self._worker = asyncio.create_task(self._work())
-        return await question.answer
+        return await self._batcher.ask((queries, top_k))
 
     async def close(self) -> None:
         """Ends the thread, once the search under way is done, and closes the files."""
-        await asyncio.to_thread(self._thread.shutdown, cancel_futures=True)
+        await asyncio.to_thread(self._batcher.close)
         self._index.close()
         self._corpus.close()
 
-    async def _work(self) -> None:
-        try:
-            while self._waiting:
-                # Those who gave up meanwhile are not searched for.
-                batch, self._waiting = [one for one in self._waiting if not one.answer.done()], []
-                try:
-                    found = await asyncio.get_running_loop().run_in_executor(
-                        self._thread, self._answer, batch
-                    )
-                except Exception as error:  # each call that asked fails by it
-                    for question in batch:
-                        if not question.answer.done():
-                            question.answer.set_exception(error)
-                    continue
-                for question, passages in zip(batch, found, strict=True):
-                    if not question.answer.done():
-                        question.answer.set_result(passages)
-        finally:
-            self._worker = None
-
-    def _answer(self, batch: Sequence[_Question]) -> list[list[list[Passage]]]:
+    def _answer(self, batch: Sequence[tuple[Sequence[str], int]]) -> list[list[list[Passage]]]:
         answers: list[list[list[Passage]]] = [[] for _ in batch]
-        # How many are wanted decides how many are looked at, so only equals are asked together.
-        for top_k in {question.top_k for question in batch}:
-            places = [place for place, question in enumerate(batch) if question.top_k == top_k]
-            found = iter(
-                self._index.search(
-                    [query for place in places for query in batch[place].queries], top_k
-                )
-            )
-            for place in places:
-                for _ in batch[place].queries:
-                    rows, scores = next(found)
-                    answers[place].append(
-                        self._corpus.read(
-                            [int(row) for row in rows], [float(score) for score in scores]
-                        )
-                    )
+        # The number wanted decides how many candidates are looked at, so only equals are asked
+        # together.
+        for top_k in {wanted for _, wanted in batch}:
+            places = [
+                place for place, (queries, num) in enumerate(batch) if num == top_k for _ in queries
+            ]
+            queries = [query for some, num in batch if num == top_k for query in some]
+            for place, (rows, scores) in zip(
+                places, self._index.search(queries, top_k), strict=True
+            ):
+                answers[place].append(self._corpus.read(rows.tolist(), scores.tolist()))
         return answers

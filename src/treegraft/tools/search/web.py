@@ -1,14 +1,4 @@
-"""Search in the web, by the interface of a provider.
-
-| provider | request | key in | results |
-|---|---|---|---|
-| serper | POST /search {"q", "num"} | X-API-KEY | organic[]: title, link, snippet; answerBox |
-| brave | GET /res/v1/web/search?q&count | X-Subscription-Token | web.results[]: title, url, description |
-| tavily | POST /search {"query", "max_results"} | Authorization: Bearer | results[]: title, url, content |
-| bing | GET /v7.0/search?q&count | Ocp-Apim-Subscription-Key | webPages.value[]: name, url, snippet |
-
-Bing's own interface was closed in 2025; others answer in its shape, by `base_url`.
-"""
+"""Search in the web through the interface of a provider."""
 
 from __future__ import annotations
 
@@ -16,7 +6,7 @@ import asyncio
 import html
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,90 +15,83 @@ from treegraft.core.errors import SettingError, ToolUnavailable, nearest
 from treegraft.tools.search.corpus import Passage
 from treegraft.tools.search.service import Service
 
-_Result = tuple[Any, Any, Any]
-"""Title, address and text as the provider gave them."""
+MAX_RESULTS = 20
+"""More are not asked for at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Provider:
-    """How to ask a provider and where its answer has what."""
+    """How to ask a provider, and where its answer has title, address and text."""
 
     key_variable: str
     """Environment variable of the API key."""
     base_url: str
-    path: str
-    ask: Callable[[str, int], dict[str, Any]]
-    """From query and number of results to the arguments of a request."""
-    headers: Callable[[str], dict[str, str]]
-    """From the key."""
-    results: Callable[[Any], Iterator[_Result]]
-    max_results: int = 20
-    """More are not asked for at once."""
+    request: tuple[str, str, str, str]
+    """Method, path, and the parameters for the query and the number of results; in the body of a
+    POST, in the address of a GET."""
+    key_header: tuple[str, str]
+    """Name of the header with the key, and its text in front of the key."""
+    results: tuple[str, ...]
+    """Keys that lead to the list of results."""
+    fields: tuple[str, str, str]
+    """Of a result: title, address and text."""
+    answer_box: str = ""
+    """Key of a direct answer, which comes before the results; empty where there is none."""
 
+    def ask(self, query: str, num: int) -> dict[str, Any]:
+        """Returns method and parameters of a request."""
+        method, _, query_key, num_key = self.request
+        return {
+            "method": method,
+            "json" if method == "POST" else "params": {query_key: query, num_key: num},
+        }
 
-def _serper(answer: Any) -> Iterator[_Result]:
-    box = answer.get("answerBox") or {}
-    if box.get("answer") or box.get("snippet"):
-        yield box.get("title"), box.get("link"), box.get("answer") or box.get("snippet")
-    for one in answer.get("organic") or []:
-        yield one.get("title"), one.get("link"), one.get("snippet")
-
-
-def _brave(answer: Any) -> Iterator[_Result]:
-    for one in (answer.get("web") or {}).get("results") or []:
-        yield one.get("title"), one.get("url"), one.get("description")
-
-
-def _tavily(answer: Any) -> Iterator[_Result]:
-    for one in answer.get("results") or []:
-        yield one.get("title"), one.get("url"), one.get("content")
-
-
-def _bing(answer: Any) -> Iterator[_Result]:
-    for one in (answer.get("webPages") or {}).get("value") or []:
-        yield one.get("name"), one.get("url"), one.get("snippet")
+    def read(self, answer: Any) -> Iterator[tuple[Any, Any, Any]]:
+        """Yields title, address and text as the provider gave them."""
+        title, address, text = self.fields
+        if self.answer_box:
+            box = answer.get(self.answer_box) or {}
+            if box.get("answer") or box.get("snippet"):
+                yield box.get(title), box.get(address), box.get("answer") or box.get("snippet")
+        found = answer
+        for key in self.results:
+            found = found.get(key) or {}
+        for one in found:
+            yield one.get(title), one.get(address), one.get(text)
 
 
 PROVIDERS: Mapping[str, Provider] = {
     "serper": Provider(
-        "SERPER_API_KEY",
-        "https://google.serper.dev",
-        "/search",
-        lambda query, num: {"method": "POST", "json": {"q": query, "num": num}},
-        lambda key: {"X-API-KEY": key},
-        _serper,
+        key_variable="SERPER_API_KEY",
+        base_url="https://google.serper.dev",
+        request=("POST", "/search", "q", "num"),
+        key_header=("X-API-KEY", ""),
+        results=("organic",),
+        fields=("title", "link", "snippet"),
+        answer_box="answerBox",
     ),
     "brave": Provider(
-        "BRAVE_API_KEY",
-        "https://api.search.brave.com",
-        "/res/v1/web/search",
-        lambda query, num: {"method": "GET", "params": {"q": query, "count": num}},
-        lambda key: {"X-Subscription-Token": key, "Accept": "application/json"},
-        _brave,
+        key_variable="BRAVE_API_KEY",
+        base_url="https://api.search.brave.com",
+        request=("GET", "/res/v1/web/search", "q", "count"),
+        key_header=("X-Subscription-Token", ""),
+        results=("web", "results"),
+        fields=("title", "url", "description"),
     ),
     "tavily": Provider(
-        "TAVILY_API_KEY",
-        "https://api.tavily.com",
-        "/search",
-        lambda query, num: {"method": "POST", "json": {"query": query, "max_results": num}},
-        lambda key: {"Authorization": f"Bearer {key}"},
-        _tavily,
-    ),
-    "bing": Provider(
-        "BING_API_KEY",
-        "https://api.bing.microsoft.com",
-        "/v7.0/search",
-        lambda query, num: {"method": "GET", "params": {"q": query, "count": num}},
-        lambda key: {"Ocp-Apim-Subscription-Key": key},
-        _bing,
-        50,
+        key_variable="TAVILY_API_KEY",
+        base_url="https://api.tavily.com",
+        request=("POST", "/search", "query", "max_results"),
+        key_header=("Authorization", "Bearer "),
+        results=("results",),
+        fields=("title", "url", "content"),
     ),
 }
 """By the name in [tools.search]."""
 
 
 class WebSearch:
-    """Search by one provider; what it finds is shown as title, address and text."""
+    """Search by one provider; a result is shown as title, address and text."""
 
     is_remote = True
 
@@ -125,33 +108,34 @@ class WebSearch:
                 f"tools.search.provider: got '{provider}', expected one of"
                 f" {', '.join(PROVIDERS)}.{nearest(provider, PROVIDERS)}"
             )
-        self._provider = PROVIDERS[provider]
-        base = base_url.strip() or self._provider.base_url
+        self._provider = chosen = PROVIDERS[provider]
+        base = base_url.strip() or chosen.base_url
         if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).hostname:
             raise SettingError(
                 f"tools.search.base_url: got {base_url!r}, expected an address such as"
-                f" {self._provider.base_url}."
+                f" {chosen.base_url}."
             )
-        key = os.environ.get(self._provider.key_variable, "").strip()
+        key = os.environ.get(chosen.key_variable, "").strip()
         if not key:
             raise SettingError(
                 f"tools.search.provider is '{provider}', but the environment variable"
-                f" {self._provider.key_variable} is not set; set it to your API key."
+                f" {chosen.key_variable} is not set; set it to your API key."
             )
         if not (key.isascii() and key.isprintable()):
             raise SettingError(
-                f"the environment variable {self._provider.key_variable} holds characters that no"
-                " API key has."
+                f"the environment variable {chosen.key_variable} holds characters that no API key"
+                " has."
             )
-        self._url = base.rstrip("/") + self._provider.path
-        self._headers = self._provider.headers(key)
+        self._url = base.rstrip("/") + chosen.request[1]
+        name, prefix = chosen.key_header
+        self._headers = {name: prefix + key, "Accept": "application/json"}
         self._service = Service(
             f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True
         )
 
     @property
     def fingerprint(self) -> str:
-        """The provider's address; the web changes below it."""
+        """The provider's address; results also change with the web, which it does not tell."""
         return f"web {self._url}"
 
     async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
@@ -169,12 +153,10 @@ class WebSearch:
         await self._service.close()
 
     async def _search(self, query: str, top_k: int) -> list[Passage]:
-        request = self._provider.ask(query, min(top_k, self._provider.max_results))
+        request = self._provider.ask(query, min(top_k, MAX_RESULTS))
         answer = await self._service.ask(url=self._url, headers=self._headers, **request)
         try:
-            found = [tuple(map(_plain, result)) for result in self._provider.results(answer)][
-                :top_k
-            ]
+            found = [tuple(map(_plain, result)) for result in self._provider.read(answer)][:top_k]
         except (AttributeError, TypeError, KeyError) as error:
             raise ToolUnavailable(
                 f"{self._service.name} answered in another shape than expected: {error!r}"
@@ -187,8 +169,5 @@ class WebSearch:
 
 def _plain(text: Any) -> str:
     """Returns the text without the markup that some providers set around found words."""
-    return " ".join(
-        html.unescape(
-            re.sub(r"</?(?:strong|b|em|i|mark)\b[^<>]{0,80}>", "", str(text or ""))
-        ).split()
-    )
+    bare = re.sub(r"</?(?:strong|b|em|i|mark)\b[^<>]{0,80}>", "", str(text or ""))
+    return " ".join(html.unescape(bare).split())

@@ -92,8 +92,8 @@ def band(records: Sequence[Record], key: str) -> list[Point]:
 
 
 def accuracy_band(records: Sequence[Record], key: str) -> list[Point]:
-    """The same of an accuracy; of one run alone the interval is Wilson's over its held-out tasks,
-    where their number is known."""
+    """Returns the same of an accuracy; of a single run the interval is Wilson's over its held-out
+    tasks, where their number is known."""
     found = band(records, key)
     num_eval = next((record.num_eval for record in records if values_at(record.lines, key)), None)
     if not num_eval:
@@ -108,7 +108,7 @@ def _with_interval(one: Point, low: float, high: float) -> Point:
 
 
 def spent(lines: Sequence[Line], cost: str) -> dict[int, float]:
-    """Returns by update what was spent until then; lines without the metric count nothing."""
+    """Returns by update the sum of a cost until then; lines without it count as 0."""
     total, found = 0.0, {}
     for line in lines:
         total += line.get(cost, 0.0)

@@ -1,27 +1,27 @@
-"""Curves over updates and over costs: training dynamics, and accuracy against what it cost."""
+"""Curves over updates and over costs: training dynamics, and accuracy against its cost."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from treegraft.runs.metrics import meaning
 from treegraft.view.report.bands import Point, accuracy_band, band, spent, values_at
-from treegraft.view.report.groups import Group
-from treegraft.view.report.pieces import (
-    Scene,
+from treegraft.view.report.drawing import (
+    add_legend,
     as_percent,
     draw_band,
     fit_y,
-    fits_direct,
-    how_many,
-    label_ends,
+    looks,
+    new_figure,
+    printable,
     whole_updates,
 )
-from treegraft.view.report.shape import Cell, LeftOut, Made, Table
-from treegraft.view.report.style import legend_above, legend_height, looks, new_figure, printable
+from treegraft.view.report.figure import Cell, MissingFigure, ReportFigure, Table
+from treegraft.view.report.groups import Group, ReportData, count_note
 
 REWARD, ENTROPY = "reward/mean", "learn/entropy"
 COSTS = (
@@ -29,14 +29,10 @@ COSTS = (
     ("rollout/num_sampled_tokens", "sampled tokens"),
     ("time/cpu_s", "processor time"),
 )
-DYNAMICS, COST = "training-dynamics", "accuracy-against-cost"
-_DYNAMICS_TITLE, _COST_TITLE = "Training dynamics", "Accuracy against what it cost"
-Curve = Sequence[tuple[float, Point]]
-"""Places on the x axis with what is there."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Cell:
+class _Panel:
     """One panel of a grid of curves."""
 
     title: str
@@ -44,170 +40,140 @@ class _Cell:
     y_label: str
     is_share: bool
     """Its y axis is in per cent."""
-    groups: Sequence[Group]
-    curves: Sequence[Curve]
-    """One of each group."""
+    curves: Sequence[tuple[Group, Sequence[tuple[float, Point]]]]
+    """Groups with their points and where these stand on the x axis."""
 
 
-def dynamics(scene: Scene) -> Made | LeftOut:
+def _has(group: Group, key: str) -> bool:
+    return any(values_at(record.lines, key) for record in group.records)
+
+
+def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
     """Returns reward, entropy and held-out accuracy over updates."""
+    figure_title = "Training dynamics"
     wanted = [
         (REWARD, "reward", "mean reward", False),
         (ENTROPY, "entropy", "entropy (nats per token)", False),
     ]
-    if scene.accuracy is not None:
-        wanted.append((scene.accuracy, "held-out accuracy", "accuracy (%)", True))
-    keys, notes = [], list[str]()
-    for key, title, y_label, is_share in wanted:
-        if any(values_at(record.lines, key) for group in scene.groups for record in group.records):
-            keys.append((key, title, y_label, is_share))
-        else:
-            notes.append(f"No {title}: no run recorded {key}.")
-    if scene.accuracy is None:
+    notes = []
+    if data.accuracy is not None:
+        wanted.append((data.accuracy, "held-out accuracy", "accuracy (%)", True))
+    else:
         notes.append(
             "No held-out accuracy: no run was evaluated (eval.every is 0, or none was reached)."
         )
+    keys = [one for one in wanted if any(_has(group, one[0]) for group in data.groups)]
+    notes += [
+        f"No {name}: no run recorded {key}."
+        for key, name, *_ in wanted
+        if (key not in [one[0] for one in keys])
+    ]
     if not keys:
-        return LeftOut(
-            DYNAMICS, _DYNAMICS_TITLE, "no run has recorded reward, entropy or accuracy yet."
-        )
-    cells, rows = list[_Cell](), list[tuple[Cell, ...]]()
-    for panel in scene.panels:
+        return MissingFigure(figure_title, "no run has recorded reward, entropy or accuracy yet.")
+    panels, rows = list[_Panel](), list[tuple[Cell, ...]]()
+    for panel in data.panels:
         for key, title, y_label, is_share in keys:
-            groups, left = scene.curves(panel, _has(key))
-            make = accuracy_band if is_share else band
-            curves = [[(point.x, point) for point in make(group.records, key)] for group in groups]
-            notes += [note for note in left if note not in notes] + _short(groups, key, panel)
-            cells.append(_Cell(panel or title, "update", y_label, is_share, groups, curves))
-            rows += [(panel, key, *row) for row in _rows(scene.of_panel(panel), key, make)]
+            groups, left = data.curves(panel, partial(_has, key=key))
+            points_of: Callable[..., list[Point]] = accuracy_band if is_share else band
+            curves = [
+                (group, [(point.x, point) for point in points_of(group.records, key)])
+                for group in groups
+            ]
+            notes += [note for note in left if note not in notes]
+            notes += _incomplete(groups, key, panel)
+            panels.append(_Panel(panel or title, "update", y_label, is_share, curves))
+            rows += [
+                (panel, key, group.label, int(p.x), p.num, p.mean, p.low, p.high)
+                for group in data.of_panel(panel)
+                for p in points_of(group.records, key)
+            ]
     caption = (
         "Means over the runs of a group, at the updates that all of them have reached. "
-        f"{how_many(scene.groups, is_accuracy=scene.accuracy is not None)} "
+        f"{count_note(data.groups, is_accuracy=data.accuracy is not None)} "
         + " ".join(f"{key}: {meaning(key)}." for key, *_ in keys)
     )
     table = Table(("panel", "metric", "group", "update", "n", "mean", "low", "high"), rows)
-    return Made(DYNAMICS, _DYNAMICS_TITLE, caption, table, _draw(scene, cells, len(keys)), notes)
+    return ReportFigure(figure_title, caption, table, _draw(data, panels, len(keys)), notes)
 
 
-def _has(key: str) -> Callable[[Group], bool]:
-    return lambda group: any(values_at(record.lines, key) for record in group.records)
-
-
-def _rows(
-    groups: Sequence[Group], key: str, make: Callable[..., list[Point]]
-) -> list[tuple[Cell, ...]]:
-    found = [(group.label, point) for group in groups for point in make(group.records, key)]
-    return [
-        (label, int(point.x), point.num, point.mean, point.low, point.high)
-        for label, point in found
-    ]
-
-
-def _short(groups: Sequence[Group], key: str, panel: str) -> list[str]:
+def _incomplete(groups: Sequence[Group], key: str, panel: str) -> list[str]:
     """Lines on groups whose curve ends before their longest run, or that lack the metric in some
-    runs."""
-    found, where = [], f" ({panel})" if panel else ""
+    runs or updates."""
+    found = []
     for group in groups:
+        where = f"{group.label} ({panel})" if panel else group.label
         series = [values_at(record.lines, key) for record in group.records]
         recorded = [one for one in series if one]
         shared, longest = min(max(one) for one in recorded), max(max(one) for one in recorded)
         if shared < longest:
             found.append(
-                f"{group.label}{where}: {key} is drawn to update {shared}, which all its runs"
-                f" reached, of {longest}."
+                f"{where}: {key} is drawn to update {shared}, which all its runs reached, of"
+                f" {longest}."
             )
         if len(recorded) < len(series):
             found.append(
-                f"{group.label}{where}: {len(series) - len(recorded)} of {len(series)} runs have no"
-                f" {key}."
+                f"{where}: {len(series) - len(recorded)} of {len(series)} runs have no {key}."
             )
-        updates = [sum(line["update"] > 0 for line in record.lines) for record in group.records]
-        sparse = [
-            (len(one), num)
-            for one, num in zip(series, updates, strict=True)
-            if one and key == ENTROPY and len(one) < num
-        ]
-        if sparse:
-            found.append(
-                f"{group.label}{where}: {key} was recorded in {sparse[0][0]} of {sparse[0][1]}"
-                " updates, those that learned."
-            )
+        for record, one in zip(group.records, series, strict=True):
+            updates = sum(line["update"] > 0 for line in record.lines)
+            if key == ENTROPY and one and len(one) < updates:
+                found.append(
+                    f"{where}: {key} was recorded in {len(one)} of {updates} updates, those that"
+                    " learned."
+                )
+                break
     return found
 
 
 # ---------------------------------------------------------------------- accuracy against cost
 
 
-def against_cost(scene: Scene) -> Made | LeftOut:
-    """Returns held-out accuracy against tool calls, sampled tokens and processor time spent until
-    then."""
-    key = scene.accuracy
+def against_cost(data: ReportData) -> ReportFigure | MissingFigure:
+    """Returns held-out accuracy against the tool calls, sampled tokens and processor time spent
+    until then."""
+    title, key = "Accuracy against its cost", data.accuracy
     if key is None:
-        return LeftOut(
-            COST,
-            _COST_TITLE,
-            "no run was evaluated, so there is no accuracy to set against tool calls.",
+        return MissingFigure(
+            title, "no run was evaluated, so there is no accuracy to set against tool calls."
         )
-    costs = [
-        (cost, name) for cost, name in COSTS if any(_has(cost)(group) for group in scene.groups)
-    ]
+
+    def has_both(group: Group, cost: str) -> bool:
+        totals = (value for one in group.records for value in spent(one.lines, cost).values())
+        return _has(group, key) and any(value > 0 for value in totals)
+
+    costs = [(cost, name) for cost, name in COSTS if any(_has(one, cost) for one in data.groups)]
     if not costs:
-        return LeftOut(
-            COST, _COST_TITLE, "no run has recorded tool calls, sampled tokens or processor time."
+        return MissingFigure(
+            title, "no run has recorded tool calls, sampled tokens or processor time."
         )
-    cells, rows, notes = list[_Cell](), list[tuple[Cell, ...]](), list[str]()
-    for panel in scene.panels:
+    panels, rows, notes = list[_Panel](), list[tuple[Cell, ...]](), list[str]()
+    for panel in data.panels:
         for cost, name in costs:
-
-            def is_shown(group: Group, cost: str = cost) -> bool:
-                return _has(key)(group) and _is_spent(group, cost)
-
-            groups, left = scene.curves(panel, is_shown)
-            scale, unit = _unit(
-                cost, [x for group in groups for x, _ in cost_curve(group, cost, key)]
-            )
-            curves = [
-                [(x / scale, point) for x, point in cost_curve(group, cost, key)]
-                for group in groups
-            ]
+            groups, left = data.curves(panel, partial(has_both, cost=cost))
             notes += [note for note in left if note not in notes]
-            cells.append(
-                _Cell(
-                    panel, f"{name} so far ({unit})", "held-out accuracy (%)", True, groups, curves
-                )
-            )
-            for group in scene.of_panel(panel):
-                rows += [
-                    (panel, cost, group.label, int(p.x), p.num, x, p.mean, p.low, p.high)
-                    for x, p in cost_curve(group, cost, key)
-                ]
+            curves = [(group, cost_curve(group, cost, key)) for group in groups]
+            most = max((x for _, curve in curves for x, _ in curve), default=0.0)
+            scale = 1000.0 if most >= 5000 else 1.0
+            unit = "s" if cost.startswith("time/") else "number"
+            if scale > 1:
+                unit = "1,000 s" if unit == "s" else "thousands"
+            scaled = [(group, [(x / scale, p) for x, p in curve]) for group, curve in curves]
+            label = f"{name} so far ({unit})"
+            panels.append(_Panel(panel, label, "held-out accuracy (%)", True, scaled))
+            rows += [
+                (panel, cost, group.label, int(p.x), p.num, x, p.mean, p.low, p.high)
+                for group in data.of_panel(panel)
+                for x, p in cost_curve(group, cost, key)
+            ]
     caption = (
-        "Each point is an evaluation: its place across is the mean over the group's runs of what"
-        " training had spent by then, evaluation left out."
-        f" {how_many(scene.groups, is_accuracy=True)} {key}: {meaning(key)}."
+        "Each point is an evaluation: its place across is the mean over the group's runs of the"
+        " training cost until then, evaluation left out."
+        f" {count_note(data.groups, is_accuracy=True)} {key}: {meaning(key)}."
     )
     table = Table(
         ("panel", "cost", "group", "update", "n", "spent", "accuracy", "low", "high"), rows
     )
-    return Made(COST, _COST_TITLE, caption, table, _draw(scene, cells, len(costs)), notes)
-
-
-def _is_spent(group: Group, cost: str) -> bool:
-    return any(
-        value > 0 for record in group.records for value in spent(record.lines, cost).values()
-    )
-
-
-def _unit(cost: str, values: Sequence[float]) -> tuple[float, str]:
-    is_time = cost.startswith("time/")
-    scale = 1000.0 if max(values, default=0.0) >= 5000 else 1.0
-    names = {
-        (True, 1.0): "s",
-        (True, 1000.0): "1,000 s",
-        (False, 1.0): "number",
-        (False, 1000.0): "thousands",
-    }
-    return scale, names[is_time, scale]
+    return ReportFigure(title, caption, table, _draw(data, panels, len(costs)), notes)
 
 
 def cost_curve(group: Group, cost: str, key: str) -> list[tuple[float, Point]]:
@@ -221,64 +187,30 @@ def cost_curve(group: Group, cost: str, key: str) -> list[tuple[float, Point]]:
     ]
 
 
-# ---------------------------------------------------------------------- drawing
-
-
-def _draw(scene: Scene, cells: Sequence[_Cell], num_columns: int) -> Any:
-    """Draws a grid: a row for each panel of the scene, or, where each has one cell, three beside
+def _draw(data: ReportData, panels: Sequence[_Panel], num_columns: int) -> Any:
+    """Draws a grid: a row for each panel of the data, or, where each has one cell, three beside
     each other."""
-    cells = [cell for cell in cells if any(cell.curves)]
-    columns = num_columns if num_columns > 1 else min(3, len(cells))
-    rows = -(-len(cells) // columns)
-    present = {group.label for cell in cells for group in cell.groups}
-    labels = [printable(label, 40) for label in scene.drawn if label in present]
-    is_direct = rows == 1 and len(labels) == len(cells[-1].groups) and fits_direct(labels)
-    top = 0.0 if is_direct or len(labels) == 1 else legend_height(labels)
-    figure, axes = new_figure(rows, columns, (2.15 if columns > 1 else 2.9) * rows, top=top)
-    for one in axes[len(cells) :]:
+    panels = [panel for panel in panels if any(curve for _, curve in panel.curves)]
+    columns = num_columns if num_columns > 1 else min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = new_figure(rows, columns, (2.15 if columns > 1 else 2.9) * rows)
+    for one in axes[len(panels) :]:
         one.set_axis_off()
-    for one, cell in zip(axes, cells, strict=False):
-        _draw_cell(scene, one, cell)
-    if top:
-        legend_above(figure, axes)
-    elif len(labels) > 1:
-        last = zip(cells[-1].groups, cells[-1].curves, strict=True)
-        figure.canvas.draw()
-        label_ends(
-            axes[len(cells) - 1],
-            [
-                (curve[-1][0], curve[-1][1].mean, printable(g.label), _look(scene, g)["color"])
-                for g, curve in last
-                if curve
-            ],
-        )
+    for one, panel in zip(axes, panels, strict=False):
+        for group, curve in panel.curves:
+            places, points = [x for x, _ in curve], [point for _, point in curve]
+            if curve:
+                look = looks(data.look(group.label))
+                draw_band(one, places, points, printable(group.label, 40), look)
+        one.set_title(printable(panel.title, 44))
+        one.set_xlabel(panel.x_label)
+        one.set_ylabel(panel.y_label)
+        if panel.x_label == "update":
+            whole_updates(one)
+        if panel.is_share:
+            as_percent(one.yaxis)
+            one.set_ylim(-0.02, 1.02)
+        else:
+            fit_y(one, [point for _, curve in panel.curves for _, point in curve])
+    add_legend(figure, axes)
     return figure
-
-
-def _look(scene: Scene, group: Group) -> dict[str, Any]:
-    return looks(scene.look(group.label) or 0)
-
-
-def _draw_cell(scene: Scene, axes: Any, cell: _Cell) -> None:
-    for group, curve in zip(cell.groups, cell.curves, strict=True):
-        if curve:
-            draw_band(
-                axes,
-                [point for _, point in curve],
-                printable(group.label, 40),
-                _look(scene, group),
-                [x for x, _ in curve],
-            )
-    axes.set_title(printable(cell.title, 44))
-    axes.set_xlabel(cell.x_label)
-    axes.set_ylabel(cell.y_label)
-    if cell.x_label == "update":
-        whole_updates(axes)
-    if cell.is_share:
-        as_percent(axes)
-        axes.set_ylim(-0.02, 1.02)
-    else:
-        fit_y(axes, [point for curve in cell.curves for _, point in curve])
-
-
-__all__ = ["COST", "COSTS", "DYNAMICS", "against_cost", "cost_curve", "dynamics"]

@@ -1,20 +1,23 @@
-"""Which runs are one method with other seeds, what such a group is called, and which groups may be
-compared at all."""
+"""Groups of runs that are one method with other seeds, their labels, and which of them may be
+compared."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treegraft.settings.config import settings_with
 from treegraft.view.report.records import Record
 
-EXPERT = ("tasks.search_world.detour_prob", "tasks.search_world.error_prob")
+EXPERT = tuple(name for name in settings_with("retrieval_source") if name.startswith("tasks."))
 """Settings of the tasks that change the off-policy agent alone."""
-SOURCE = ("buffer.path", *EXPERT)
-"""What decides whose steps are retrieved."""
+MOST_CURVES = 7
+"""Groups whose curves one panel can hold apart."""
+INTERVAL_SEEDS = "95 % interval of the mean over runs with other seeds (Student's t)"
+INTERVAL_TASKS = "95 % interval over held-out tasks (Wilson)"
 _MOST = 60
 """Characters of a label."""
 
@@ -29,11 +32,78 @@ class Group:
     records: tuple[Record, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class ReportData:
+    """The data that all figures of a report are drawn from."""
+
+    groups: Sequence[Group]
+    accuracy: str | None
+    """Key of the accuracy that most runs recorded; None: none did."""
+    baseline: str | None
+    """Label of the group that others are compared with; None: nothing is."""
+
+    @property
+    def panels(self) -> list[str]:
+        """Returns the names of the panels, in order."""
+        return list(dict.fromkeys(group.panel for group in self.groups))
+
+    def of_panel(self, panel: str) -> list[Group]:
+        """Returns a panel's groups, in the same order in all panels."""
+        order = list(dict.fromkeys(group.label for group in self.groups))
+        return sorted(
+            (group for group in self.groups if group.panel == panel),
+            key=lambda group: order.index(group.label),
+        )
+
+    @property
+    def drawn(self) -> list[str]:
+        """Returns the labels that get a curve and a colour of their own, in order: at most
+        `MOST_CURVES`, those with most runs in a panel first."""
+        runs: dict[str, int] = {}
+        for group in self.groups:
+            runs[group.label] = max(runs.get(group.label, 0), len(group.records))
+        chosen = sorted(runs, key=lambda label: -runs[label])[:MOST_CURVES]
+        return [label for label in runs if label in chosen]
+
+    def look(self, label: str) -> int | None:
+        """Returns the number of a label's colour, the same in all figures; None for a label that is
+        not drawn as a curve."""
+        drawn = self.drawn
+        return drawn.index(label) if label in drawn else None
+
+    def curves(self, panel: str, fits: Callable[[Group], bool]) -> tuple[list[Group], list[str]]:
+        """Returns the groups of a panel whose curves are drawn, and a line on those for which there
+        is no room."""
+        drawn, fitting = self.drawn, [group for group in self.of_panel(panel) if fits(group)]
+        left = [group.label for group in fitting if group.label not in drawn]
+        where = f" in panel {panel}" if panel else ""
+        note = f"For want of room no curve{where} of: {', '.join(left)}; bars and table have them."
+        return [group for group in fitting if group.label in drawn], [note] if left else []
+
+
+def count_note(groups: Sequence[Group], *, is_accuracy: bool = False) -> str:
+    """Returns the sentences on n and intervals for a caption."""
+    counts = sorted({len(group.records) for group in groups})
+    span = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    if counts[-1] > 1:
+        one = f" Where n = 1: {INTERVAL_TASKS}." if is_accuracy and counts[0] == 1 else ""
+        return (
+            f"n = {span} runs with other seeds; bands and whiskers: {INTERVAL_SEEDS}, cut at the"
+            f" panels' edges.{one}"
+        )
+    if is_accuracy:
+        return (
+            f"n = 1 run each. Bands and whiskers: {INTERVAL_TASKS}; the spread over seeds is not"
+            " known."
+        )
+    return "n = 1 run each: no interval, the spread over seeds is not known."
+
+
 def group(records: Sequence[Record]) -> list[Group]:
     """Returns the groups in the order in which their first runs were given.
 
     Runs with one label of the user's are one group; of the others those whose settings are equal
-    but for `NOT_SETTINGS`.
+    but for those that only label a run.
     """
     panels = _panels(records)
     by_key: dict[tuple[str, str], list[Record]] = {}
@@ -59,8 +129,7 @@ def _frozen(settings: Mapping[str, Any]) -> str:
 
 
 def _panels(records: Sequence[Record]) -> list[str]:
-    """A study says its worlds; of folders those with other tasks are apart, whatever the agent
-    learned from."""
+    """The world of a study's runs; of run folders the settings of tasks in which they differ."""
     tasks = [
         {n: v for n, v in record.settings.items() if n.startswith("tasks.") and n not in EXPERT}
         for record in records
@@ -94,8 +163,7 @@ def _value(settings: Mapping[str, Any], name: str) -> str:
 
 
 def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[str]:
-    """A group is named by the settings in which it differs from what most groups have, or from each
-    other."""
+    """A group is named by the settings in which it differs from most groups, or from all others."""
     firsts = [members[0] for members in groups]
     unnamed = [record for record in firsts if record.label is None]
     names = differing([record.settings for record in unnamed])

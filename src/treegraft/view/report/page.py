@@ -1,36 +1,44 @@
-"""The page: one HTML file with the figures inside it, that asks the network for nothing and runs no
-script."""
+"""The page: one HTML file with the figures in it, without scripts and without requests to the
+network."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from treegraft.core.text import plain
+from treegraft.view.report.figure import Cell, MissingFigure, ReportFigure, Table, number
 from treegraft.view.report.groups import Group, pooled_differences
-from treegraft.view.report.records import Record
-from treegraft.view.report.shape import Cell, LeftOut, Made, Table, number
 
 _MOST_ROWS = 400
 """Rows of a table on the page; its CSV has all of them."""
 _STYLE = """
 :root { color-scheme: light; }
-body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1b1b1b; background: #fff; margin: 0 auto;
-  max-width: 62rem; padding: 1.5rem 1.5rem 4rem; overflow-wrap: anywhere; }
+body { font: 16px/1.5 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; color: #1b1b1b;
+  background: #fff; margin: 0 auto; max-width: 62rem; padding: 1.5rem 1.5rem 4rem;
+  overflow-wrap: anywhere; }
 @media (min-width: 1800px) { body { font-size: 19px; } }
 @media (min-width: 2400px) { body { font-size: 23px; } }
-h1 { font-size: 1.7rem; margin: 0.4rem 0; } h2 { font-size: 1.2rem; margin: 2.6rem 0 0.4rem; }
-nav { font-size: 0.9rem; } nav a { margin-right: 1rem; white-space: nowrap; }
-figure { margin: 0; } figure svg { width: 100%; height: auto; display: block; }
+h1 { font-size: 1.7rem; margin: 0.4rem 0; }
+h2 { font-size: 1.2rem; margin: 2.6rem 0 0.4rem; }
+nav { font-size: 0.9rem; }
+nav a { margin-right: 1rem; white-space: nowrap; }
+figure { margin: 0; }
+figure svg { width: 100%; height: auto; display: block; }
 figcaption { font-size: 0.88rem; color: #444; margin-top: 0.4rem; max-width: 52rem; }
 .note { color: #7a3b00; font-size: 0.88rem; margin: 0.2rem 0; }
-table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums; margin: 0.5rem 0; }
-th { text-align: left; border-bottom: 1.5px solid #1b1b1b; } td, th { padding: 0.15rem 0.9rem 0.15rem 0; vertical-align: top; }
-td { border-bottom: 1px solid #e6e6e6; } td.n { text-align: right; white-space: nowrap; }
-.scroll { overflow: auto; max-height: 26rem; } details { margin: 0.4rem 0; } summary { cursor: pointer; font-size: 0.88rem; }
-a { color: #0059a0; } code { font-size: 0.85em; }
+table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums;
+  margin: 0.5rem 0; }
+th { text-align: left; border-bottom: 1.5px solid #1b1b1b; }
+td, th { padding: 0.15rem 0.9rem 0.15rem 0; vertical-align: top; }
+td { border-bottom: 1px solid #e6e6e6; }
+td.n { text-align: right; white-space: nowrap; }
+.scroll { overflow: auto; max-height: 26rem; }
+details { margin: 0.4rem 0; }
+summary { cursor: pointer; font-size: 0.88rem; }
+a { color: #0059a0; }
 @media print { details { display: none; } }
 """
 _POLICY = (
@@ -41,15 +49,20 @@ _POLICY = (
 
 def page(
     groups: Sequence[Group],
-    made: Sequence[Made | LeftOut],
+    figures: Mapping[str, ReportFigure | MissingFigure],
     folder: Path,
     notes: Sequence[str],
     title: str,
 ) -> str:
-    """Returns the page; `folder` holds the figures as `style.save` wrote them, and is called so in
-    the links."""
-    figures = [one for one in made if isinstance(one, Made)]
-    left = [one for one in made if isinstance(one, LeftOut)]
+    """Returns the page.
+
+    Args:
+        figures: by name.
+        folder: holds the figures as `drawing.save` wrote them; links call it by its name.
+    """
+    drawn = {name: one for name, one in figures.items() if isinstance(one, ReportFigure)}
+    missing = [one for one in figures.values() if isinstance(one, MissingFigure)]
+    links = [f'<a href="#{name}">{_text(one.title)}</a>' for name, one in drawn.items()]
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -57,41 +70,40 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{_text(title)}</h1>",
-        "<nav>"
-        + " ".join(f'<a href="#{one.name}">{_text(one.title)}</a>' for one in figures)
-        + "</nav>",
+        f"<nav>{' '.join(links)}</nav>",
         "<h2>Runs</h2>",
         _table(_runs(groups)),
-        *[f'<p class="note">{_text(note)}</p>' for note in notes],
+        *_notes(notes),
     ]
-    parts += [
-        _figure(one, (folder / f"{one.name}.svg").read_text(encoding="utf-8"), folder.name)
-        for one in figures
-    ]
-    if left:
+    for name, one in drawn.items():
+        svg = (folder / f"{name}.svg").read_text(encoding="utf-8")
+        files = [
+            f'<a href="{folder.name}/{name}.{kind}">{kind.upper()}</a>'
+            for kind in ("svg", "png", "csv")
+        ]
+        parts += [
+            f'<section id="{name}"><h2>{_text(one.title)}</h2>',
+            f"<figure>{inline(svg, name, one.title)}",
+            f"<figcaption>{_text(one.caption)}</figcaption></figure>",
+            *_notes(one.notes),
+            f"<details><summary>The numbers ({len(one.table.rows):,} rows) · {' · '.join(files)}",
+            f"</summary>{_table(one.table)}</details></section>",
+        ]
+    if missing:
         parts.append("<h2>Left out</h2><ul>")
-        parts += [f"<li>{_text(one.title)}: {_text(one.reason)}</li>" for one in left]
+        parts += [f"<li>{_text(one.title)}: {_text(one.reason)}</li>" for one in missing]
         parts.append("</ul>")
     return "\n".join([*parts, "</body></html>", ""])
+
+
+def _notes(notes: Sequence[str]) -> list[str]:
+    return [f'<p class="note">{_text(note)}</p>' for note in notes]
 
 
 def _text(text: str) -> str:
     """Foreign text as text: control characters visible, markup escaped, lone surrogates
     replaced."""
     return escape(plain(text).encode("utf-8", "replace").decode("utf-8"))
-
-
-def _figure(one: Made, svg: str, folder: str) -> str:
-    links = " · ".join(
-        f'<a href="{folder}/{one.name}.{kind}">{kind.upper()}</a>' for kind in ("svg", "png", "csv")
-    )
-    notes = "".join(f'<p class="note">{_text(note)}</p>' for note in one.notes)
-    return (
-        "<section"
-        f' id="{one.name}"><h2>{_text(one.title)}</h2><figure>{inline(svg, one.name, one.title)}<figcaption>{_text(one.caption)}</figcaption></figure>{notes}<details><summary>The'
-        f" numbers ({len(one.table.rows):,} rows) ·"
-        f" {links}</summary>{_table(one.table)}</details></section>"
-    )
 
 
 def inline(svg: str, name: str, title: str) -> str:
@@ -118,13 +130,8 @@ def _runs(groups: Sequence[Group]) -> Table:
         for group in groups
         for record in group.records
     ]
-    return Table(
-        ("panel", "group", "run", "seed", "state", "lines of metrics", "remarks"), _only_told(rows)
-    )
-
-
-def _only_told(rows: Sequence[tuple[Cell, ...]]) -> list[tuple[Cell, ...]]:
-    return [tuple(None if cell == "" else cell for cell in row) for row in rows]
+    columns = ("panel", "group", "run", "seed", "state", "lines of metrics", "remarks")
+    return Table(columns, rows)
 
 
 def _table(table: Table) -> str:
@@ -136,11 +143,9 @@ def _table(table: Table) -> str:
         "<tr>" + "".join(_cell(row[n]) for n in told) + "</tr>" for row in table.rows[:_MOST_ROWS]
     )
     more = len(table.rows) - _MOST_ROWS
-    said = f'<p class="note">{more:,} further rows stand in the CSV file.</p>' if more > 0 else ""
-    return (
-        "<div"
-        f' class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>{said}'
-    )
+    note = f'<p class="note">{more:,} further rows stand in the CSV file.</p>' if more > 0 else ""
+    head = f"<thead><tr>{head}</tr></thead>"
+    return f'<div class="scroll"><table>{head}<tbody>{rows}</tbody></table></div>{note}'
 
 
 def _cell(value: Cell) -> str:
@@ -150,8 +155,8 @@ def _cell(value: Cell) -> str:
 
 
 def group_notes(groups: Sequence[Group]) -> list[str]:
-    """Returns what a reader has to know of the groups: what was pooled by hand, seeds that come
-    twice, interrupted runs."""
+    """Returns remarks on the groups: settings that differ within a label, seeds that come twice,
+    unfinished runs."""
     found = []
     for group in groups:
         where = f"{group.label} ({group.panel})" if group.panel else group.label
@@ -169,9 +174,9 @@ def group_notes(groups: Sequence[Group]) -> list[str]:
                 f"{where}: seed {', '.join(map(str, twice))} comes more than once; such runs are"
                 " not independent."
             )
-        found += [f"{record.name} {record.state}." for record in group.records if _is_open(record)]
+        found += [
+            f"{record.name} {record.state}."
+            for record in group.records
+            if record.state != "finished"
+        ]
     return found
-
-
-def _is_open(record: Record) -> bool:
-    return record.state != "finished"

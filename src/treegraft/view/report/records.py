@@ -1,9 +1,8 @@
-"""What a report is made of: run folders, and studies, whose lines are finished runs in short. Both
-become `Record`s.
+"""Runs as records: of run folders, and of studies, whose lines are finished runs in short.
 
 A study is a .jsonl file such as `benchmarks/methods.jsonl`: one object a run, with "method" (its
-label), "seed", "world" (what is compared with each other; optional), "settings" (what tells it from
-other runs, by dotted name; optional), "num_eval" (held-out tasks; optional) and "curve": at each
+label), "seed", "world" (only runs of one world are compared; optional), "settings" (by dotted name,
+those in which runs differ; optional), "num_eval" (held-out tasks; optional) and "curve": at each
 evaluation {"update": n, "accuracy": share, any metric summed so far ...}.
 """
 
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.settings.config import renamed, settings_with
 from treegraft.view.runs import Run
 
 Line = Mapping[str, float]
-NOT_SETTINGS = ("run.name", "run.dir", "run.seed")
-"""What tells runs apart that are one method all the same."""
 SAMPLED = "eval/accuracy_sampled"
 _CURVE_ONLY = ("update", "accuracy")
 
@@ -32,8 +30,7 @@ class Record:
 
     name: str
     label: str | None = None
-    """What the user or the study calls its method; None leaves that to what tells the settings
-    apart."""
+    """The name of its method by the user or the study; None: named by the settings that differ."""
     world: str | None = None
     """Only runs of one world are compared; None leaves that to the settings of the tasks."""
     seed: int | None = None
@@ -50,14 +47,14 @@ class Record:
     state: str = "finished"
     """"finished", "running", or "stopped at update N of M"."""
     notes: Sequence[str] = ()
-    """What a reader of its numbers has to know."""
+    """Remarks for readers of its numbers."""
 
 
 def read_records(paths: Sequence[str]) -> list[Record]:
     """Returns the runs of folders and of studies, each PATH or LABEL=PATH, which gives its runs
     that label.
 
-    What is given twice counts once.
+    A path that is given twice counts once.
 
     Raises:
         CheckpointError: neither a run folder nor a study.
@@ -124,7 +121,11 @@ def read_run(path: Path, label: str | None = None) -> Record:
         name=run.name,
         label=label,
         seed=settings.get("run.seed"),
-        settings={name: value for name, value in settings.items() if name not in NOT_SETTINGS},
+        settings={
+            renamed().get(name, name): value
+            for name, value in settings.items()
+            if name not in settings_with("labels_run")
+        },
         lines=lines,
         num_eval=_num_eval(run, settings),
         run=run,
@@ -149,7 +150,7 @@ def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], list[str]]:
-    """Returns one line of numbers an update, in order, and a note for what was left out.
+    """Returns one line of numbers an update, in order, and notes on lines that were left out.
 
     Of two lines of one update (a run that was resumed) the later one counts.
     """
@@ -192,7 +193,7 @@ def _num_eval(run: Run, settings: Mapping[str, Any]) -> int | None:
 
 
 def read_study(path: Path, label: str | None = None) -> Iterator[Record]:
-    """Gives the runs of a study, in order; one that stands there twice counts once, as it stands
+    """Yields the runs of a study, in order; one that stands there twice counts once, as it stands
     last.
 
     Raises:
@@ -225,8 +226,8 @@ def _study_line(line: str, where: str, label: str | None) -> Record:
         accuracies = [(int(point["update"]), point["accuracy"]) for point in curve]
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
-            f"{where} is no run ({type(error).__name__}: {error}); expected an object with method,"
-            ' seed and curve, a list of {"update": n, "accuracy": share}'
+            f"{where} is not a run ({type(error).__name__}: {error}); expected an object with"
+            ' method, seed and curve, a list of {"update": n, "accuracy": share}'
         ) from error
     costs = {key for point in curve for key in point} - set(_CURVE_ONLY)
     lines, before = [], dict.fromkeys(costs, 0.0)

@@ -1,16 +1,18 @@
-"""How figures look: fonts, colours that the colour-blind can tell apart, line styles and markers
-that a grey print keeps apart."""
+"""Parts that figures share: fonts, colours that the colour-blind can tell apart, line styles and
+markers that a grey print keeps apart, bands, legends."""
 
 from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.text import plain
+from treegraft.view.report.bands import Point
+from treegraft.view.report.groups import MOST_CURVES
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9")
 """Okabe & Ito, "Color universal design" (2008), without the yellow, which is faint on white."""
@@ -24,9 +26,6 @@ DASHES: Sequence[Any] = (
     (0, (2, 2)),
 )
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-HATCHES = ("", "///", "\\\\\\", "xxx", "---", "|||", "+++")
-MOST_LINES = len(COLOURS)
-"""Groups that one panel can hold apart."""
 WIDTH = 7.0
 """Inches of a figure: the text width of a page."""
 _RC: Any = {
@@ -50,18 +49,19 @@ _RC: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.5,
     "lines.markersize": 4,
-    "hatch.linewidth": 0.5,
     # Names of runs are no mathematics.
     "text.parse_math": False,
     "svg.fonttype": "none",
     "svg.hashsalt": "treegraft",
 }
 _PNG_DPI = 200
+_NUM_MARKERS = 8
+"""Markers on a long curve."""
 
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Makes figures within look like ours, without a display."""
+    """Gives the figures drawn within the report's style; needs no display."""
     import matplotlib
 
     with warnings.catch_warnings(), matplotlib.rc_context(_RC):
@@ -72,15 +72,12 @@ def styled() -> Iterator[None]:
 
 
 def new_figure(
-    rows: int, columns: int, height: float, *, top: float = 0.0, width: float = WIDTH
+    rows: int, columns: int, height: float, width: float = WIDTH
 ) -> tuple[Any, list[Any]]:
-    """Returns a figure with its panels row by row, sizes in inches; `top`: kept free above for a
-    legend."""
+    """Returns a figure with its panels row by row, sizes in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height + top), layout="constrained")
-    layout: Any = figure.get_layout_engine()
-    layout.set(w_pad=0.06, h_pad=0.05, rect=(0, 0, 1, height / (height + top)))
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -96,60 +93,63 @@ def printable(text: str, width: int | None = None, lines: int = 3) -> str:
     )
 
 
-def tint(colour: str) -> str:
-    """Returns a colour half way to white, solid: hatches on it are seen in SVG too, where
-    transparency would drown them."""
-    parts = [int(colour[place : place + 2], 16) for place in (1, 3, 5)]
-    return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
-
-
-def looks(number: int) -> dict[str, Any]:
-    """Returns colour, dashes and marker of the group of this number."""
-    place = number % MOST_LINES
+def looks(number: int | None) -> dict[str, Any]:
+    """Returns colour, dashes and marker of the group of this number; grey for None."""
+    if number is None:
+        return {"color": "#8a8a8a", "linestyle": "-", "marker": "o"}
+    place = number % MOST_CURVES
     return {"color": COLOURS[place], "linestyle": DASHES[place], "marker": MARKERS[place]}
 
 
-def legend_above(figure: Any, axes: Sequence[Any]) -> None:
-    """Draws one legend for all panels over them, each label once."""
+def add_legend(figure: Any, axes: Sequence[Any]) -> None:
+    """Draws one legend for all panels above them, each label once, where there are several."""
     handles: dict[str, Any] = {}
     for one in axes:
         for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    longest = max((max(len(part) for part in label.split("\n")) for label in handles), default=1)
-    columns = max(1, min(len(handles), int(118 // (longest + 8))))
-    figure.legend(
-        handles.values(), handles.keys(), loc="upper center", bbox_to_anchor=(0.5, 1.0), ncols=columns, handlelength=3.2,
-        columnspacing=1.6, borderaxespad=0.2,
-    )  # fmt: skip
+    if len(handles) < 2:
+        return
+    longest = max(len(part) for label in handles for part in label.split("\n"))
+    columns = max(1, min(len(handles), 118 // (longest + 8)))
+    figure.set_figheight(figure.get_figheight() + 0.17 * -(-len(handles) // columns))
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=columns)
 
 
-def legend_height(labels: Sequence[str]) -> float:
-    """Returns the inches that `legend_above` takes for these labels."""
-    longest = max((max(len(part) for part in label.split("\n")) for label in labels), default=1)
-    columns = max(1, min(len(labels), int(118 // (longest + 8))))
-    num_lines = sum(
-        max(label.count("\n") + 1 for label in labels[start : start + columns])
-        for start in range(0, len(labels), columns)
-    )
-    return 0.17 * num_lines + 0.1
+def draw_band(
+    axes: Any, places: Sequence[float], points: Sequence[Point], label: str, look: Mapping[str, Any]
+) -> None:
+    """Draws means with their intervals at places of the x axis."""
+    every = max(1, len(points) // _NUM_MARKERS)
+    axes.plot(places, [point.mean for point in points], label=label, markevery=every, **look)
+    low = [point.mean if point.low is None else point.low for point in points]
+    high = [point.mean if point.high is None else point.high for point in points]
+    axes.fill_between(places, low, high, color=look["color"], alpha=0.15, linewidth=0)
+
+
+def fit_y(axes: Any, points: Sequence[Point]) -> None:
+    """Sets a panel's height by the runs themselves, with 0 in it: intervals of few runs are wide,
+    and would flatten the curves."""
+    low = min([0.0, *(one.least for one in points)])
+    high = max([0.0, *(one.most for one in points)])
+    room = 0.05 * ((high - low) or 1.0)
+    axes.set_ylim(low - (room if low < 0 else 0.0), high + room)
+
+
+def as_percent(axis: Any) -> None:
+    """Shows an axis' shares as per cent; its label says so."""
+    from matplotlib.ticker import PercentFormatter
+
+    axis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=""))
+
+
+def whole_updates(axes: Any) -> None:
+    """Numbers an axis of updates with whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
 
 
 def save(figure: Any, path: Path) -> None:
     """Writes `path`.svg and `path`.png, the same bytes for the same figure."""
     figure.savefig(path.with_suffix(".svg"), metadata={"Date": None, "Creator": None}, dpi=_PNG_DPI)
     figure.savefig(path.with_suffix(".png"), dpi=_PNG_DPI, metadata={"Software": None})
-
-
-__all__ = [
-    *("COLOURS", "DASHES", "HATCHES", "MARKERS", "MOST_LINES", "WIDTH"),
-    *(
-        "legend_above",
-        "legend_height",
-        "looks",
-        "new_figure",
-        "printable",
-        "save",
-        "styled",
-        "tint",
-    ),
-]

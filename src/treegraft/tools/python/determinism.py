@@ -1,4 +1,4 @@
-"""The clock and the chance of the bubblewrap sandbox: the same code shall give the same output."""
+"""Fixed clock and random seeds of the sandboxes, so that the same code gives the same output."""
 
 from __future__ import annotations
 
@@ -10,40 +10,39 @@ from collections.abc import Callable
 from typing import Any
 
 FROZEN_TIME = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
-"""What the clocks of both sandboxes show."""
+"""The time on the clocks of both sandboxes."""
 
 
-class _Still(datetime.datetime):
+class _FixedDatetime(datetime.datetime):
     @classmethod
-    def now(cls, tz: datetime.tzinfo | None = None) -> _Still:
+    def now(cls, tz: datetime.tzinfo | None = None) -> _FixedDatetime:
         return cls.fromtimestamp(FROZEN_TIME.timestamp(), tz)
 
     @classmethod
-    def utcnow(cls) -> _Still:
+    def utcnow(cls) -> _FixedDatetime:
         return cls.now(datetime.UTC).replace(tzinfo=None)
 
     @classmethod
-    def today(cls) -> _Still:
+    def today(cls) -> _FixedDatetime:
         return cls.now()
 
     def __repr__(self) -> str:
         return f"datetime.{super().__repr__()}"
 
 
-class _StillDate(datetime.date):
+class _FixedDate(datetime.date):
     @classmethod
-    def today(cls) -> _StillDate:
+    def today(cls) -> _FixedDate:
         return cls.fromtimestamp(FROZEN_TIME.timestamp())
 
     def __repr__(self) -> str:
         return f"datetime.{super().__repr__()}"
 
 
-def freeze() -> None:
-    """Stops `time` and `datetime` of this process and makes sleeping take no time.
+def fix_clock() -> None:
+    """Fixes `time` and `datetime` of this process at `FROZEN_TIME`; sleeping takes no time.
 
-    For the sandbox only: it changes the modules. What asks the kernel directly (file times) is not
-    covered.
+    For the sandbox only: it patches the modules. Direct system calls (file times) are not covered.
     """
     import asyncio
     import threading  # noqa: F401
@@ -62,23 +61,23 @@ def freeze() -> None:
     for name, position in (("asctime", 0), ("strftime", 1)):
         setattr(time, name, _filled(getattr(time, name), position, moment))
     time.sleep = lambda seconds: None
-    _Still.__name__ = _Still.__qualname__ = "datetime"
-    _StillDate.__name__ = _StillDate.__qualname__ = "date"
-    _Still.__module__ = _StillDate.__module__ = "datetime"
-    datetime.datetime, datetime.date = _Still, _StillDate  # type: ignore[misc]
+    _FixedDatetime.__name__ = _FixedDatetime.__qualname__ = "datetime"
+    _FixedDate.__name__ = _FixedDate.__qualname__ = "date"
+    _FixedDatetime.__module__ = _FixedDate.__module__ = "datetime"
+    datetime.datetime, datetime.date = _FixedDatetime, _FixedDate  # type: ignore[misc]
 
 
 def seed() -> None:
-    """Seeds `random`, and NumPy where loaded. For each child anew: `random` draws another seed in
-    every forked process.
+    """Seeds `random`, and NumPy where loaded; to be called in each child, since every forked
+    process draws another seed.
 
-    What asks the kernel (`os.urandom`, `secrets`) is not covered.
+    Randomness from the kernel (`os.urandom`, `secrets`) is not covered.
     """
     random.seed(0)
     if "numpy" in sys.modules:
         numpy: Any = sys.modules["numpy"]
         numpy.random.seed(0)
-        # What default_rng() asks for when it is given no seed.
+        # The source of default_rng()'s seed when none is given.
         numpy.random.bit_generator.randbits = random.Random(0).getrandbits
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from treegraft.core.errors import CheckpointError, DataError
@@ -22,6 +23,7 @@ from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.collect import build_traces
 from treegraft.traces.keys import split_steps
+from treegraft.traces.retrieve import BufferRetriever
 
 EXPERT = "expert"
 OWN = "self"
@@ -30,12 +32,78 @@ OWN_FILE = Path("buffer") / "traces.sqlite"
 """Where a run keeps its copy."""
 
 
-def needs_buffer(config: Config) -> bool:
-    """Returns whether the recipe's rollouts retrieve."""
-    explorers = config.explore.explorers
-    return "graft" in explorers or (
-        bool(config.buffer.path) and any(":" in name for name in explorers)
-    )
+class RunBuffer:
+    """What a run's rollouts retrieve from; nothing where the recipe's explorers do not retrieve.
+
+    Made and checked before any work, held open by `opened` while the run lasts.
+    """
+
+    def __init__(self, config: Config, source: TaskSource, run_dir: Path) -> None:
+        """Raises DataError, SettingError or ModelError where the buffer could not be used.
+
+        Args:
+            source: the tasks, whose expert can fill the buffer.
+            run_dir: where the run keeps its copy, if it has one; the original is then no longer
+                needed.
+        """
+        self._config, self._source, self._run_dir = config, source, run_dir
+        self.retriever: BufferRetriever | None = None
+        """None unless the buffer is used and open."""
+        self._buffer: TraceBuffer | None = None
+        explorers = config.explore.explorers
+        self.is_used = "graft" in explorers or (
+            bool(config.buffer.path) and any(":" in name for name in explorers)
+        )
+        # Loaded once, here: an encoder that cannot be loaded is bad input.
+        self._encoder = check_buffer(config, source, run_dir) if self.is_used else None
+
+    @asynccontextmanager
+    async def opened(self, update: int, scorer: TreeScorer, format: Format) -> AsyncIterator[None]:
+        """Holds the buffer as it was after `update`, built first where there is none yet.
+
+        Args:
+            scorer, format: what an expert's traces are rewarded and written with.
+
+        Raises:
+            CheckpointError: somebody has changed the buffer since the run began.
+        """
+        if self._encoder is None:
+            yield
+            return
+        self._buffer = await open_buffer(
+            self._config, self._source, scorer, format, self._run_dir, update, self._encoder
+        )
+        try:
+            self.retriever = BufferRetriever(self._buffer, self._config.buffer)
+            try:
+                yield
+            finally:
+                self.retriever.close()
+        finally:
+            self._buffer.close()
+
+    def grow(self, trees: Sequence[Tree], update: int) -> None:
+        """Adds the update's best trajectories where the recipe says so, and evicts what exceeds
+        the capacity."""
+        settings = self._config.buffer.grow
+        if self._buffer is None or not settings.num_best:
+            return
+        traces = own_traces(
+            trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
+        )
+        self._buffer.add(traces, update=update)
+        self._buffer.evict(settings.capacity, source=OWN, update=update)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the buffer/* metrics, and those of the retrievals since the last call."""
+        if self._buffer is None or self.retriever is None:
+            return {}
+        stats = self._buffer.stats()
+        num_own = stats.sources[OWN].num_traces if OWN in stats.sources else 0
+        return self.retriever.take_metrics() | {
+            "buffer/num_traces": float(stats.num_traces),
+            "buffer/num_own": float(num_own),
+        }
 
 
 def check_buffer(config: Config, source: TaskSource, run_dir: Path) -> Encoder:
@@ -101,7 +169,6 @@ async def open_buffer(
     else:
         buffer = await _own_copy(config, source, scorer, format, own, encoder)
     _refuse_empty(buffer, config)
-    buffer.settle()
     _note(buffer, run_dir, is_own=buffer.path == own)
     return buffer
 
@@ -192,30 +259,6 @@ def _traces_of(path: Trajectory, update: int) -> list[Trace]:
         policy_version=steps[-1].policy_version,
     )
     return [trace for trace, step in zip(split, steps, strict=True) if step.origin is Origin.POLICY]
-
-
-def grow_buffer(buffer: TraceBuffer, config: Config, trees: Sequence[Tree], update: int) -> None:
-    """Adds the update's best trajectories and evicts what exceeds the capacity."""
-    settings = config.buffer.grow
-    if not settings.num_best:
-        return
-    buffer.add(
-        own_traces(
-            trees, num_best=settings.num_best, min_reward=settings.min_reward, update=update
-        ),
-        update=update,
-    )
-    buffer.evict(settings.capacity, source=OWN, update=update)
-    buffer.settle()
-
-
-def buffer_metrics(buffer: TraceBuffer) -> dict[str, float]:
-    """Returns the buffer/* metrics."""
-    stats = buffer.stats()
-    return {
-        "buffer/num_traces": float(stats.num_traces),
-        "buffer/num_own": float(stats.sources[OWN].num_traces if OWN in stats.sources else 0),
-    }
 
 
 def _refuse_empty(buffer: TraceBuffer, config: Config) -> None:

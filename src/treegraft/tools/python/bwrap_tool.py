@@ -1,9 +1,9 @@
-"""The python tool in full: CPython with NumPy, SciPy and SymPy, each call in a bubblewrap sandbox.
+"""The python tool in CPython with NumPy, SciPy and SymPy, each call in a bubblewrap sandbox.
 
-As in Monty's the clock stands still at `FROZEN_TIME`, sleeping takes no time and `random` and NumPy
-start from one seed, so that the same code gives the same output; what asks the kernel
-(`os.urandom`) or shows addresses is not covered. Warnings are off, as they would cost the agent
-tokens at each call.
+As in Monty's the clock is fixed at `FROZEN_TIME`, sleeping takes no time and `random` and NumPy
+start from one seed, so that the same code gives the same output, except for randomness from the
+kernel (`os.urandom`) and memory addresses. Warnings are off, as they would cost the agent tokens at
+each call.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import queue
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-from treegraft.core.errors import ToolError
+from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
-from treegraft.tools.python.bwrap import Outcome, Sandbox, SandboxLimits, check
-from treegraft.tools.python.shown import NO_OUTPUT, too_large, too_long
+from treegraft.settings.tools import PythonToolSettings
+from treegraft.tools.python.bwrap import Outcome, Sandbox, SandboxLimits, find_problem
+from treegraft.tools.python.output import MAX_OUTPUT_CHARS, NO_OUTPUT, too_large, too_long
 
 
-class SandboxedPythonTool:
+class BwrapTool:
     """Runs Python code, each call in a fresh process of a sandbox started ahead."""
 
     name = "python"
@@ -33,57 +34,49 @@ class SandboxedPythonTool:
     capability = Capability.STATELESS
     cacheable = True
 
-    def __init__(
-        self,
-        *,
-        max_duration_s: float = 2.0,
-        max_memory_mb: int = 512,
-        max_files_mb: int = 16,
-        max_threads: int = 16,
-        num_workers: int = 2,
-        max_output_chars: int = 100_000,
-    ) -> None:
-        """Tries a first sandbox, then starts the workers, which load their libraries beside other
-        work.
+    def __init__(self, settings: PythonToolSettings) -> None:
+        """Tries a first sandbox, then starts the workers, which load their libraries in the
+        background.
 
-        Args:
-            max_duration_s: wall-clock time of one call, in seconds.
-            max_memory_mb: memory of one call beyond that of the libraries, in MiB.
-            max_files_mb: room for files in a call's private /tmp, in MiB.
-            max_threads: threads of one call; it cannot start processes.
-            num_workers: sandboxes; further calls wait for a free one.
-            max_output_chars: printed output and value kept of one call, each, in characters; the
-                rest is cut with a note.
-
-        Raises `SettingError` where no sandbox can be had, saying what to do.
+        Raises `SettingError` where no sandbox can be started, saying what to do.
         """
         self.limits = SandboxLimits(
-            max_duration_s=max_duration_s,
-            max_memory_mb=max_memory_mb,
-            max_files_mb=max_files_mb,
-            max_threads=max_threads,
-            max_output_chars=max_output_chars,
+            max_duration_s=settings.max_duration_s,
+            max_memory_mb=settings.max_memory_mb or 512,
+            max_files_mb=settings.max_files_mb,
+            max_threads=settings.max_threads,
+            max_output_chars=MAX_OUTPUT_CHARS,
         )
-        self.num_workers = num_workers
-        check()
+        self.num_workers = settings.num_workers
+        problem = find_problem()
+        if problem is not None:
+            raise SettingError(f"tools.python.backend is 'bwrap', but {problem}")
         self._lock = threading.Lock()
         self._pool: _Pool | None = None
         self._start()
 
     @property
     def fingerprint(self) -> str:
-        """What results depend on beside the code."""
+        """Changes with everything that results depend on beside the code."""
         return f"bwrap {self.limits}"
 
     async def __call__(self, body: str, task: Task) -> str:
-        """Returns what the code printed and the value of its last expression.
+        """Returns the printed text and the value of the last expression.
 
         Raises `ToolError` for code that fails, runs too long, needs too much memory or ends its
         process, and when its sandbox dies; `ToolUnavailable` when no sandbox can be started.
         """
         pool = self._start()
         outcome = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.run, body)
-        return self._observe(outcome)
+        if outcome.kind == "value":
+            return (outcome.printed + outcome.text).rstrip("\n") or NO_OUTPUT
+        if outcome.kind == "timeout":
+            raise ToolError(too_long(self.limits.max_duration_s))
+        if outcome.kind == "memory":
+            raise ToolError(too_large(self.limits.max_memory_mb))
+        if outcome.kind == "died":
+            raise ToolError(f"the code was stopped: its process died ({outcome.text})")
+        raise ToolError(outcome.printed + outcome.text)
 
     async def close(self) -> None:
         """Ends all sandboxes, once the calls under way are done. A later call starts new ones."""
@@ -98,24 +91,13 @@ class SandboxedPythonTool:
                 self._pool = _Pool(self.limits, self.num_workers)
             return self._pool
 
-    def _observe(self, outcome: Outcome) -> str:
-        if outcome.kind == "value":
-            return (outcome.printed + outcome.text).rstrip("\n") or NO_OUTPUT
-        if outcome.kind == "timeout":
-            raise ToolError(too_long(self.limits.max_duration_s))
-        if outcome.kind == "memory":
-            raise ToolError(too_large(self.limits.max_memory_mb))
-        if outcome.kind == "died":
-            raise ToolError(f"the code was stopped: its process died ({outcome.text})")
-        raise ToolError(outcome.printed + outcome.text)
-
 
 class _Pool:
     """Sandboxes and as many threads, which wait for them."""
 
     def __init__(self, limits: SandboxLimits, num_workers: int) -> None:
         self._limits = limits
-        # None stands for a sandbox that is yet to be started, or again.
+        # None: a sandbox that is still to be started, or to be started again.
         self._idle: queue.SimpleQueue[Sandbox | None] = queue.SimpleQueue()
         self._num_workers = num_workers
         self.threads = ThreadPoolExecutor(num_workers, thread_name_prefix="treegraft-python")
@@ -124,7 +106,7 @@ class _Pool:
             self.threads.submit(self._warm)
 
     def run(self, code: str) -> Outcome:
-        """Returns what `code` came to; raises `ToolUnavailable` when no sandbox can be started."""
+        """Returns the outcome of `code`; raises `ToolUnavailable` when no sandbox starts."""
         sandbox = self._idle.get()
         try:
             if sandbox is None or not sandbox.is_alive:
@@ -147,5 +129,5 @@ class _Pool:
         try:
             sandbox = sandbox or Sandbox(self._limits)
         finally:
-            # What went wrong is told to the first call, which tries again.
+            # The first call tries again and reports the failure.
             self._idle.put(sandbox)

@@ -1,5 +1,4 @@
-"""What a figure is before it is written: drawing, caption and table, or the one line that says why
-there is none."""
+"""A figure before it is written: drawing, caption and table, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -11,8 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 Cell = str | float | int | None
-INTERVAL_SEEDS = "95 % interval of the mean over runs with other seeds (Student's t)"
-INTERVAL_TASKS = "95 % interval over held-out tasks (Wilson)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +41,9 @@ def _safe(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
-    """A figure that the runs' data gave."""
+class ReportFigure:
+    """A figure that the runs have data for."""
 
-    name: str
-    """Of its files: "training-dynamics"."""
     title: str
     caption: str
     """What is shown, n, and how intervals were computed."""
@@ -60,10 +55,9 @@ class Made:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
-    """A figure that the runs' data cannot give."""
+class MissingFigure:
+    """A figure that the runs have no data for."""
 
-    name: str
     title: str
     reason: str
     """One sentence."""
@@ -78,8 +72,3 @@ def number(value: float | None) -> str:
     if float(value).is_integer() and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-
-
-def brief(value: float) -> str:
-    """Returns a number as it stands beside a bar, to 3 digits."""
-    return f"{value:,.0f}" if abs(value) >= 100 or value == 0 else f"{value:.3g}"

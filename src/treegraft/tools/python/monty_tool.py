@@ -1,8 +1,8 @@
-"""The python tool: code runs in Monty, a sandboxed interpreter in worker processes of its own.
+"""The python tool in Monty, a sandboxed interpreter in worker processes of its own.
 
-There is no file system, no network and no clock: `time` stands still at `FROZEN_TIME`, sleeping
-takes no time and `random` starts from one seed, so that the same code gives the same output
-(`hash()` of texts alone differs between workers).
+There is no file system, no network and no clock: `time` is fixed at `FROZEN_TIME`, sleeping takes
+no time and `random` starts from one seed, so that the same code gives the same output (only the
+`hash()` of texts differs between workers).
 """
 
 from __future__ import annotations
@@ -24,14 +24,23 @@ from pydantic_monty import (
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
-from treegraft.tools.python.frozen import FROZEN_TIME
-from treegraft.tools.python.shown import NO_OUTPUT, Printed, cut, show, too_large, too_long
+from treegraft.settings.tools import PythonToolSettings
+from treegraft.tools.python.determinism import FROZEN_TIME
+from treegraft.tools.python.output import (
+    MAX_OUTPUT_CHARS,
+    NO_OUTPUT,
+    Printed,
+    cut,
+    show,
+    too_large,
+    too_long,
+)
 
 WATCHDOG_S = 5.0
 """How long past its own limit a worker may stay silent before it is killed."""
 
 
-class PythonTool:
+class MontyTool:
     """Runs Python code, each call in a fresh session."""
 
     name = "python"
@@ -45,21 +54,12 @@ class PythonTool:
     cacheable = True
 
     def __init__(
-        self,
-        *,
-        max_duration_s: float = 2.0,
-        max_memory_mb: int = 64,
-        num_workers: int = 2,
-        max_output_chars: int = 100_000,
+        self, settings: PythonToolSettings, *, max_output_chars: int = MAX_OUTPUT_CHARS
     ) -> None:
-        """Args: max_duration_s: execution time of one call, in seconds. max_memory_mb: heap of one
-        call, in MiB. num_workers: worker processes, started when first needed; further calls wait
-        for a free one. max_output_chars: printed output and value kept of one call, each, in
-        characters; the rest is cut with a note.
-        """
-        self.max_duration_s = max_duration_s
-        self.max_memory_mb = max_memory_mb
-        self.num_workers = num_workers
+        """Starts nothing: the first call starts the workers."""
+        self.max_duration_s = settings.max_duration_s
+        self.max_memory_mb = settings.max_memory_mb or 64
+        self.num_workers = settings.num_workers
         self.max_output_chars = max_output_chars
         self._lock = threading.Lock()
         self._pool: Monty | None = None
@@ -70,7 +70,7 @@ class PythonTool:
 
     @property
     def fingerprint(self) -> str:
-        """What results depend on beside the code."""
+        """Changes with everything that results depend on beside the code."""
         limits = (
             f"{self.max_duration_s:g} s, {self.max_memory_mb} MB, {self.max_output_chars}"
             " characters"
@@ -78,7 +78,7 @@ class PythonTool:
         return f"monty {importlib.metadata.version('pydantic-monty')}, {limits}"
 
     async def __call__(self, body: str, task: Task) -> str:
-        """Returns what the code printed and the value of its last expression.
+        """Returns the printed text and the value of the last expression.
 
         Raises `ToolError` for code that fails, runs too long or needs too much memory, and when its
         worker dies; `ToolUnavailable` when no worker can be started.
@@ -131,13 +131,10 @@ class PythonTool:
                 )
             shown = "" if value is None else show(value, self.max_output_chars)
         except MontyCrashedError as error:
-            raise ToolError(self._stopped(error)) from error
+            died = "the code was stopped: its worker process died"
+            raise ToolError(too_long(self.max_duration_s) if error.timed_out else died) from error
         except (MontyRuntimeError, MontySyntaxError) as error:
-            message, is_limit = self._readable(error)
-            # How far the code came before a limit stopped it is a matter of luck, so it is not
-            # shown.
-            before = "" if is_limit else printed.text()
-            raise ToolError(before + message) from error
+            raise ToolError(self._message(error, printed.text())) from error
         except RecursionError as error:
             raise ToolError(
                 printed.text() + "RecursionError: the value is nested too deeply to be shown"
@@ -146,17 +143,12 @@ class PythonTool:
             raise ToolError(f"{printed.text()}{type(error).__name__}: {error}") from error
         return (printed.text() + shown).rstrip("\n") or NO_OUTPUT
 
-    def _stopped(self, error: MontyCrashedError) -> str:
-        if error.timed_out:
-            return too_long(self.max_duration_s)
-        return "the code was stopped: its worker process died"
-
-    def _readable(self, error: MontyRuntimeError | MontySyntaxError) -> tuple[str, bool]:
-        """Returns "Type: message", and whether a limit of ours stopped the code (whose wording we
-        make repeatable)."""
+    def _message(self, error: MontyRuntimeError | MontySyntaxError, printed: str) -> str:
+        """Returns the printed text and "Type: message". For a limit, in words of ours alone:
+        Monty's numbers and the output so far are a matter of luck."""
         text = cut(error.display("type-msg"), self.max_output_chars)
         if text.startswith("TimeoutError: feed time limit exceeded"):
-            return too_long(self.max_duration_s), True
+            return too_long(self.max_duration_s)
         if text.startswith("MemoryError: ") and "memory limit" in text:
-            return too_large(self.max_memory_mb), True
-        return text, False
+            return too_large(self.max_memory_mb)
+        return printed + text

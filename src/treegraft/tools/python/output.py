@@ -1,5 +1,5 @@
-"""How the python tools show what code printed and what its last expression came to; runs inside the
-sandbox too."""
+"""Output of code as text: printed text, the value of the last expression, limits; also imported
+inside the sandbox."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 NO_OUTPUT = "(no output)"
-"""What the agent reads when its code printed nothing and ended in no value."""
+"""The result of code that printed nothing and ended in no value."""
+MAX_OUTPUT_CHARS = 100_000
+"""Printed text and value kept of one call, each, in characters; the rest is cut with a note."""
 
 
 class Printed:
@@ -20,7 +22,7 @@ class Printed:
         self._num_chars = 0
 
     def add(self, text: str) -> None:
-        """Keeps of `text` what there is room for."""
+        """Keeps as much of `text` as there is room for."""
         kept = text[: self._max_chars - self._num_kept]
         if kept:
             self._parts.append(kept)
@@ -58,27 +60,28 @@ def show(value: Any, max_chars: int) -> str:
 
 
 def too_long(max_duration_s: float) -> str:
-    """Returns what the agent reads when its code ran too long; how far it came is a matter of luck
-    and not shown."""
+    """Returns the error of code that ran too long; its output so far is a matter of luck and not
+    shown."""
     return f"TimeoutError: the code was stopped; it ran longer than {max_duration_s:g} s"
 
 
 def too_large(max_memory_mb: int) -> str:
-    """Returns what the agent reads when its code needed too much memory."""
+    """Returns the error of code that needed too much memory."""
     return f"MemoryError: the code was stopped; it needed more than {max_memory_mb} MB"
 
 
 def _pieces(value: Any) -> Iterator[str]:
     kind = type(value)
-    if kind is list:
-        yield from _joined("[", value, "]")
-    elif kind is tuple:
-        yield from _joined("(", value, ",)" if len(value) == 1 else ")")
+    if kind in (list, tuple):
+        yield "[" if kind is list else "("
+        for position, entry in enumerate(value):
+            yield ", " if position else ""
+            yield from _pieces(entry)
+        yield "]" if kind is list else ",)" if len(value) == 1 else ")"
     elif kind is dict:
         yield "{"
         for position, (key, entry) in enumerate(value.items()):
-            if position:
-                yield ", "
+            yield ", " if position else ""
             yield from _pieces(key)
             yield ": "
             yield from _pieces(entry)
@@ -88,12 +91,3 @@ def _pieces(value: Any) -> Iterator[str]:
         yield shown if kind is set else f"frozenset({shown})"
     else:
         yield repr(value)
-
-
-def _joined(opening: str, values: Any, closing: str) -> Iterator[str]:
-    yield opening
-    for position, entry in enumerate(values):
-        if position:
-            yield ", "
-        yield from _pieces(entry)
-    yield closing

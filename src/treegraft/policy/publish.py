@@ -1,14 +1,12 @@
-"""Is the policy that samples the one that learns? Checked after every publish."""
+"""Weights from the learner to the engine, and proof that both hold the same policy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from treegraft.core.errors import DriftError
 from treegraft.core.interfaces import Engine
 from treegraft.policy.learn.learner import Learner
-from treegraft.policy.weights import weights_fingerprint
 from treegraft.runs.checkpoint import TrainState
 
 FLOAT32_LIMIT = 1e-4
@@ -19,8 +17,11 @@ the measure."""
 MAX_BREACHES = 3
 
 
-class DriftGuard:
-    """Compares versions, checksums and log-probabilities of engine and learner."""
+class Publisher:
+    """Publishes the learner's weights and compares versions, checksums and log-probabilities.
+
+    `state` holds the gap of the first update and the breaches in a row, from before a resume.
+    """
 
     def __init__(self, engine: Engine, learner: Learner, dtype: str, state: TrainState) -> None:
         self._engine, self._learner, self._dtype = engine, learner, dtype
@@ -28,7 +29,7 @@ class DriftGuard:
         self._num_breaches = state.num_breaches
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps."""
+        """Returns the fields of `TrainState` that a checkpoint keeps for it."""
         return {"first_gap": self._first_gap, "num_breaches": self._num_breaches}
 
     async def publish(self, version: int) -> None:
@@ -37,30 +38,29 @@ class DriftGuard:
         Raises:
             DriftError: the engine holds another version or other weights afterwards.
         """
-        weights = self._learner.export_weights()
+        weights = self._learner.weights()
         await self._engine.publish(weights, version)
         if self._engine.policy_version != version:
             raise DriftError(
-                f"publish: the engine says it holds policy version {self._engine.policy_version},"
+                f"publish: the engine reports policy version {self._engine.policy_version},"
                 f" expected {version}; its samples would come from an old policy"
             )
-        expected = weights_fingerprint(weights)
-        if self._engine.fingerprint not in ("", expected):
+        # Engines whose weights are out of reach (a server) report no checksum.
+        if self._engine.fingerprint not in ("", weights.fingerprint):
             raise DriftError(
                 f"publish: the engine's weights have checksum {self._engine.fingerprint}, the"
-                f" learner's {expected}; its samples would come from another policy"
+                f" learner's {weights.fingerprint}; its samples would come from another policy"
             )
 
-    def check(self, update: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Looks at the update's mean |log-probability of the engine - of the learner| and returns
-        learn/engine_gap_limit.
+    def check(self, update: int, gap: float | None) -> dict[str, float]:
+        """Returns learn/engine_gap_limit for the update's mean |log-probability of the engine - of
+        the learner| in nats; nothing where no token was compared (None).
 
-        A first breach is a warning of `treegraft.runs.health`.
+        A first breach of the limit is a warning of `treegraft.runs.health`.
 
         Raises:
-            DriftError: it was too large three times in a row.
+            DriftError: the gap was too large three times in a row.
         """
-        gap = metrics.get("learn/engine_gap")
         if gap is None:
             return {}
         if self._first_gap is None:
@@ -70,7 +70,7 @@ class DriftGuard:
         if self._num_breaches >= MAX_BREACHES:
             raise DriftError(
                 f"update {update}: engine and learner differ by {gap:.3g} nats a token (limit"
-                f" {limit:.3g}); samples may come from another policy than the one that learns. It"
-                " is the third time in a row."
+                f" {limit:.3g}) for the third time in a row; samples may come from another policy"
+                " than the one that learns."
             )
         return {"learn/engine_gap_limit": limit}

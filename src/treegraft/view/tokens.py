@@ -1,4 +1,4 @@
-"""Token ids as pieces of text, by the tokenizer that lies in the run's checkpoints."""
+"""Token ids as texts, by the tokenizer that lies in the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _LONGEST = 8
 """Tokens that may make one character together."""
 
 
-class Pieces:
-    """The texts of tokens of one run. A copied folder without checkpoints has none; then ids are
-    all there is to show."""
+class TokenTexts:
+    """The texts of a run's tokens. A copied folder without checkpoints has no tokenizer; then only
+    ids can be shown."""
 
     def __init__(self, run_dir: Path) -> None:
         self._checkpoints = run_dir / "checkpoints"
@@ -24,8 +24,8 @@ class Pieces:
         self._known: dict[int, str] = {}
 
     def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer never changes within a run; a live one has its first checkpoint after a
-        while."""
+        """The tokenizer of any checkpoint: it is the same throughout a run, and a live run has no
+        checkpoint at first."""
         if self._loaded is None:
             inside = self._checkpoints.resolve()
             for path in sorted(self._checkpoints.glob("*/tokenizer.json")):
@@ -61,8 +61,7 @@ class Pieces:
             return texts
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text of tokens together, with special ones; ids where there is no
-        tokenizer."""
+        """Returns the text of tokens together, special ones included; ids without a tokenizer."""
         with self._lock:
             tokenizer = self._tokenizer()
             if tokenizer is None:
@@ -84,8 +83,7 @@ class Pieces:
 
     @staticmethod
     def _join(tokenizer: Tokenizer, token_ids: Sequence[int], texts: list[str], place: int) -> int:
-        """Puts a character of several tokens where it begins; returns how many tokens were dealt
-        with."""
+        """Puts a character of several tokens where it begins; returns the number of its tokens."""
         for count in range(2, min(_LONGEST, len(texts) - place) + 1):
             joined = str(
                 tokenizer.decode(list(token_ids[place : place + count]), skip_special_tokens=False)

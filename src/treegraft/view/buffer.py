@@ -1,5 +1,4 @@
-"""The Step-Trace Buffer of a run, read only: its file is never changed, not even opened for
-writing."""
+"""The Step-Trace Buffer of a run; its file is opened for reading only."""
 
 from __future__ import annotations
 
@@ -29,21 +28,22 @@ _ORDERS = {
     "source": "source, task_id, position, id",
     "longest": "length(value) DESC, id",
 }
-_PIECE = 4096
+_CHUNK = 4096
 
 
-class Shelf:
-    """The buffer that a run used, as far as it lies in its folder or was named."""
+class BufferView:
+    """The buffer of a run, where it lies in the run's folder or its path was given."""
 
     def __init__(self, run_dir: Path, named: Path | None = None) -> None:
-        """Args: named: a buffer outside the run folder that the user wants to see; None for the
-        run's own alone."""
+        """Args:
+        named: a buffer outside the run folder to show; None for the run's own.
+        """
         self._run_dir, self._named = run_dir, named
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None
 
     def note(self) -> dict[str, Any]:
-        """Returns what buffer.json says; empty where the run had no buffer."""
+        """Returns the content of buffer.json; empty where the run had no buffer."""
         place = self._run_dir / "buffer.json"
         try:
             found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
@@ -52,7 +52,7 @@ class Shelf:
         return found if isinstance(found, dict) else {}
 
     def path(self) -> Path | None:
-        """Returns the file, None where there is none that may be read."""
+        """Returns the buffer's file; None where there is none or it is outside the run folder."""
         if self._named is not None:
             return self._named
         inside = self._run_dir.resolve()
@@ -88,8 +88,8 @@ class Shelf:
         )
 
     def stats(self) -> dict[str, Any]:
-        """Returns what there is: counts, sources with their mean rewards, the encoder. `is_there`
-        False: why not."""
+        """Returns counts, sources with their mean rewards, and the encoder; without a buffer
+        `is_there` is False and `why` holds the reason."""
         if self.path() is None:
             return {
                 "is_there": False,
@@ -131,8 +131,8 @@ class Shelf:
         order: str = "stored",
         offset: int = 0,
     ) -> dict[str, Any]:
-        """Returns traces whose key or value contains a text, of a source and a task where given, a
-        page from `offset` on."""
+        """Returns a page of traces from `offset` on with `text` in key or value; `source`, `task`
+        narrow them."""
         where, values = ["evicted_at IS NULL"], list[Any]()
         if text:
             # Stored as JSON, so that a quote or a line break inside is escaped.
@@ -163,8 +163,8 @@ class Shelf:
     def nearest(
         self, key: str, *, source: str = "", allow_terminal: bool = True, k: int = 20
     ) -> dict[str, Any]:
-        """Returns the traces whose keys are most like a history, with their cosines, best first:
-        what a retrieval would see.
+        """Returns the `k` traces whose keys are most similar to a history, with their cosines, best
+        first: those that a retrieval would find.
 
         Raises:
             DataError: there is no buffer.
@@ -187,9 +187,8 @@ class Shelf:
                 [source] if source else [],
             )
             best: list[tuple[float, int]] = []
-            # Piece by piece: all vectors of a large buffer at once would not fit what a viewer may
-            # take.
-            while rows := cursor.fetchmany(_PIECE):
+            # All vectors of a large buffer at once would not fit into the viewer's memory.
+            while rows := cursor.fetchmany(_CHUNK):
                 cosines = (
                     np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1)
                     @ wanted
@@ -210,8 +209,8 @@ class Shelf:
         return {"total": len(found), "offset": 0, "rows": found}
 
     def asked(self, question: str, hashes: Iterable[str]) -> dict[str, bool]:
-        """Returns for each of these traces that the buffer holds whether it answers this question;
-        empty without a buffer."""
+        """Returns whether each of these traces was written on this question, for those that the
+        buffer holds; empty without a buffer."""
         if self.path() is None:
             return {}
         # A key is lines with single spaces, the first of them the question.
@@ -228,8 +227,7 @@ class Shelf:
         }
 
     def trace(self, content_hash: str) -> dict[str, Any]:
-        """Returns a trace with the whole trajectory that it is a step of. Raises DataError: there
-        is none."""
+        """Returns a trace with all steps of its trajectory. Raises DataError: there is none."""
         with self._open() as connection:
             row = connection.execute(
                 f"SELECT hash, id, evicted_at, {COLUMNS} FROM traces WHERE hash = ? ORDER BY"

@@ -1,0 +1,62 @@
+"""Questions of many coroutines, answered together by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+
+class Batcher(Generic[Q, A]):
+    """Answers questions away from the event loop; those that come in while a batch is under way
+    make up the next one."""
+
+    def __init__(self, answer: Callable[[Sequence[Q]], Sequence[A]], thread_name: str) -> None:
+        """Args:
+        answer: from questions to one answer each, in order; called in one thread. Its error
+            fails every question of the batch.
+        """
+        self._answer = answer
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=thread_name)
+        self._waiting: list[tuple[Q, asyncio.Future[A]]] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def ask(self, question: Q) -> A:
+        """Returns the answer. Raises what `answer` raises."""
+        loop = asyncio.get_running_loop()
+        # A loop that is over took its worker and those who waited with it.
+        if self._worker is not None and self._worker.get_loop() is not loop:
+            self._waiting, self._worker = [], None
+        answer: asyncio.Future[A] = loop.create_future()
+        self._waiting.append((question, answer))
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        return await answer
+
+    def close(self) -> None:
+        """Ends the thread, once the batch under way is done."""
+        self._thread.shutdown(cancel_futures=True)
+
+    async def _work(self) -> None:
+        try:
+            while self._waiting:
+                # Those who gave up meanwhile are left out.
+                batch, self._waiting = [one for one in self._waiting if not one[1].done()], []
+                try:
+                    answers = await asyncio.get_running_loop().run_in_executor(
+                        self._thread, self._answer, [question for question, _ in batch]
+                    )
+                except Exception as error:
+                    for _, waiting in batch:
+                        if not waiting.done():
+                            waiting.set_exception(error)
+                    continue
+                for (_, waiting), answer in zip(batch, answers, strict=True):
+                    if not waiting.done():
+                        waiting.set_result(answer)
+        finally:
+            self._worker = None

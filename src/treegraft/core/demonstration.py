@@ -1,0 +1,79 @@
+"""Trees of trajectories that were not sampled here: demonstrations and other agents' attempts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from treegraft.core.interfaces import Span
+from treegraft.core.types import (
+    ROOT_ID,
+    Leaf,
+    Origin,
+    StartCause,
+    Status,
+    Step,
+    StepContent,
+    Task,
+    Tree,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A step and its tokens."""
+
+    content: StepContent
+    spans: Sequence[Span]
+    loss_mask: tuple[bool, ...] | None = None
+    """[tokens of all spans] those with loss; None: none."""
+
+
+def tree_of_paths(
+    task: Task,
+    group_id: str,
+    prompt_ids: Sequence[int],
+    paths: Sequence[Sequence[Written]],
+    environment_rewards: Sequence[float | None] | None = None,
+) -> Tree:
+    """Returns completed trajectories as the separate paths of one tree, in their order, not scored.
+
+    Args:
+        environment_rewards: of each path; None without environments.
+    """
+    root = Written(StepContent(thought=task.question), [(tuple(prompt_ids), Origin.PROMPT)])
+    steps, leaves = [plain_step(ROOT_ID, None, root)], []
+    rewards = environment_rewards or [None] * len(paths)
+    for start, (path, reward) in enumerate(zip(paths, rewards, strict=True)):
+        parent = ROOT_ID
+        for depth, written in enumerate(path):
+            step_id = f"{parent}.{0 if depth else start}"
+            steps.append(plain_step(step_id, parent, written))
+            parent = step_id
+        leaf = Leaf(
+            step_id=parent,
+            status=Status.COMPLETED,
+            answer=path[-1].content.answer,
+            weight=1.0 / len(paths),
+            environment_reward=reward,
+        )
+        leaves.append(leaf)
+    return Tree(task=task, group_id=group_id, steps=tuple(steps), leaves=tuple(leaves))
+
+
+def plain_step(step_id: str, parent: str | None, written: Written) -> Step:
+    """Returns a step without log-probabilities and entropies: zeros stand for them."""
+    token_ids = tuple(token for ids, _ in written.spans for token in ids)
+    zeros = (0.0,) * len(token_ids)
+    return Step(
+        id=step_id,
+        parent=parent,
+        depth=step_id.count("."),
+        token_ids=token_ids,
+        origins=tuple(origin for ids, origin in written.spans for _ in ids),
+        loss_mask=(False,) * len(token_ids) if written.loss_mask is None else written.loss_mask,
+        sampling_logprobs=zeros,
+        entropies=zeros,
+        content=written.content,
+        cause=None if parent is None else StartCause(),
+    )

@@ -1,0 +1,154 @@
+"""Where a server of ours listens, whom it answers, and how it ends; for the viewer and for a
+retrieval server.
+
+A page in a browser can make its own name point to this machine (DNS rebinding); the names that a
+request may call a server by are therefore checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from types import FrameType
+from typing import Any
+
+from treegraft.core.errors import SettingError
+
+Application = Callable[[Any, Any, Any], Awaitable[None]]
+"""An ASGI application: of scope, receive and send."""
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens there; port 0 takes a free one.
+
+    Raises:
+        SettingError: the address is in use or not one of this machine.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with contextlib.ExitStack() as opened:
+            listener = opened.enter_context(socket.socket(family, kind, protocol))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(512)
+            opened.pop_all()
+    except OSError as error:
+        raise SettingError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; choose another --host or"
+            " --port (--port 0 takes a free one)."
+        ) from error
+    return listener
+
+
+def address_of(listener: socket.socket) -> str:
+    """Returns the address of the server that listens there, seen from this machine."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine reaches a server that listens there."""
+    try:
+        return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_own_name(header: str, host: str) -> bool:
+    """Returns whether a Host header names a server that was started for `host`.
+
+    Its names are "localhost", `host`, and the numeric addresses that it can have been reached by:
+    those of loopback, and any where it listens beyond loopback, as the machine's own name is there.
+    """
+    name = header.strip().lower()
+    if name.startswith("["):
+        name, _, rest = name[1:].partition("]")
+        if rest and not (rest.startswith(":") and rest[1:].isdigit()):
+            return False
+    elif name.count(":") == 1:
+        name, _, port = name.partition(":")
+        if not port.isdigit():
+            return False
+    if name in ("localhost", host.lower()):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return not is_loopback(host) and name == socket.gethostname().lower()
+    return address.is_loopback or not is_loopback(host)
+
+
+class OwnNames:
+    """An ASGI application that refuses requests whose Host header names another server."""
+
+    def __init__(self, app: Application, host: str) -> None:
+        """Args:
+        host: where the server listens.
+        """
+        self._app, self._host = app, host
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answers with status 421 or lets the application answer."""
+        if scope["type"] == "http":
+            hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+            if len(hosts) != 1 or not is_own_name(hosts[0], self._host):
+                headers = [(b"content-type", b"text/plain; charset=utf-8")]
+                await send({"type": "http.response.start", "status": 421, "headers": headers})
+                refusal = b"refused: this server answers to names of its own machine only"
+                await send({"type": "http.response.body", "body": refusal})
+                return
+        await self._app(scope, receive, send)
+
+
+def serve(
+    app: Application,
+    listener: socket.socket,
+    *,
+    grace_s: int,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Answers requests until Ctrl-C; those under way then have `grace_s` seconds to finish.
+
+    Raises:
+        KeyboardInterrupt: at the end, after Ctrl-C.
+        SettingError: a package is missing.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise SettingError(
+            f"a server needs the package '{error.name}'; run: pip install 'treegraft[web]'"
+        ) from error
+
+    class Server(uvicorn.Server):
+        is_interrupted = False
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            on_ready()
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            # uvicorn raises the signal again at its end, which does nothing where a script's `&`
+            # had it ignored.
+            self.is_interrupted |= sig == signal.SIGINT
+            super().handle_exit(sig, frame)
+
+    server = Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            ws="none",
+            timeout_graceful_shutdown=grace_s,
+        )
+    )
+    with contextlib.closing(listener):
+        server.run(sockets=[listener])
+    if server.is_interrupted:
+        raise KeyboardInterrupt

@@ -1,0 +1,181 @@
+"""Child processes that answer requests within a deadline.
+
+Some work can hang inside one C call or take any amount of memory; only a process can be stopped
+then. The children are plain ones on pipes, so nothing of the caller is imported or copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import select
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import DeadlineExceeded, TreegraftError
+
+START_DEADLINE_S = 120.0
+"""Longest wait for a worker to start or to become free, in seconds."""
+MAX_ANSWER_BYTES = 50_000_000
+"""Longest answer, as JSON."""
+
+_LOOP = Path(__file__).with_name("worker_loop.py")
+
+
+class WorkerPool:
+    """Child processes that run one script; each is killed and replaced when it misses a deadline.
+
+    Safe for many threads.
+    """
+
+    def __init__(self, script: Path, num_workers: int, *, task: str, package: str) -> None:
+        """Starts nothing; processes start when they are needed.
+
+        Args:
+            script: a Python file with a function `answer`, from one JSON value to another.
+            num_workers: processes at most.
+            task: completes "a process that ..." in messages.
+            package: the import whose absence is the likely reason when a process does not start.
+        """
+        self._script, self._task, self._package = script, task, package
+        self._lock = threading.Lock()
+        self._workers: set[Worker] = set()
+        # None stands for a process that has not been started.
+        self._free: queue.LifoQueue[Worker | None] = queue.LifoQueue()
+        for _ in range(num_workers):
+            self._free.put(None)
+
+    def start(self) -> None:
+        """Starts a process in the background, so that the first request need not wait for it."""
+        with contextlib.suppress(queue.Empty):
+            self._free.put(self._free.get_nowait() or self._start())
+
+    def ask(self, request: Any, deadline_s: float, *, cpu_s: float = 0.0) -> Any:
+        """Returns a process's answer; None where it did not come in time or the process died.
+
+        Args:
+            request: a JSON value.
+            deadline_s: longest wait for the answer, in seconds.
+            cpu_s: processor seconds after which the process is stopped; 0 for no such limit.
+
+        Raises:
+            DeadlineExceeded: no process became free.
+            TreegraftError: a process did not start.
+        """
+        try:
+            worker = self._free.get(timeout=START_DEADLINE_S)
+        except queue.Empty:
+            raise DeadlineExceeded(
+                f"no process that {self._task} became free within {START_DEADLINE_S:.0f} s"
+            ) from None
+        answer = None
+        try:
+            if worker is not None and worker.process.poll() is not None:
+                worker.kill()  # it died meanwhile; its pipes are still open
+                worker = None
+            worker = worker or self._start()
+            if not worker.is_ready():
+                raise TreegraftError(
+                    f"the process that {self._task} did not start; check its packages with:"
+                    f" {sys.executable} -c 'import {self._package}'"
+                )
+            answer = worker.ask([request, cpu_s, deadline_s + 1.0], deadline_s)
+        finally:
+            if worker is not None and answer is None:
+                with self._lock:
+                    self._workers.discard(worker)
+                worker.kill()
+            self._free.put(worker if answer is not None else None)
+        return answer
+
+    def close(self) -> None:
+        """Ends all processes, those at work included; a later request starts new ones."""
+        with self._lock:
+            workers, self._workers = self._workers, set()
+        for worker in workers:
+            worker.kill()
+
+    def release(self) -> None:
+        """Closes the pipes without ending the processes: for a forked child, whose parent owns
+        them."""
+        for worker in self._workers:
+            worker.close_pipes()
+
+    def _start(self) -> Worker:
+        worker = Worker(self._script)
+        with self._lock:
+            self._workers = {one for one in self._workers if one.process.poll() is None} | {worker}
+        return worker
+
+
+class Worker:
+    """One child process, for one thread at a time; `kill` may come from another."""
+
+    def __init__(self, script: Path) -> None:
+        self.process = subprocess.Popen(
+            # -P: the folders of the scripts have modules named like packages.
+            [sys.executable, "-P", str(_LOOP), str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the parent's to handle
+        )
+        self._is_ready = False
+        self._closing = threading.Lock()
+
+    def is_ready(self) -> bool:
+        """Returns whether the process has started, after waiting for that."""
+        self._is_ready = self._is_ready or self._read(START_DEADLINE_S) == "ready"
+        return self._is_ready
+
+    def ask(self, request: Any, deadline_s: float) -> Any:
+        """Returns the answer; None where there is none in time: the worker is then of no more
+        use."""
+        # A worker reads a whole line before it begins, so writing never waits for its answer.
+        try:
+            assert self.process.stdin is not None
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+        except (OSError, ValueError):
+            return None
+        return self._read(deadline_s)
+
+    def kill(self) -> None:
+        """Ends the process and waits for its end."""
+        with self._closing:
+            self.process.kill()
+            self.process.wait()
+            self.close_pipes()
+
+    def close_pipes(self) -> None:
+        """Closes this side of the pipes."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _read(self, deadline_s: float) -> Any:
+        """Returns one line as JSON; None when the deadline passed or the process ended."""
+        end = time.monotonic() + deadline_s
+        line = bytearray()
+        poll = select.poll()
+        try:
+            assert self.process.stdout is not None
+            descriptor = self.process.stdout.fileno()
+            poll.register(descriptor, select.POLLIN | select.POLLHUP)
+            while not line.endswith(b"\n"):
+                if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                    return None
+                data = os.read(descriptor, 1 << 16)
+                if not data or len(line) > MAX_ANSWER_BYTES:
+                    return None
+                line += data
+        except (OSError, ValueError):  # closed by another thread
+            return None
+        return json.loads(line)

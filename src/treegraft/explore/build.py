@@ -1,0 +1,61 @@
+"""From [explore] to an explorer and to who gets a tree's branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.interfaces import Explorer
+from treegraft.core.plugins import load_object
+from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.compose import Composed
+from treegraft.explore.entropy import EntropyBranching
+from treegraft.explore.graft import HybridRollout
+from treegraft.explore.independent import Independent
+from treegraft.settings.explore import ExploreSettings
+
+
+def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
+    """Returns the explorer of a recipe, several composed into one.
+
+    Args:
+        vocab_size: the tokenizer's, V in ARPO's normaliser.
+
+    Raises:
+        SettingError: an unknown name.
+    """
+    explorers = [_one_explorer(name, settings, vocab_size) for name in settings.explorers]
+    return explorers[0] if len(explorers) == 1 else Composed(explorers)
+
+
+def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Explorer:
+    if name == "independent":
+        return Independent()
+    if name == "entropy":
+        return EntropyBranching(settings.entropy, vocab_size=vocab_size)
+    if name == "graft":
+        num_starts = _num_starts(settings)
+        return HybridRollout(settings.graft, num_leaves=settings.num_leaves, num_starts=num_starts)
+    if ":" in name:
+        explorer: Explorer = load_object(name)()
+        return explorer
+    known = ["independent", "entropy", "graft"]
+    raise SettingError(
+        f"explore.explorers names '{name}'; expected {', '.join(known)} or an import path"
+        f" 'package.module:Explorer'.{nearest(name, known)}"
+    )
+
+
+def _num_starts(settings: ExploreSettings) -> int:
+    """First-level rollouts that a tree opens at once: the first explorer decides."""
+    is_entropy = settings.explorers[0] == "entropy"
+    return (
+        min(settings.entropy.num_starts, settings.num_leaves) if is_entropy else settings.num_leaves
+    )
+
+
+def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:
+    """Returns what makes, for each tree, the rule that grants its branches."""
+    if settings.entropy.allocation == "shares":
+        return lambda budget: Shares(budget, min(_num_starts(settings), budget.max_leaves))
+    return lambda budget: Rounds(budget, settings.entropy.ranking)

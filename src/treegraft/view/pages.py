@@ -1,0 +1,310 @@
+"""Recorded trees as the JSON that the pages show: a row of a list, a drawing, the tokens of a
+path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from treegraft.core.types import BranchCause, GraftCause, Leaf, Origin, Step, Trajectory, Tree
+from treegraft.runs.record import SAMPLED_COLUMNS, step_to_dict
+
+_STEP_FIELDS = (
+    *("id", "parent", "depth", "content", "cause", "decision", "stop_reason", "violation"),
+    *("policy_version", "temperature", "entropy_kind"),
+)
+
+
+def _is_graft(step: Step) -> bool:
+    return isinstance(step.cause, GraftCause)
+
+
+def _num_errors(steps: Sequence[Step]) -> int:
+    """Failed calls of the policy; those of a graft are another agent's."""
+    return sum(
+        seen.is_error for step in steps if not _is_graft(step) for seen in step.content.observations
+    )
+
+
+def _num_tokens(steps: Sequence[Step]) -> int:
+    return sum(len(step.token_ids) for step in steps)
+
+
+def best_leaf(paths: Sequence[Trajectory]) -> int | None:
+    """Returns the number of the path with the highest reward, of equals the correct one, then that
+    with the fewest tokens, then the first; None without rewards."""
+    scored = [
+        (-path.reward, not path.leaf.is_correct, _num_tokens(path.steps), number)
+        for number, path in enumerate(paths)
+        if path.reward is not None
+    ]
+    return min(scored)[-1] if scored else None
+
+
+def _leaf_row(path: Trajectory) -> dict[str, Any]:
+    leaf = path.leaf
+    return {
+        "step_id": leaf.step_id,
+        "status": leaf.status,
+        "reward": leaf.reward,
+        "advantage": leaf.advantage,
+        "is_correct": leaf.is_correct,
+        "answer": leaf.answer,
+        "num_tokens": _num_tokens(path.steps),
+        "num_steps": len(path.steps) - 1,
+        "num_calls": path.num_tool_calls,
+        "num_errors": _num_errors(path.steps),
+        "num_grafts": sum(map(_is_graft, path.steps)),
+        "num_branches": sum(isinstance(step.cause, BranchCause) for step in path.steps),
+    }
+
+
+def summarise(tree: Tree) -> dict[str, Any]:
+    """Returns a tree as a row of a list, with a short row per leaf."""
+    paths = tree.trajectories()
+    leaves = [_leaf_row(path) for path in paths]
+    rewards = [leaf.reward for leaf in tree.leaves if leaf.reward is not None]
+    return {
+        "group_id": tree.group_id,
+        "task_id": tree.task.id,
+        "question": tree.task.question,
+        "category": tree.task.category,
+        "num_leaves": len(leaves),
+        "num_steps": len(tree.steps) - 1,
+        "num_tokens": _num_tokens(tree.steps),
+        "longest": max((leaf["num_tokens"] for leaf in leaves), default=0),
+        "reward_mean": fmean(rewards) if rewards else None,
+        "reward_min": min(rewards, default=None),
+        "reward_max": max(rewards, default=None),
+        "num_correct": sum(bool(leaf.is_correct) for leaf in tree.leaves),
+        "num_grafts": sum(map(_is_graft, tree.steps)),
+        "num_branches": sum(isinstance(step.cause, BranchCause) for step in tree.steps),
+        "num_errors": _num_errors(tree.steps),
+        "statuses": dict(Counter(str(leaf.status) for leaf in tree.leaves)),
+        "best": best_leaf(paths),
+        "leaves": leaves,
+    }
+
+
+# ---------------------------------------------------------------------- the drawing
+
+
+def _advantage_below(leaves: Sequence[Leaf], step_id: str) -> float | None:
+    """The advantage of a shared step in all: the weighted mean over the leaves below it."""
+    below = [
+        (leaf.weight, leaf.advantage)
+        for leaf in leaves
+        if f"{leaf.step_id}.".startswith(f"{step_id}.") and leaf.advantage is not None
+    ]
+    total = sum(weight for weight, _ in below)
+    return sum(weight * advantage for weight, advantage in below) / total if total else None
+
+
+def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
+    data = step_to_dict(step)
+    entropies, ratios = data["entropies"], data["ratios"]
+    num_loss = sum(step.loss_mask)
+    is_hard = step.advantage is not None
+    return {name: data[name] for name in _STEP_FIELDS} | {
+        "num_tokens": len(step.token_ids),
+        "num_lesson": len(step.lesson_ids),
+        "num_loss": num_loss,
+        "origins": dict(Counter(origin.name.lower() for origin in step.origins)),
+        "origin": step.origin.name.lower(),
+        "entropy_mean": fmean(entropies) if entropies else None,
+        "entropy_max": max(entropies, default=None),
+        "ratio_mean": fmean(ratios) if ratios else None,
+        "ratio_max": max(ratios) if ratios else None,
+        "ratio_min": min(ratios) if ratios else None,
+        "is_learned": ratios is not None and num_loss > 0,
+        "advantage": step.advantage if is_hard else _advantage_below(leaves, step.id),
+        "is_hard": is_hard,
+    }
+
+
+def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Number and mean reward of the leaves with and without something."""
+    found: dict[str, Any] = {}
+    for key, has in (("with", True), ("without", False)):
+        rewards = [
+            leaf["reward"]
+            for leaf in leaves
+            if bool(leaf[name]) is has and leaf["reward"] is not None
+        ]
+        found[key] = {"num": len(rewards), "reward": fmean(rewards) if rewards else None}
+    return found
+
+
+def draw(tree: Tree) -> dict[str, Any]:
+    """Returns a tree as it is drawn: steps without their tokens, leaves with their rewards, and
+    for each graft its effect and its peers.
+
+    A leaf's `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
+    policy's last step before the graft and its first after it (RAPO's H- and H+).
+    """
+    paths = tree.trajectories()
+    entropy = _mean_entropies(tree)
+    steps = [_drawn_step(step, tree.leaves) for step in tree.steps]
+    leaves = []
+    for path in paths:
+        effects = {}
+        for place, step in enumerate(path.steps):
+            before, after = _around(path, place, entropy) if _is_graft(step) else (None, None)
+            if before is not None and after is not None:
+                effects[step.id] = [entropy[path.steps[n].id] for n in (before, after)]
+        leaves.append(asdict(path.leaf) | _leaf_row(path) | {"effects": effects})
+    return {
+        "group_id": tree.group_id,
+        "task": asdict(tree.task),
+        "budget": asdict(tree.budget),
+        "steps": steps,
+        "leaves": leaves,
+        "best": best_leaf(paths),
+        "peers": _graft_peers(paths, entropy),
+        "grafted": _contrast(leaves, "num_grafts"),
+        "branched": _contrast(leaves, "num_branches"),
+    }
+
+
+# ---------------------------------------------------------------------- what a graft changed
+
+
+def _mean_entropies(tree: Tree) -> dict[str, float]:
+    """Step id -> mean entropy in nats, of the steps with sampled tokens."""
+    found = {}
+    for step in tree.steps:
+        values = [
+            value
+            for value, origin in zip(step.entropies, step.origins, strict=True)
+            if origin is Origin.POLICY
+        ]
+        if values:
+            found[step.id] = fmean(values)
+    return found
+
+
+def _around(
+    path: Trajectory, place: int, entropy: Mapping[str, float]
+) -> tuple[int | None, int | None]:
+    """The depths of the policy's last step before a place of a path and of its first after it."""
+    sampled = [n for n, step in enumerate(path.steps) if step.id in entropy]
+    return (
+        max((n for n in sampled if n < place), default=None),
+        min((n for n in sampled if n > place), default=None),
+    )
+
+
+def _action(step: Step) -> tuple[object, ...]:
+    """The calls and the answer of a step, for comparisons."""
+    calls = tuple((call.name, call.body.strip()) for call in step.content.calls)
+    return calls, step.content.answer
+
+
+def _drift(
+    ungrafted: Sequence[Trajectory], before: int, after: int, entropy: Mapping[str, float]
+) -> dict[str, Any]:
+    """How the policy's mean entropy went between two depths on the paths without a graft, each
+    later step counted once."""
+    pairs = {
+        path.steps[after].id: path.steps[before].id
+        for path in ungrafted
+        if len(path.steps) > after
+        and path.steps[before].id in entropy
+        and path.steps[after].id in entropy
+    }
+    return {
+        "num": len(pairs),
+        "before": fmean(entropy[one] for one in pairs.values()) if pairs else None,
+        "after": fmean(entropy[one] for one in pairs) if pairs else None,
+    }
+
+
+def _graft_peers(
+    paths: Sequence[Trajectory], entropy: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Returns for each graft the steps beside it in its group: a graft alone does not show its
+    effect.
+
+    By the graft's id:
+        num: steps that the policy wrote at its depth after the same calls and results.
+        num_same: those of them with the same calls and answer as the graft.
+        rewards: of the leaves below those, without a graft on their path.
+        drift: mean entropies (nats) at the depths of the policy's steps before and after the
+            graft, on paths without a graft that come so far, and the number of those steps; None
+            where no step of the policy follows the graft.
+    """
+    histories = [
+        [
+            (_action(step), tuple(seen.text for seen in step.content.observations))
+            for step in path.steps[1:]
+        ]
+        for path in paths
+    ]
+    ungrafted = [path for path in paths if not any(map(_is_graft, path.steps))]
+    found: dict[str, dict[str, Any]] = {}
+    for path, history in zip(paths, histories, strict=True):
+        for place, step in enumerate(path.steps):
+            if not _is_graft(step) or step.id in found:
+                continue
+            # A history leaves the prompt out: before step `place` stand its first place - 1
+            # entries.
+            above = history[: place - 1]
+            peers = {
+                other.steps[place].id: other.steps[place]
+                for other, known in zip(paths, histories, strict=True)
+                if len(other.steps) > place
+                and other.steps[place].id in entropy
+                and known[: place - 1] == above
+            }
+            same = {one for one, peer in peers.items() if _action(peer) == _action(step)}
+            before, after = _around(path, place, entropy)
+            found[step.id] = {
+                "num": len(peers),
+                "num_same": len(same),
+                "rewards": [
+                    other.reward
+                    for other in ungrafted
+                    if len(other.steps) > place
+                    and other.steps[place].id in same
+                    and other.reward is not None
+                ],
+                "drift": None
+                if before is None or after is None
+                else _drift(ungrafted, before, after, entropy),
+            }
+    return found
+
+
+# ---------------------------------------------------------------------- one path, and searches
+
+
+def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
+    """Returns the steps of a path with their tokens' columns; scores are of sampled tokens only,
+    None where not recorded."""
+    found = []
+    for step in path.steps:
+        data = step_to_dict(step)
+        names = ("id", "token_ids", "origins", "loss_mask", *SAMPLED_COLUMNS)
+        row = {name: data[name] for name in names}
+        row["advantage"] = path.advantage if step.advantage is None else step.advantage
+        if not path.leaf.has_loss:
+            row["loss_mask"] = [[0, len(step.token_ids)]]
+        found.append(row)
+    return found
+
+
+def texts(tree: Tree) -> Iterator[str]:
+    """Yields the texts that a search looks into: question, thoughts, calls, results, answers,
+    violations, errors."""
+    yield tree.task.question
+    yield tree.task.id
+    for step in tree.steps:
+        yield step.content.thought
+        yield from (call.body for call in step.content.calls)
+        yield from (seen.text for seen in step.content.observations)
+        yield step.content.answer or ""
+        yield step.violation or ""
+    yield from (leaf.error or "" for leaf in tree.leaves)
