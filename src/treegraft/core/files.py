@@ -28,13 +28,13 @@ def append_line(path: Path, line: str) -> None:
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yields the lines that were written to their end with their numbers from 1; none where there
+    """Yields the complete lines, without line breaks, with their numbers from 1; none where there
     is no file."""
     if path.exists():
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n"):
-                    yield number, line.decode()
+                    yield number, line[:-1].decode()
 
 
 def drop_cut_line(path: Path) -> None:
