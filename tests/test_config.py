@@ -353,8 +353,8 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     assert "loss.graft_coef is 0" in refused(graft, "loss.graft_form=luffy")
     assert "num_hybrid is 0" in refused(graft, "explore.graft.num_hybrid=0", "buffer.random_prob=1")
     assert "random_prob is 1" in refused(graft, "buffer.random_prob=1", "buffer.min_similarity=0.5")
-    assert "without one that branches" in refused(graft, "credit.attribution=hard")
-    assert "without one that branches" in refused({}, "credit.leaf_weight=inverse_branching")
+    assert "without 'entropy'" in refused(graft, "credit.attribution=hard")
+    assert "without 'entropy'" in refused({}, "credit.leaf_weight=inverse_branching")
     load_config(
         graft, ["loss.clip_high=0.01"]
     )  # a grafted trajectory's ratio is above 1 from the start
@@ -362,7 +362,7 @@ def test_presets_may_lie_in_a_recipe_and_overrides_that_count_pass() -> None:
     branch = {"explore": {"explorers": ["entropy"]}}
     load_config(branch, ["explore.entropy.rule=bernoulli", "normaliser=log_vocabulary"])
     load_config(branch, ["explore.entropy.threshold=0.6", "explore.entropy.entropy_weight=0.1"])
-    assert "tosses a coin" in refused(
+    assert "explore.entropy.rule is 'bernoulli'; add explore.entropy.rule=threshold" in refused(
         branch, "explore.entropy.rule=bernoulli", "explore.entropy.threshold=0.6"
     )
     assert "however little" in refused(branch, "normaliser=log_vocabulary")

@@ -176,6 +176,28 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     asyncio.run(search.close())
 
 
+def test_a_large_corpus_is_indexed_once_and_again_when_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treegraft.tools.search.tool.SMALL_BYTES", 0)
+    path, home = write(tmp_path / "c.jsonl", ["oak", "elm"]), tmp_path / "c.jsonl.bm25"
+
+    def ids(query: str) -> list[str | int]:
+        search = open_corpus(str(path))
+        (found,) = asyncio.run(search.search([query], 3))
+        asyncio.run(search.close())
+        return [passage.id for passage in found]
+
+    assert ids("elm") == ["1"]
+    (folder,) = (one for one in home.iterdir() if one.is_dir())
+    with monkeypatch.context() as patch:
+        patch.setattr(LexicalIndex, "build", None)
+        assert ids("oak") == ["0"]
+    write(path, ["fir", "oak"])
+    assert ids("oak") == ["1"] and ids("elm") == []
+    assert not folder.exists()
+
+
 # ---------------------------------------------------------------------- by meaning
 
 
@@ -276,7 +298,7 @@ def test_what_is_found_does_not_depend_on_the_company(large: tuple[DenseIndex, n
         assert list(rows) == list(alone) and list(scores) == list(alone_scores)
 
 
-# ---------------------------------------------------------------------- made once, and again when t
+# ---------------------------------------------------------------------- built once, and again
 
 
 def build(path: Path, encoder: Counting) -> DenseIndex:

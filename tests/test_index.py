@@ -140,6 +140,16 @@ def test_only_eligible_rows_are_found_and_as_many_as_wanted(
     assert len(built.search(vectors[:NUM], vectors[NUM], np.zeros(NUM, bool), 5)[0]) == 0
 
 
+def test_building_leaves_the_number_of_threads_as_it_was(vectors: Vectors) -> None:
+    before = faiss.omp_get_max_threads()
+    faiss.omp_set_num_threads(3)
+    try:
+        IvfIndex.build(vectors[: FLAT_LIMIT + 1])
+        assert faiss.omp_get_max_threads() == 3
+    finally:
+        faiss.omp_set_num_threads(before)
+
+
 def content(index: IvfIndex) -> bytes:
     data: bytes = faiss.serialize_index(index.faiss_index).tobytes()
     return data

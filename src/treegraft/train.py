@@ -239,11 +239,11 @@ def keep_reference(run: Run, learner: Learner) -> None:
     if not run.config.loss.kl_coef:
         return
     place = run.path / "reference"
+    reference = learner.keep_reference()
     if run.state.update > 0:
-        learner.load_reference(place)
-        return
-    learner.keep_reference()
-    learner.save_reference(place)
+        reference.load(place)
+    else:
+        reference.save(place)
 
 
 def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, TrainState], None]:

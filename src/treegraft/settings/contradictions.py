@@ -12,15 +12,13 @@ from treegraft.settings.table import value_of
 
 def _names_wrong(config: Config) -> Iterator[str]:
     for dotted, setting in known_settings().items():
-        known = setting.facts.built_in
-        if not known:
-            continue
-        value = value_of(config, dotted)
-        for name in [value] if isinstance(value, str) else value:
-            if name != setting.field.default and (fault := unknown_name(name, known, dotted)):
-                yield fault
-        if not isinstance(value, str) and len(set(value)) < len(value):
-            yield f"{dotted}: got {value}, expected each name once."
+        if known := setting.facts.built_in:
+            value = value_of(config, dotted)
+            names = value if isinstance(value, list) else [value]
+            own = [name for name in names if name != setting.field.default]
+            yield from filter(None, (unknown_name(name, known, dotted) for name in own))
+            if len(set(names)) < len(names):
+                yield f"{dotted}: got {names}, expected each name once."
 
 
 def _model_wrong(config: Config) -> Iterator[str]:

@@ -7,9 +7,6 @@ from typing import Literal
 from treegraft.settings.table import Condition, Settings, has, setting, value_of, when
 
 with_entropy = has("explore.explorers", "entropy", or_own=True)
-with_branches = has(
-    "explore.explorers", "entropy", or_own=True, advice=", without one that branches"
-)
 with_graft = has("explore.explorers", "graft", or_own=True)
 
 
@@ -42,12 +39,7 @@ class EntropySettings(Settings):
     entropy_weight: float = setting(0.2, ge=0, idle_unless=(_size_of_rise_counts,))
     """What a unit of entropy change adds to the probability (ARPO's beta)."""
     threshold: float = setting(
-        0.5,
-        ge=0,
-        le=1,
-        idle_unless=when(
-            "explore.entropy.rule", "threshold", advice=", which tosses a coin instead"
-        ),
+        0.5, ge=0, le=1, idle_unless=when("explore.entropy.rule", "threshold")
     )
     """Probability above which the threshold rule branches (ARPO's tau)."""
     statistic: Literal["probe", "lagging"] = "probe"
@@ -62,10 +54,7 @@ class EntropySettings(Settings):
     """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers);
     "shares" gives each start its own part, so that nobody waits."""
     ranking: Literal["order", "entropy"] = setting(
-        "order",
-        idle_unless=when(
-            "explore.entropy.allocation", "round", advice=", where each start has its own part"
-        ),
+        "order", idle_unless=when("explore.entropy.allocation", "round")
     )
     """Who comes first within a round: the order in the tree (the released code), or the largest
     entropy change."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 import types
 import typing
@@ -106,13 +107,6 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         place[last] = value
 
 
-def _whole_name(name: str) -> str:
-    """Returns the dotted name of a setting typed by its last part alone, where only one setting has
-    it."""
-    same = [known for known in known_settings() if known.rpartition(".")[2] == name]
-    return same[0] if len(same) == 1 and name not in Config.model_fields else name
-
-
 def _leaves(name: str, value: Any) -> Iterator[str]:
     found = tables_and_settings().get(name)
     if isinstance(value, dict) and found is not None and found.table is not None:
@@ -132,7 +126,9 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
                 f"{COMMAND_LINE}: '{override}' is no override; expected table.setting=value, such"
                 " as learn.lr=1e-5."
             )
-        name = _whole_name(name)
+        # The last part alone will do where only one setting has it.
+        same = [known for known in known_settings() if known.rpartition(".")[2] == name]
+        name = same[0] if len(same) == 1 and name not in tables_and_settings() else name
         found = tables_and_settings().get(name)
         value = _literal(text, found.field.annotation if found else None)
         added = list(_leaves(name, value))
@@ -172,34 +168,30 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("recipes")
-        others = (
-            [str(folder / other.name) for other in folder.glob("*.toml")] if folder.is_dir() else []
-        )
+        others = [str(other) for other in folder.glob("*.toml")]
         what = "is a folder" if path.is_dir() else "does not exist"
         raise SettingError(
             f"recipe '{path}' {what}; expected a .toml or .json file.{nearest(str(path), others)}"
         )
+    is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8")
-        data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        data: Any = json.loads(text) if is_json else tomllib.loads(text)
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
         raise SettingError(
-            f"recipe '{path}' is no valid {kind}: {error}. Texts need quotes, lists square"
-            " brackets."
+            f"recipe '{path}' is no valid {'JSON' if is_json else 'TOML'}: {error}. Texts need"
+            " quotes, lists square brackets."
         ) from error
     if not isinstance(data, dict):
         raise SettingError(
             f"recipe '{path}': got a {type(data).__name__}, expected tables of settings."
         )
-    return data
-
-
-def _move_renamed(data: dict[str, Any]) -> None:
-    for old, new in renamed().items():
+    # JSON was written by `config_json`, perhaps of an earlier version.
+    for old, new in renamed().items() if is_json else ():
         table, _, last = old.partition(".")
         if isinstance(data.get(table), dict) and last in data[table]:
             _put(data, new, data[table].pop(last))
+    return data
 
 
 def _type_fault(
@@ -215,13 +207,14 @@ def _type_fault(
             # Past a setting, numbers are places in a list; texts are members of a union or, behind
             # a number, settings of a table.
             items += f"[{part}]" if isinstance(part, int) else f".{part}" if items else ""
-    expected = (
-        message.replace("Field required", "one more entry")
-        .removeprefix("Input should be ")
-        .removeprefix("Value error, ")
-    )
-    expected = expected.replace("an object", "a table").replace("a valid array", "a list")
-    expected = expected.removeprefix("List should have ").removesuffix(" after validation, not 0")
+    expected = re.sub("^(Input should be|Value error,|List should have) ", "", message)
+    for theirs, ours in (
+        ("Field required", "one more entry"),
+        ("an object", "a table"),
+        ("a valid array", "a list"),
+        (" after validation, not 0", ""),
+    ):
+        expected = expected.replace(theirs, ours)
     fault = (
         f"{where(name)}: setting '{name}{items}': got {got!r}, expected"
         f" {expected[0].lower() + expected[1:]}."
@@ -275,9 +268,6 @@ def load_config(
         origin, data = "settings", json.loads(json.dumps(source, default=str))
     else:
         origin, data = str(source), _read(Path(source))
-        if Path(source).suffix == ".json":
-            # Written by `config_json`, perhaps of an earlier version.
-            _move_renamed(data)
     names = _apply(data, overrides)
 
     def where(name: str) -> str:

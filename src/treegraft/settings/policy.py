@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_branches, with_graft
+from treegraft.settings.explore import with_entropy, with_graft
 from treegraft.settings.table import Condition, Settings, setting, takes_path, value_of, when
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -65,9 +65,7 @@ class ModelSettings(Settings):
     """Recompute activations in the backward pass: less memory, more time."""
     tiny: TinySettings = setting(TinySettings(), idle_unless=when("model.path", "tiny"))
     """Shape of the "tiny" model."""
-    lora: LoraSettings = setting(
-        LoraSettings(), idle_unless=when("model.lora.rank", advice="; add model.lora.rank=16")
-    )
+    lora: LoraSettings = setting(LoraSettings(), idle_unless=when("model.lora.rank"))
     """Low-rank adapters."""
 
 
@@ -104,11 +102,11 @@ class CreditSettings(Settings):
     eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo"))
     """Added to the standard deviation."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
-        "uniform", idle_unless=with_branches
+        "uniform", idle_unless=with_entropy
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: Literal["soft", "hard"] = setting("soft", idle_unless=with_branches)
+    attribution: Literal["soft", "hard"] = setting("soft", idle_unless=with_entropy)
     """What a step that several trajectories share carries: "soft" each trajectory's own advantage,
     "hard" their mean."""
     retrieval_reward: Literal[
@@ -121,7 +119,7 @@ class CreditSettings(Settings):
         ge=0,
         idle_unless=(
             with_graft,
-            Condition("credit.retrieval_reward", lambda reward: reward != "none", ""),
+            Condition("credit.retrieval_reward", lambda reward: reward != "none"),
         ),
     )
     """Share of the retrieval reward in the advantage (RAPO's a, eq. 10)."""
@@ -163,11 +161,7 @@ class LossSettings(Settings):
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
     length_constant: int | None = setting(
-        None,
-        ge=1,
-        idle_unless=when(
-            "loss.aggregation", "sequence-sum", advice="; only 'sequence-sum' divides by it"
-        ),
+        None, ge=1, idle_unless=when("loss.aggregation", "sequence-sum")
     )
     """Divisor of "sequence-sum", in tokens; None takes rollout.max_completion_tokens."""
     learn_from_truncated: bool = True

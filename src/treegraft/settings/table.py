@@ -40,7 +40,7 @@ class Condition:
     other: str
     """Dotted name of the setting that decides; it always has an effect itself."""
     counts: Callable[[Any], bool]
-    advice: str
+    advice: str = ""
     """End of the sentence that begins with the other setting's value."""
 
     def __call__(self, config: Any) -> str:
@@ -52,22 +52,21 @@ class Condition:
         return f"{self.other} is {said}{self.advice}"
 
 
-def when(other: str, *values: str, advice: str | None = None) -> Condition:
+def when(other: str, *values: str) -> Condition:
     """Returns the condition that another setting has one of these values; without values, that it
     is not empty, off or 0."""
     if not values:
-        return Condition(other, bool, advice or "")
-    add = f"; add {other}={' or '.join(values)}" if advice is None else advice
-    return Condition(other, lambda value: value in values, add)
+        return Condition(other, bool)
+    return Condition(other, values.__contains__, f"; add {other}={' or '.join(values)}")
 
 
-def has(other: str, name: str, *, or_own: bool = False, advice: str | None = None) -> Condition:
+def has(other: str, name: str, *, or_own: bool = False) -> Condition:
     """Returns the condition that a list holds a name or, with `or_own`, any import path, whose
     object may do the same."""
     return Condition(
         other,
         lambda names: name in names or (or_own and any(":" in own for own in names)),
-        f", without '{name}'" if advice is None else advice,
+        f", without '{name}'",
     )
 
 

@@ -12,7 +12,7 @@ import dataclasses
 import decimal
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -156,44 +156,34 @@ class ReasoningGym(OpenTasks):
 
     def _draw(self, purpose: str, num: int, key: int, seen: set[str]) -> tuple[Task, ...]:
         """Returns up to `num` tasks with questions that are new; adds them to `seen`."""
-        tasks: list[Task] = []
-        size = _DRAWS_PER_TASK * num + 100
-        for item in self._items(purpose, size, key):
-            if len(tasks) == num:
-                break
-            question = str(item["question"])
-            if question not in seen:
-                seen.add(question)
-                tasks.append(
-                    self._as_task(item, f"{self._settings.generator}/{purpose}/{len(tasks)}")
-                )
-        return tuple(tasks)
-
-    def _items(self, purpose: str, size: int, key: int) -> Iterator[Mapping[str, Any]]:
+        generator, size = self._settings.generator, _DRAWS_PER_TASK * num + 100
         # Item i of a reasoning-gym data set has seed base + i: the bases must lie apart, or parts
         # share items.
-        room = _RANGE_SIZE - size
-        base = (
-            _PURPOSES.index(purpose) * _RANGE_SIZE
-            + keyed_int("items", self._seed, purpose, key) % room
-        )
+        offset = keyed_int("items", self._seed, purpose, key) % (_RANGE_SIZE - size)
+        base = _PURPOSES.index(purpose) * _RANGE_SIZE + offset
         data = _create(self._settings, seed=base, size=size)
+        tasks: list[Task] = []
         for index in range(size):
+            if len(tasks) == num:
+                break
             # Some generators set the precision of the thread's decimal arithmetic.
             with decimal.localcontext():
                 item: Mapping[str, Any] = data[index]
-            yield item
-
-    def _as_task(self, item: Mapping[str, Any], task_id: str) -> Task:
-        answer = item.get("answer")
-        expression = find_expression(str(item["question"]), item.get("metadata") or {})
-        return Task(
-            id=task_id,
-            question=str(item["question"]),
-            reference=() if answer is None else (str(answer),),
-            category=self._settings.generator,
-            columns={"generator": self._settings.generator, "expression": expression},
-        )
+            question, answer = str(item["question"]), item.get("answer")
+            if question in seen:
+                continue
+            seen.add(question)
+            expression = find_expression(question, item.get("metadata") or {})
+            tasks.append(
+                Task(
+                    id=f"{generator}/{purpose}/{len(tasks)}",
+                    question=question,
+                    reference=() if answer is None else (str(answer),),
+                    category=generator,
+                    columns={"generator": generator, "expression": expression},
+                )
+            )
+        return tuple(tasks)
 
 
 def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
@@ -203,10 +193,8 @@ def find_expression(question: str, metadata: Mapping[str, Any]) -> str | None:
     An expression that only the metadata have (countdown's solution) is not the one that the
     question asks to compute.
     """
-    candidates = [metadata.get("expression"), metadata.get("problem")]
-    candidates += [
-        line.removesuffix("?").strip().removesuffix("=") for line in question.splitlines()[-1:]
-    ]
+    last_line = "".join(question.splitlines()[-1:]).removesuffix("?").strip().removesuffix("=")
+    candidates = (metadata.get("expression"), metadata.get("problem"), last_line)
     shown = "".join(question.split())
     for candidate in candidates:
         if isinstance(candidate, str) and "".join(candidate.split()) in shown:
@@ -232,11 +220,8 @@ def _program(expression: str) -> tuple[str, str] | None:
     if isinstance(tree, ast.Constant):
         return None
     if isinstance(value, float):
-        places = (
-            10
-            if re.search(r"[*/]", expression)
-            else max(map(len, re.findall(r"\.(\d*)", expression)))
-        )
+        decimals = map(len, re.findall(r"\.(\d*)", expression))
+        places = 10 if re.search(r"[*/]", expression) else max(decimals)
         return f"print(round({exact}, {places}))", str(round(value, places))
     if "0x" in expression:
         return f"print(hex({exact}))", hex(value)
@@ -295,9 +280,8 @@ def _check_generator(settings: ReasoningGymSettings) -> None:
     try:
         with decimal.localcontext():
             _create(settings, seed=0, size=1)[0]
-    except (
-        Exception
-    ) as error:  # reasoning-gym checks by assert, and generators raise what they like
+    # reasoning-gym checks by assert, and generators raise any exception.
+    except Exception as error:
         raise SettingError(
             f"the generator '{name}' refuses tasks.arithmetic.params {settings.params}: {error}"
         ) from error

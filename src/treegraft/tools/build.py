@@ -23,8 +23,9 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     Raises `SettingError` for an unknown name, an import path that leads to no tool, and two tools
     of one name; errors of a tool's own settings (`DataError` for a search corpus) pass through.
     """
-    tools = {tool.name: tool for tool in own}
-    own_names = set(tools)
+    tools = list(own)
+    own_names = {tool.name for tool in own}
+    names = set(own_names)
     for entry in settings.use:
         found = pick(entry, TOOLS, "tools.use")
         tool = found(settings) if entry in TOOLS else _as_tool(found, entry)
@@ -34,12 +35,13 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
             raise SettingError(
                 f"tools.use: '{entry}' gives a tool named '{tool.name}', but {reason}."
             )
-        tools[tool.name] = tool
+        tools.append(tool)
+        names.add(tool.name)
     if settings.mcp:
         from treegraft.tools.mcp import open_servers
 
-        tools.update(open_servers(settings.mcp, taken=tools))
-    return list(tools.values())
+        tools += open_servers(settings.mcp, taken=names)
+    return tools
 
 
 def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:

@@ -1,7 +1,6 @@
-"""Results of tool calls in one SQLite file, which outlive the run and can stand in for the tools
-(replay).
+"""Results of tool calls in one SQLite file, for later runs and for replays without the tools.
 
-An error is never stored. Several processes may share a file.
+Errors are never stored. Several processes may share a file.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class ResultCache:
     """Texts of successful calls by tool, by the tool's fingerprint, and by body."""
 
     def __init__(self, path: str, *, must_exist: bool = False) -> None:
-        """Opens the file, made where it is missing.
+        """Opens the file; creates a missing one.
 
-        Raises `DataError` for a file that cannot be opened or is no cache, and one that is missing
+        Raises `DataError` for a file that cannot be opened or is no cache, and for a missing one
         with `must_exist`.
         """
         self.path = os.path.expanduser(os.path.expandvars(path))
@@ -41,7 +40,7 @@ class ResultCache:
                 self.path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None
             )
             self._database.execute("PRAGMA journal_mode = WAL")
-            # What a crash of the machine may take is asked for again.
+            # Results that a crash of the machine loses are computed again.
             self._database.execute("PRAGMA synchronous = OFF")
             self._database.execute(
                 "CREATE TABLE IF NOT EXISTS results (key BLOB PRIMARY KEY, tool TEXT, body TEXT,"

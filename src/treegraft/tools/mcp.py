@@ -1,8 +1,8 @@
 """Model Context Protocol servers as sets of tools, through the official SDK (the extra "mcp").
 
-Each server has a thread with an event loop of its own, in which the one connection to it lives from
-the start of a run to its end: whoever calls a tool may live in another loop. A connection that ends
-by itself is opened again, a limited number of times.
+Each server has a thread with an event loop of its own, which holds the one connection to it from
+the start of a run to its end; calls may come from other loops. A connection that ends by itself is
+opened again, a limited number of times.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ _log = logging.getLogger(__name__)
 class McpTool:
     """One tool of a server."""
 
-    def __init__(
-        self, server: McpServer, described: Any, *, capability: Capability, cacheable: bool
-    ) -> None:
+    def __init__(self, server: McpServer, described: Any) -> None:
         """Takes name, description and arguments from `described`, the SDK's record of the tool."""
         self.own_name = str(described.name)
         """The server's name of it."""
@@ -46,8 +44,12 @@ class McpTool:
         self.description = " ".join(
             (described.description or described.title or f"The tool {self.own_name}.").split()
         )
-        self.capability = capability
-        self.cacheable = cacheable
+        chosen, hints = server.settings.capability, described.annotations
+        only_reads = chosen == "auto" and hints is not None and hints.read_only_hint
+        self.capability = (
+            Capability.STATELESS if only_reads or chosen == "stateless" else Capability.NONE
+        )
+        self.cacheable = server.settings.cacheable
         self.signature = signature_from(described.input_schema)
         self._server = server
 
@@ -79,8 +81,7 @@ class McpServer:
             import mcp  # noqa: F401
         except ImportError as error:
             raise SettingError(
-                "tools.mcp: the package 'mcp' is not installed, which speaks to servers; run: pip"
-                " install 'treegraft[mcp]'"
+                "tools.mcp: the package 'mcp' is not installed; run: pip install 'treegraft[mcp]'"
             ) from error
         self.settings = settings
         self._env = {name: _variable(name, settings) for name in settings.env}
@@ -90,7 +91,8 @@ class McpServer:
         self._num_restarts = 0
         self._client: Any = None
         self._error = ""
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # lives as long as this
+        # Open as long as the connection.
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._loop = asyncio.new_event_loop()
         self._listed: concurrent.futures.Future[Sequence[Any]] = concurrent.futures.Future()
         self._changed, self._connected = asyncio.Event(), asyncio.Event()
@@ -115,24 +117,13 @@ class McpServer:
             raise SettingError(
                 f"{self._place}: it could not be started or reached: {error}{words}"
             ) from error
-        self.tools = [
-            McpTool(self, one, capability=self._capability(one), cacheable=settings.cacheable)
-            for one in described
-        ]
+        self.tools = [McpTool(self, one) for one in described]
         """Its tools, in its order."""
 
     @property
     def _place(self) -> str:
         where = " ".join(self.settings.command) or self.settings.url
         return f"tools.mcp: server '{self.settings.name}' ({where})"
-
-    def _capability(self, described: Any) -> Capability:
-        if self.settings.capability != "auto":
-            return Capability(self.settings.capability)
-        hints = described.annotations
-        return (
-            Capability.STATELESS if hints is not None and hints.read_only_hint else Capability.NONE
-        )
 
     # Calls, from any event loop
 
@@ -306,8 +297,8 @@ class McpServer:
         self._connected.set()
 
 
-def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> dict[str, McpTool]:
-    """Returns the tools of all servers, started, by name.
+def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list[McpTool]:
+    """Returns the tools of all servers, started.
 
     Raises:
         SettingError: a server that does not start, or two tools of one name, `taken` names
@@ -343,7 +334,7 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> dict
         for server in servers:
             server.close()
         raise
-    return tools
+    return list(tools.values())
 
 
 def _text_of(result: Any) -> str:

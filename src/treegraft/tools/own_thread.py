@@ -1,4 +1,4 @@
-"""Blocking calls off the event loop, in daemon threads: one that hangs holds up neither the loop
+"""Blocking calls off the event loop, in daemon threads: a call that hangs blocks neither the loop
 nor the exit."""
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ T = TypeVar("T")
 
 
 async def run_in_thread(call: Callable[[], T]) -> T:
-    """Returns what `call` returns, run in a daemon thread of its own.
+    """Returns the result of `call`, run in a daemon thread of its own.
 
-    Raises what `call` raises; an exception that would end or confuse the event loop arrives as
-    `RuntimeError`.
+    Raises the exception of `call`; as `RuntimeError` if it would end or confuse the event loop.
     """
     job, future = _job(call)
     threading.Thread(target=job, daemon=True, name="treegraft-tool").start()
@@ -37,7 +36,7 @@ class OwnThread:
         self._thread: threading.Thread | None = None
 
     async def run(self, call: Callable[[], T]) -> T:
-        """Returns what `call` returns. Raises as `run_in_thread` does."""
+        """Returns the result of `call`. Raises as `run_in_thread` does."""
         job, future = _job(call)
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, daemon=True, name=self._name)
@@ -46,7 +45,7 @@ class OwnThread:
         return await future
 
     def end(self) -> None:
-        """Lets the thread end after the calls that wait already."""
+        """Ends the thread after the calls in its queue."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -55,7 +54,7 @@ class OwnThread:
 
 
 def _job(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
-    """What a thread has to do, and where the outcome arrives; must be made on the event loop."""
+    """A thread's work and the future of its outcome; to be called on the event loop."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
     context = contextvars.copy_context()
@@ -79,7 +78,7 @@ def _job(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
             failure = error
         except BaseException as error:
             failure = RuntimeError(f"{type(error).__name__}: {error}")
-        with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, result, failure)
 
     return work, future

@@ -19,15 +19,15 @@ class Attempt:
     StepContent(answer="e41")))"""
 
     contents: tuple[StepContent, ...] = ()
-    """The steps in order, results included; the last one holds the answer. What there was of a
-    failed attempt."""
+    """The steps in order, results included; the last one holds the answer. Of a failed attempt, the
+    steps up to the failure."""
     error: str | None = None
-    """Why it failed, in words that other failures of the kind share; None for an attempt that ended
-    in an answer."""
+    """Reason of the failure, in words that other failures of the kind share; None for an attempt
+    that ended in an answer."""
     is_outage: bool = False
-    """The agent could not be reached, so the next attempt will hardly fare better."""
+    """The agent could not be reached, so that the next attempt will probably fail too."""
     environment_reward: float | None = None
-    """What its environment gave in the end; None without one."""
+    """Of its environment, at the end; None without one."""
 
 
 class Agent(Protocol):
@@ -48,7 +48,7 @@ class ScriptedAgent:
 
     def __init__(self, tasks: TaskSource, *, seed: int, source: str = "expert") -> None:
         """Args:
-        seed: with the task and the sample it makes the seed of the expert's own choices.
+        seed: together with task and sample, the seed of the expert's own choices.
         """
         self.source = source
         self._tasks = tasks
@@ -118,7 +118,7 @@ class CheckpointAgent:
             )
 
     async def close(self) -> None:
-        """Cancels what is under way."""
+        """Cancels the attempts under way."""
         for growing, _ in self._growing.values():
             growing.cancel()
         await asyncio.gather(

@@ -103,7 +103,7 @@ class TraceBuffer:
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
             self._table = RowTable(self.dim)
-            self._catch_up()
+            self._catch_up(self._table)
         except BaseException:
             self._file.close()
             raise
@@ -153,10 +153,9 @@ class TraceBuffer:
             )
         return theirs, dim, vector
 
-    def _catch_up(self) -> None:
+    def _catch_up(self, table: RowTable) -> None:
         """Appends the traces that the file holds beyond the table's last row: this process's
         additions, and those of others."""
-        table = self._table
         last = int(table.rows.ids[-1]) if len(table.rows) else -1
         columns = self._file.query(
             "SELECT id, evicted_at IS NULL, terminal, task_id, source FROM traces WHERE id > ?"
@@ -171,11 +170,11 @@ class TraceBuffer:
     # ------------------------------------------------------------------ writing
 
     def add(self, traces: Iterable[Trace], *, update: int | None = None) -> int:
-        """Stores traces, and returns how many were new; those whose content is there already are
-        skipped.
+        """Stores traces, and returns the number of new ones; a trace whose content is in the buffer
+        already is skipped.
 
-        Chunks of `CHUNK` are embedded and committed one by one: what a kill leaves behind is whole.
-        Other processes may add to the same file; what they added is found from the next call on.
+        Chunks of `CHUNK` are embedded and committed one by one: a kill leaves whole chunks behind.
+        Other processes may add to the same file; their traces are found from the next call on.
 
         Args:
             update: the training update that adds them, so that `roll_back` can undo it; None:
@@ -226,20 +225,20 @@ class TraceBuffer:
                 "INSERT OR IGNORE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(*step, *fact) for step, fact in zip(steps, facts, strict=True)],
             )
-        self._catch_up()
+        self._catch_up(self._table)
         return len(new)
 
     def evict(self, capacity: int, *, source: str, update: int) -> int:
-        """Keeps at most `capacity` traces of a source, and returns how many left: the oldest
-        policy's first, of these the least rewarded, of these the ones stored first. A step of
-        several trajectories is as young and as good as the youngest and the best of them. They are
-        marked only, so that `roll_back` can bring them back."""
+        """Keeps at most `capacity` traces of a source, and returns the number of evicted ones: the
+        oldest policy's first, of these the least rewarded, of these the ones stored first. A step
+        of several trajectories counts as the youngest and the best of them. Evicted traces stay in
+        the file, marked, so that `roll_back` can restore them."""
         if capacity < 0:
             raise SettingError(
                 f"capacity is {capacity}; expected the number of traces to keep, 0 or more"
             )
         with self._writing:
-            self._catch_up()
+            self._catch_up(self._table)
             rows = self._file.query(
                 "SELECT t.id, max(m.policy_version) AS version, max(m.reward) AS best FROM traces t"
                 " JOIN members m ON m.trace = t.id WHERE t.source = ? AND t.evicted_at IS NULL"
@@ -257,7 +256,7 @@ class TraceBuffer:
         return len(leaving)
 
     def roll_back(self, update: int) -> None:
-        """Undoes what was added or evicted by updates after this one."""
+        """Undoes the additions and evictions of updates after this one."""
         with self._writing:
             with self._file.transaction() as connection:
                 connection.execute(
@@ -269,8 +268,9 @@ class TraceBuffer:
                 connection.execute(
                     "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?", (update,)
                 )
-            self._table = RowTable(self.dim)
-            self._catch_up()
+            table = RowTable(self.dim)
+            self._catch_up(table)
+            self._table = table
 
     # ------------------------------------------------------------------ reading
 
@@ -288,12 +288,12 @@ class TraceBuffer:
         first where two are equal.
 
         Args:
-            allow_terminal: traces that hold the final answer may be found. Off by default: the keys
-                of a buffer that was built on the training tasks lead to their very answers.
+            allow_terminal: whether traces that hold the final answer are eligible. Off by default:
+                in a buffer built on the training tasks they give those tasks' answers away.
             exclude_tasks: for each key a task whose traces are not eligible; None or "" excludes
                 none.
             sources: agents whose traces are eligible; empty for all.
-            min_similarity: cosine, -1..1, under which nothing is found.
+            min_similarity: lowest cosine of a result, -1..1.
         """
         if isinstance(keys, str):
             raise SettingError("search(keys=...) got one text; expected a list of keys")
@@ -404,7 +404,7 @@ class TraceBuffer:
             last = rows[-1][0]
 
     def stats(self) -> BufferStats:
-        """Returns what is in the buffer."""
+        """Returns the counts of the buffer."""
         live = "FROM traces WHERE evicted_at IS NULL"
         terminal, tasks, oldest, newest = self._file.query(
             "SELECT total(terminal), count(DISTINCT task_id), min(policy_version),"

@@ -64,7 +64,7 @@ class BuildReport:
 
 @dataclass(slots=True, kw_only=True)
 class _Builder:
-    """The work on one task; `build_traces` gives the order. Its settings are those there."""
+    """The work on one task; its settings are the arguments of `build_traces`."""
 
     agent: Agent
     scorer: TreeScorer
@@ -121,8 +121,8 @@ class _Builder:
     def best(
         self, task: Task, attempts: Sequence[Attempt], tree: Tree | None
     ) -> list[tuple[int, Attempt, float]]:
-        """Returns (sample, attempt, reward) of the trajectories to keep, the best first, ties in an
-        order of the seed."""
+        """Returns (sample, attempt, reward) of the trajectories to keep, the best first; the seed
+        orders ties."""
         report = self.report
         good: list[tuple[int, Attempt, float]] = []
         answered = [

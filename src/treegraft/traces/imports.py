@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class ImportReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Imported:
     """One trajectory of a file."""
 
     question: str
@@ -150,7 +150,7 @@ def _tree_files(path: Path) -> list[Path]:
     return sorted((path / "trees" if (path / "trees").is_dir() else path).glob("update-*.jsonl"))
 
 
-def _read(path: Path, columns: Columns, report: ImportReport) -> Iterator[_Found]:
+def _read(path: Path, columns: Columns, report: ImportReport) -> Iterator[_Imported]:
     files = _tree_files(path) if path.is_dir() else [path]
     for file in files:
         with file.open("rb") as lines:
@@ -171,7 +171,7 @@ def _reason(error: Exception) -> str:
     return str(error).split("\n")[0] or type(error).__name__
 
 
-def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Found]:
+def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Imported]:
     row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
@@ -203,7 +203,7 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Found]:
     for number, content in enumerate(contents, start=1):
         if not says_something(content):
             raise ValueError(f"step {number} says nothing")
-    yield _Found(
+    yield _Imported(
         question=question,
         contents=contents,
         reward=reward,
@@ -212,29 +212,29 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Found]:
     )
 
 
-def _of_path(path: Trajectory, name: str) -> _Found:
+def _of_path(path: Trajectory, name: str) -> _Imported:
     steps = path.steps[1:]
-    return _Found(
+
+    def is_whole(content: StepContent) -> bool:
+        """Returns whether a step has a call with its result, or an answer."""
+        return bool(content.observations or content.answer)
+
+    return _Imported(
         question=path.task.question,
         contents=tuple(step.content for step in steps),
-        own=tuple(step.origin is Origin.POLICY and _is_whole(step.content) for step in steps),
+        own=tuple(step.origin is Origin.POLICY and is_whole(step.content) for step in steps),
         reward=path.reward or 0.0,
         task_id=path.task.id,
         name=f"{name}:{path.leaf.step_id}",
     )
 
 
-def _is_whole(content: StepContent) -> bool:
-    """Whether a step has a call with its result, or an answer."""
-    return bool(content.observations) or bool(content.answer)
-
-
 def _best(
-    found: Iterator[_Found], num_best: int, min_reward: float, seed: int, report: ImportReport
-) -> list[_Found]:
-    """The trajectories to keep, in the order of the file."""
-    kept: dict[str, list[tuple[tuple[float, int], int, _Found]]] = {}
-    free: list[tuple[int, _Found]] = []
+    found: Iterator[_Imported], num_best: int, min_reward: float, seed: int, report: ImportReport
+) -> list[_Imported]:
+    """Returns the trajectories to keep, in the order of the file."""
+    kept: dict[str, list[tuple[tuple[float, int], int, _Imported]]] = {}
+    free: list[tuple[int, _Imported]] = []
     for number, one in enumerate(found):
         report.num_trajectories += 1
         if one.reward <= min_reward:
@@ -254,26 +254,22 @@ def _best(
     return [one for _, one in sorted(chosen, key=lambda item: item[0])]
 
 
-def _traces(found: _Found, source: str) -> list[Trace]:
-    # Files of one name in two folders have lines of one number; what they say tells their
+def _traces(found: _Imported, source: str) -> list[Trace]:
+    # Files of one name in two folders have lines of one number; their contents tell their
     # trajectories apart.
     digest = hashlib.blake2b(
         repr((found.question, found.contents)).encode("utf-8", "replace"), digest_size=4
     ).hexdigest()
-    name = f"{found.name}:{digest}"
     split = split_steps(
         found.task_id,
         found.question,
         found.contents,
         reward=found.reward,
         source=source,
-        trajectory=name,
+        trajectory=f"{found.name}:{digest}",
     )
-    return (
-        split
-        if found.own is None
-        else [trace for trace, is_own in zip(split, found.own, strict=True) if is_own]
-    )
+    own = found.own or [True] * len(split)
+    return [trace for trace, is_own in zip(split, own, strict=True) if is_own]
 
 
 # ---------------------------------------------------------------------- shapes of rows
@@ -323,7 +319,8 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
         elif role in ("tool", "function"):
             if not steps or len(steps[-1].observations) == len(steps[-1].calls):
                 raise ValueError("a tool's message without a call before it")
-            steps[-1] = _with_observation(steps[-1], text)
+            shown = (*steps[-1].observations, Observation(text=text))
+            steps[-1] = replace(steps[-1], observations=shown)
         elif role == "user" and tagged:
             tagged.append(text if "<result>" in text else f"<result>{text}</result>")
         else:
@@ -378,26 +375,16 @@ def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
 
 
 def _body(arguments: Any) -> str:
-    """What a call's arguments are as the one text that our tools take: a single argument bare,
+    """Returns a call's arguments as the one text that our tools take: a single argument bare,
     several as JSON."""
     try:
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return str(arguments)
-    if (
-        isinstance(parsed, dict)
-        and len(parsed) == 1
-        and isinstance(next(iter(parsed.values())), str)
-    ):
-        return str(next(iter(parsed.values())))
+    values = list(parsed.values()) if isinstance(parsed, dict) else []
+    if len(values) == 1 and isinstance(values[0], str):
+        return values[0]
     return arguments if isinstance(arguments, str) else json.dumps(parsed, ensure_ascii=False)
-
-
-def _with_observation(step: StepContent, text: str) -> StepContent:
-    shown = (*step.observations, Observation(text=text))
-    return StepContent(
-        thought=step.thought, calls=step.calls, observations=shown, answer=step.answer
-    )
 
 
 def _check_fields(row: Mapping[str, Any]) -> None:
@@ -415,7 +402,7 @@ def _check_fields(row: Mapping[str, Any]) -> None:
 
 
 def read_trace(line: str, number: int, defaults: Trace) -> Trace:
-    """Returns the trace of one line of JSON; what it leaves out is taken from `defaults`.
+    """Returns the trace of one line of JSON; fields that it leaves out are those of `defaults`.
 
     Raises:
         DataError: another shape.

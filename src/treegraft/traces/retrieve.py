@@ -32,8 +32,8 @@ class BufferRetriever:
 
     Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar
     to the history; sec. 5.5.2 for the noise rate. The paper does not say whether steps with an
-    answer may be retrieved; by default none is, and where one is the nearest the agent is left to
-    itself: the next best trace would belong to another situation.
+    answer may be retrieved; by default none is, and where one is the nearest, nothing is retrieved:
+    the next best trace would belong to another situation.
     """
 
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
@@ -58,27 +58,19 @@ class BufferRetriever:
         return found
 
     def _answer(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
-        try:
-            return self._found(batch)
-        finally:
-            release_threads()
-
-    def _found(self, batch: Sequence[_Question]) -> list[Retrieved | None]:
-        began, num_cut_before = time.monotonic(), self._buffer.num_keys_cut
-        settings = self._settings
+        """Returns the answers to a batch; runs in the thread of retrievals."""
+        settings, buffer = self._settings, self._buffer
+        began, num_cut_before = time.monotonic(), buffer.num_keys_cut
         sought = [question for question in batch if question.draw is None]
         drawn = [question for question in batch if question.draw is not None]
         found: dict[int, Retrieved] = {}
 
         def excluded(questions: Sequence[_Question]) -> list[str | None]:
-            return [
-                None if settings.allow_same_task else question.task_id for question in questions
-            ]
+            return [None if settings.allow_same_task else one.task_id for one in questions]
 
-        if sought:
-            hits = self._buffer.search(
+        try:
+            hits = buffer.search(
                 [question.key for question in sought],
-                1,
                 allow_terminal=settings.terminal != "exclude",
                 exclude_tasks=excluded(sought),
                 sources=settings.sources,
@@ -87,8 +79,7 @@ class BufferRetriever:
             for question, nearest in zip(sought, hits, strict=True):
                 if nearest and (settings.terminal == "allow" or not nearest[0][0].terminal):
                     found[id(question)] = self._retrieved(question, *nearest[0])
-        if drawn:
-            traces = self._buffer.draw(
+            traces = buffer.draw(
                 [question.draw or 0 for question in drawn],
                 allow_terminal=settings.terminal == "allow",
                 exclude_tasks=excluded(drawn),
@@ -97,19 +88,16 @@ class BufferRetriever:
             for question, trace in zip(drawn, traces, strict=True):
                 if trace is not None:
                     found[id(question)] = self._retrieved(question, trace, 0.0)
+        finally:
+            release_threads()
         self._busy_s += time.monotonic() - began
-        self._counts["cut"] += self._buffer.num_keys_cut - num_cut_before
+        self._counts["cut"] += buffer.num_keys_cut - num_cut_before
         return [found.get(id(question)) for question in batch]
 
     def _retrieved(self, question: _Question, trace: Trace, similarity: float) -> Retrieved:
-        traces: tuple[Trace, ...] = (trace,)
-        if question.whole:
-            rest = self._buffer.rest(trace)
-            kept = tuple(
-                one for one in rest if self._settings.terminal == "allow" or not one.terminal
-            )
-            traces = kept or traces
-        return Retrieved(traces=traces, similarity=similarity)
+        rest = self._buffer.rest(trace) if question.whole else ()
+        kept = tuple(one for one in rest if self._settings.terminal == "allow" or not one.terminal)
+        return Retrieved(traces=kept or (trace,), similarity=similarity)
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call."""

@@ -85,7 +85,7 @@ class TraceFile:
                 " written to"
             ) from error
         try:
-            with self._reading_errors():
+            with self._translated_errors():
                 self._prepare(create)
         except BaseException:
             self._connection.close()
@@ -105,7 +105,16 @@ class TraceFile:
                 f"'{self.path}' is an SQLite file of another program, not a Step-Trace Buffer; name"
                 " another path"
             )
-        self._write_ahead()
+        # SQLite itself does not wait here for others who switch to the log at the same moment.
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                break
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.01)
         # A commit reaches the disk before it counts, so that not even a power cut loses it.
         self._connection.execute("PRAGMA synchronous = FULL")
         if is_new:
@@ -116,19 +125,6 @@ class TraceFile:
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads"
                 f" {FORMAT}; build it again, or use the version that wrote it"
             )
-
-    def _write_ahead(self) -> None:
-        """Turns to a write-ahead log. SQLite itself does not wait there for others who do the same
-        at this moment."""
-        deadline = time.monotonic() + BUSY_TIMEOUT_S
-        while True:
-            try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
 
     def _create(self) -> None:
         """Makes the tables, unless another process has made them since we looked."""
@@ -141,7 +137,7 @@ class TraceFile:
             connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
 
     @contextmanager
-    def _reading_errors(self) -> Iterator[None]:
+    def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except sqlite3.ProgrammingError as error:
@@ -166,7 +162,7 @@ class TraceFile:
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Gives the connection inside a transaction that is committed at the end, or undone by an
         exception."""
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
@@ -177,7 +173,7 @@ class TraceFile:
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         """Returns all rows of a SELECT."""
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             return self._connection.execute(sql, values).fetchall()
 
     def meta(self) -> dict[str, Any]:
@@ -226,7 +222,7 @@ class TraceFile:
         """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
         DataError unless there are `num`."""
         vectors, filled = np.empty((num, dim), np.float32), 0
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             cursor = self._connection.execute(
                 "SELECT vector FROM vectors WHERE id > ? AND id <= ? ORDER BY id", (after, last)
             )
@@ -250,7 +246,7 @@ class TraceFile:
 
     def back_up(self, path: Path) -> None:
         """Copies the file, also while others read and write it."""
-        with self._lock, self._reading_errors():
+        with self._lock, self._translated_errors():
             target = sqlite3.connect(path)
             try:
                 self._connection.backup(target)
@@ -283,16 +279,10 @@ def to_json(value: object) -> str:
 def trace_row(trace: Trace) -> tuple[Any, ...]:
     """Returns the values of `COLUMNS`."""
     value = trace.value if isinstance(trace.value, str) else asdict(trace.value)
+    place = (trace.source, trace.task_id, trace.position, int(trace.terminal), trace.trajectory)
     return (
-        *(
-            to_json(trace.key),
-            to_json(value),
-            float(trace.reward),
-            trace.source,
-            trace.task_id,
-            trace.position,
-        ),
-        *(int(trace.terminal), trace.trajectory, trace.policy_version),
+        *(to_json(trace.key), to_json(value), float(trace.reward)),
+        *(*place, trace.policy_version),
     )
 
 

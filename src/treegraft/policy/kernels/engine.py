@@ -13,7 +13,15 @@ import logging
 import torch
 
 from treegraft.core.errors import KernelError
-from treegraft.policy.kernels.library import ThreadCount, load_library
+from treegraft.policy.kernels.library import (
+    FLOAT,
+    LONG,
+    POINTER,
+    ThreadCount,
+    declared,
+    head_rows,
+    load_library,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -22,7 +30,6 @@ BLOCK = 64
 DRAWN = 256
 """Tokens of one block of the vocabulary."""
 LANES = 16
-_long, _float, _pointer = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 def padded_width(width: int) -> int:
@@ -34,14 +41,14 @@ class Pass(ctypes.Structure):
     """What all layers of one forward pass have in common; the arrays must outlive it."""
 
     _fields_ = (
-        ("table", _pointer),
-        ("table_width", _long),
-        ("rows", _pointer),
-        ("positions", _pointer),
-        ("tokens", _long),
-        ("heads", _long),
-        ("kv_heads", _long),
-        ("threads", _long),
+        ("table", POINTER),
+        ("table_width", LONG),
+        ("rows", POINTER),
+        ("positions", POINTER),
+        ("tokens", LONG),
+        ("heads", LONG),
+        ("kv_heads", LONG),
+        ("threads", LONG),
     )
 
 
@@ -51,80 +58,17 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, num_threads: ThreadCount) -> None:
         self.num_threads = num_threads
-        pass_type = ctypes.POINTER(Pass)
-        rows = (_pointer, _long, _long)
-        self._store, self._attend = library.tg_store, library.tg_attend
-        self._norm, self._gate = library.tg_norm, library.tg_gate
-        self._store.argtypes = (
-            pass_type,
-            *rows,
-            *rows,
-            *rows,
-            _pointer,
-            _pointer,
-            _pointer,
-            _pointer,
+        batch, rows = ctypes.POINTER(Pass), (POINTER, LONG, LONG)
+        self._store = declared(library.tg_store, batch, *rows * 3, *[POINTER] * 4)
+        self._attend = declared(
+            library.tg_attend, batch, *rows, *[POINTER] * 3, FLOAT, LONG, FLOAT, POINTER
         )
-        self._attend.argtypes = (
-            pass_type,
-            *rows,
-            _pointer,
-            _pointer,
-            _pointer,
-            _float,
-            _long,
-            _float,
-            _pointer,
-        )
-        self._norm.argtypes = (
-            _pointer,
-            _pointer,
-            _pointer,
-            _pointer,
-            _long,
-            _long,
-            _long,
-            _long,
-            _float,
-            _long,
-        )
-        self._gate.argtypes = (_pointer, _pointer, _pointer, _long, _long, _long, _long)
-        self._blocks = library.tg_blocks
-        self._blocks.argtypes = (
-            _pointer,
-            _long,
-            _long,
-            _pointer,
-            _pointer,
-            _pointer,
-            _pointer,
-            _long,
-        )
-        self._lay_out, self._product = library.tg_lay_out, library.tg_product
-        self._lay_out.argtypes = (_pointer, _pointer, _long, _long, _long)
-        self._product.argtypes = (
-            _pointer,
-            _long,
-            _pointer,
-            _pointer,
-            _pointer,
-            _long,
-            _long,
-            _long,
-            _long,
-        )
-        for function in (
-            self._store,
-            self._attend,
-            self._norm,
-            self._gate,
-            self._blocks,
-            self._lay_out,
-            self._product,
-        ):
-            function.restype = None
-        library.tg_product_step.restype = _long
-        self.product_step: int = library.tg_product_step()
+        self._norm = declared(library.tg_norm, *[POINTER] * 4, *[LONG] * 4, FLOAT, LONG)
+        self._gate = declared(library.tg_gate, *[POINTER] * 3, *[LONG] * 4)
+        self._blocks = declared(library.tg_blocks, POINTER, LONG, LONG, *[POINTER] * 4, LONG)
+        self._lay_out = declared(library.tg_lay_out, *[POINTER] * 2, *[LONG] * 3)
+        self._product = declared(library.tg_product, POINTER, LONG, *[POINTER] * 3, *[LONG] * 4)
+        self.product_step: int = declared(library.tg_product_step, returns=LONG)()
         """What the number of inputs of a product has to be a multiple of; 0 where there are no
         products for this processor."""
 
@@ -140,19 +84,9 @@ class Kernels:
     ) -> None:
         """Puts key and value [heads, tokens, width] into their blocks; with cosines and sines,
         float32 [tokens, width], rotates them and (in place) the query first."""
-        cosines, sines = (
-            (None, None) if rotation is None else (rotation[0].data_ptr(), rotation[1].data_ptr())
-        )
-        self._store(
-            batch,
-            *_rows(query),
-            *_rows(key),
-            *_rows(value),
-            cosines,
-            sines,
-            keys.data_ptr(),
-            values.data_ptr(),
-        )
+        tables = (None, None) if rotation is None else [table.data_ptr() for table in rotation]
+        at = (keys.data_ptr(), values.data_ptr())
+        self._store(batch, *head_rows(query), *head_rows(key), *head_rows(value), *tables, *at)
 
     def attend(
         self,
@@ -170,18 +104,9 @@ class Kernels:
         blocks; padding rows are 0."""
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         floats = None if sinks is None else sinks.detach().float().contiguous()
-        at = None if floats is None else floats.data_ptr()
-        self._attend(
-            batch,
-            *_rows(query),
-            keys.data_ptr(),
-            values.data_ptr(),
-            out.data_ptr(),
-            scaling,
-            window or 0,
-            softcap or 0.0,
-            at,
-        )
+        last = None if floats is None else floats.data_ptr()
+        at = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
+        self._attend(batch, *head_rows(query), *at, scaling, window or 0, softcap or 0.0, last)
         return out
 
     def norm(
@@ -192,49 +117,22 @@ class Kernels:
         out = torch.empty_like(x)
         plus = None if added is None else added.data_ptr()
         rows, size = x.shape
-        self._norm(
-            x.data_ptr(),
-            plus,
-            weight.data_ptr(),
-            out.data_ptr(),
-            rows,
-            1,
-            x.stride(0),
-            size,
-            eps,
-            self.num_threads(),
-        )
+        at = (x.data_ptr(), plus, weight.data_ptr(), out.data_ptr())
+        self._norm(*at, rows, 1, x.stride(0), size, eps, self.num_threads())
         return out
 
     def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Rms-normalises x [tokens, heads, width], heads contiguous, over the width in place."""
         tokens, heads, width = x.shape
-        at = x.data_ptr()
-        self._norm(
-            at,
-            None,
-            weight.data_ptr(),
-            at,
-            tokens,
-            heads,
-            x.stride(0),
-            width,
-            eps,
-            self.num_threads(),
-        )
+        at = (x.data_ptr(), None, weight.data_ptr(), x.data_ptr())
+        self._norm(*at, tokens, heads, x.stride(0), width, eps, self.num_threads())
 
     def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """Returns silu(gate) * up for [rows, size] of equal strides."""
         out = torch.empty(gate.shape, dtype=gate.dtype)
-        self._gate(
-            gate.data_ptr(),
-            up.data_ptr(),
-            out.data_ptr(),
-            *gate.shape[:1],
-            gate.stride(0),
-            gate.shape[1],
-            self.num_threads(),
-        )
+        at = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
+        rows, size = gate.shape
+        self._gate(*at, rows, gate.stride(0), size, self.num_threads())
         return out
 
     def blocks(
@@ -271,11 +169,6 @@ class Kernels:
         at = (rows.data_ptr(), rows.stride(0), weight.data_ptr(), added, out.data_ptr())
         self._product(*at, *rows.shape, outputs, self.num_threads())
         return out
-
-
-def _rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """Address, step from token to token, step from head to head of [heads, tokens, width]."""
-    return x.data_ptr(), x.stride(1), x.stride(0)
 
 
 def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ _log = logging.getLogger(__name__)
 
 ThreadCount = Callable[[], int]
 """Returns how many threads a call may use."""
+LONG, FLOAT, POINTER = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL, ThreadCount]:
@@ -36,6 +38,21 @@ def load_library(name: str, width: int, dtype: torch.dtype) -> tuple[ctypes.CDLL
         name,
     )
     return library, lambda: 1
+
+
+def declared(function: Any, *arguments: Any, returns: Any = None) -> Any:
+    """Returns a function of a library with the types of its arguments and result declared.
+
+    Undeclared, ctypes would pass every integer in 32 bits.
+    """
+    function.argtypes, function.restype = arguments, returns
+    return function
+
+
+def head_rows(x: torch.Tensor) -> tuple[int, int, int]:
+    """Returns the address, the step from token to token and that from head to head of x [heads,
+    tokens, width], whose last axis is contiguous."""
+    return x.data_ptr(), x.stride(1), x.stride(0)
 
 
 def shares_runtime(library: ctypes.CDLL) -> bool:

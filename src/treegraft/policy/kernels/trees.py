@@ -9,29 +9,35 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from treegraft.policy.kernels.library import ThreadCount
+from treegraft.policy.kernels.library import (
+    FLOAT,
+    LONG,
+    POINTER,
+    ThreadCount,
+    declared,
+    head_rows,
+)
 
 RUN = 64
 """Most tokens of a node that are taken together as columns."""
 MAX_SHARES = 16
-_long, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
 class _Plan(ctypes.Structure):
     _fields_ = (
-        ("runs", _pointer),
-        ("num_runs", _long),
-        ("tokens", _long),
-        ("heads", _long),
-        ("kv_heads", _long),
-        ("shares", _long),
-        ("threads", _long),
-        ("scaling", ctypes.c_float),
+        ("runs", POINTER),
+        ("num_runs", LONG),
+        ("tokens", LONG),
+        ("heads", LONG),
+        ("kv_heads", LONG),
+        ("shares", LONG),
+        ("threads", LONG),
+        ("scaling", FLOAT),
     )
 
 
 class _Rows(ctypes.Structure):
-    _fields_ = (("first", _pointer), ("stride", _long), ("step", _long))
+    _fields_ = (("first", POINTER), ("stride", LONG), ("step", LONG))
 
 
 class TreeRuns:
@@ -65,23 +71,16 @@ class TreeKernels:
 
     def __init__(self, library: ctypes.CDLL, num_threads: ThreadCount) -> None:
         self.num_threads = num_threads
-        self._forward, self._backward = library.tg_tree_forward, library.tg_tree_backward
         plan = ctypes.POINTER(_Plan)
-        self._forward.argtypes = (plan, _Rows, _Rows, _Rows, _pointer, _pointer)
-        self._backward.argtypes = (
-            plan,
-            _Rows,
-            _Rows,
-            _Rows,
-            _pointer,
-            _pointer,
-            _Rows,
-            _pointer,
-            _pointer,
-            _pointer,
+        self._forward = declared(
+            library.tg_tree_forward, plan, *[_Rows] * 3, *[POINTER] * 2, returns=LONG
         )
-        library.tg_tree_step.restype = self._forward.restype = self._backward.restype = _long
-        self.is_usable = library.tg_tree_step() > 0
+        self._backward = declared(
+            library.tg_tree_backward,
+            *(plan, *[_Rows] * 3, *[POINTER] * 2, _Rows, *[POINTER] * 3),
+            returns=LONG,
+        )
+        self.is_usable = declared(library.tg_tree_step, returns=LONG)() > 0
 
     def attend(
         self,
@@ -114,16 +113,11 @@ class TreeKernels:
             MemoryError: there is no room for what it needs beside.
         """
         heads, tokens, width = query.shape
-        out, lse = (
-            query.new_empty(tokens, heads, width),
-            query.new_empty(heads, tokens, dtype=torch.float32),
-        )
+        out = query.new_empty(tokens, heads, width)
+        lse = query.new_empty(heads, tokens, dtype=torch.float32)
         plan = self._plan(query, key, runs, scaling)
-        _check(
-            self._forward(
-                plan, _rows(query), _rows(key), _rows(value), out.data_ptr(), lse.data_ptr()
-            )
-        )
+        rows = [_Rows(*head_rows(x)) for x in (query, key, value)]
+        _check(self._forward(plan, *rows, out.data_ptr(), lse.data_ptr()))
         return out, lse
 
     def backward(
@@ -142,7 +136,7 @@ class TreeKernels:
             MemoryError: there is no room for what it needs beside.
         """
         grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in inputs]
-        rows = [_rows(x) for x in (*inputs, grad.transpose(0, 1))]
+        rows = [_Rows(*head_rows(x)) for x in (*inputs, grad.transpose(0, 1))]
         at = [x.data_ptr() for x in (out, lse, *grads)]
         plan = self._plan(inputs[0], inputs[1], runs, scaling)
         _check(self._backward(plan, *rows[:3], *at[:2], rows[3], *at[2:]))
@@ -154,15 +148,8 @@ class TreeKernels:
     ) -> _Plan:
         if query.shape[1] != runs.num_tokens:
             raise ValueError(f"attention: {query.shape[1]} tokens for trees of {runs.num_tokens}")
-        threads = self.num_threads()
-        shape = (
-            len(runs.table),
-            runs.num_tokens,
-            query.shape[0],
-            key.shape[0],
-            runs.num_shares,
-            threads,
-        )
+        heads = (query.shape[0], key.shape[0])
+        shape = (len(runs.table), runs.num_tokens, *heads, runs.num_shares, self.num_threads())
         return _Plan(runs.table.data_ptr(), *shape, scaling)
 
 
@@ -196,11 +183,6 @@ class _TreeAttention(torch.autograd.Function):
             None,
             None,
         )
-
-
-def _rows(x: torch.Tensor) -> _Rows:
-    """[heads, tokens, width], rows of the last axis contiguous."""
-    return _Rows(x.data_ptr(), x.stride(1), x.stride(0))
 
 
 def _check(has_failed: int) -> None:

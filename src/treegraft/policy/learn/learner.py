@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from treegraft.algo.losses import (
@@ -24,7 +20,7 @@ from treegraft.algo.losses import (
 )
 from treegraft.algo.rapo import graft_neighbours, shaping_factor
 from treegraft.core.errors import CheckpointError, ModelError
-from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Trajectory, Tree
+from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
 from treegraft.policy.head import Head, base_model, head_problem
 from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
 from treegraft.policy.learn.optimiser import MasterAdamW
@@ -38,6 +34,7 @@ from treegraft.policy.learn.pack import (
     plan_packs,
     split_tree,
 )
+from treegraft.policy.learn.reference import Reference
 from treegraft.policy.learn.scores import (
     Scores,
     chunked_argmax,
@@ -46,6 +43,7 @@ from treegraft.policy.learn.scores import (
     packing_problem,
     rowwise_hidden,
 )
+from treegraft.policy.learn.tally import Tally, size_metrics
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.policy import LearnSettings, LossSettings
 
@@ -113,7 +111,7 @@ class Learner:
             install_attention(model)
         self._head = Head(model)
         self.optimiser = MasterAdamW(model, learn)
-        self._reference: Any = None
+        self._reference: Reference | None = None
 
     @property
     def device(self) -> torch.device:
@@ -132,25 +130,14 @@ class Learner:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one
         pass, as `scores`."""
-        if batch.lessons is None:
-            logprobs, entropies = self.scores(batch)
-            return logprobs, entropies, logprobs.new_zeros(0)
-        targets = batch.token_ids[torch.cat([batch.sampled, batch.lessons.packed])]
-        temperatures = torch.cat([batch.temperatures, batch.lessons.temperatures])
-        hidden = self._hidden(self.model, batch)
-        logprobs, entropies = chunked_scores(
-            self._head, hidden, targets, temperatures, self.settings.vocab_chunk
-        )
+        logprobs, entropies = self._scores_of(self.model, self._head, batch, takes_lessons=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
     def argmax(self, batch: TreeBatch) -> torch.Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
-        return chunked_argmax(
-            self._head,
-            self._hidden(self.model, batch)[: batch.sampled.numel()],
-            self.settings.vocab_chunk,
-        )
+        hidden = self._hidden(self.model, batch)[: batch.sampled.numel()]
+        return chunked_argmax(self._head, hidden, self.settings.vocab_chunk)
 
     @torch.no_grad()
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
@@ -163,26 +150,28 @@ class Learner:
         """
         wanted = [_inexact_neighbours(tree) for tree in trees]
         done = list(trees)
-        for chosen, batch in self._batches(
-            trees, [n for n, names in enumerate(wanted) if names], takes_lessons=False
-        ):
+        chosen = [n for n, names in enumerate(wanted) if names]
+        for indices, batch in self._batches(trees, chosen, takes_lessons=False):
             packed = torch.zeros(batch.num_tokens)
             packed[batch.sampled.cpu()] = self.scores(batch)[1].float().cpu()
             values = packed.tolist()
-            for n, offsets in zip(chosen, batch.step_offsets, strict=True):
-                names = wanted[n] & offsets.keys()
-                steps = [
-                    _with_entropies(s, values, offsets[s.id]) if s.id in names else s
-                    for s in done[n].steps
-                ]
+            # By step, not by tree: a tree that is split comes in several packs.
+            for n, offsets in zip(indices, batch.step_offsets, strict=True):
+                steps = []
+                for step in done[n].steps:
+                    if step.id in wanted[n] & offsets.keys():
+                        start = offsets[step.id]
+                        exact = tuple(values[start : start + len(step.token_ids)])
+                        step = replace(step, entropies=exact, entropy_kind=EntropyKind.EXACT)
+                    steps.append(step)
                 done[n] = replace(done[n], steps=tuple(steps))
         return done
 
     def _batches(
         self, trees: Sequence[Tree], indices: Sequence[int], *, takes_lessons: bool
     ) -> list[tuple[tuple[int, ...], TreeBatch]]:
-        """What goes through the model together, with the tree that each part of it is of; too large
-        trees are split."""
+        """The batches that go through the model, and the tree that each part of one is of; trees
+        that are too large are split."""
         limit = self.settings.max_pack_tokens
         parts = [
             (n, part)
@@ -194,55 +183,33 @@ class Learner:
             for _, part in parts
         ]
         pack = pack_with_lessons if takes_lessons else pack_trees
-        return [
-            (
-                tuple(parts[n][0] for n in group),
-                pack([parts[n][1] for n in group], device=self.device),
-            )
-            for group in plan_packs(sizes, limit)
-        ]
+        batches = []
+        for group in plan_packs(sizes, limit):
+            owners = tuple(parts[n][0] for n in group)
+            batches.append((owners, pack([parts[n][1] for n in group], device=self.device)))
+        return batches
 
-    def _scores_of(self, model: Any, head: Head, batch: TreeBatch) -> Scores:
-        targets = batch.token_ids[batch.sampled]
-        hidden = self._hidden(model, batch)[: batch.sampled.numel()]
-        return chunked_scores(head, hidden, targets, batch.temperatures, self.settings.vocab_chunk)
+    def _scores_of(
+        self, model: Any, head: Head, batch: TreeBatch, *, takes_lessons: bool = False
+    ) -> Scores:
+        targets, temperatures = batch.sampled, batch.temperatures
+        if takes_lessons and batch.lessons is not None:
+            targets = torch.cat([targets, batch.lessons.packed])
+            temperatures = torch.cat([temperatures, batch.lessons.temperatures])
+        hidden = self._hidden(model, batch)[: targets.numel()]
+        return chunked_scores(
+            head, hidden, batch.token_ids[targets], temperatures, self.settings.vocab_chunk
+        )
 
     def _hidden(self, model: Any, batch: TreeBatch) -> torch.Tensor:
         if self.packing_problem is not None:
             return rowwise_hidden(model, batch)
         return packed_hidden(model, batch, compile_kernels=self.settings.compile_kernels)
 
-    def keep_reference(self) -> None:
+    def keep_reference(self) -> Reference:
         """Freezes the present weights as the reference of the KL term."""
-        self._reference = copy.deepcopy(self.model).requires_grad_(False)
-
-    def save_reference(self, folder: Path) -> None:
-        """Writes the reference, for a resumed run."""
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / ".reference.partial"
-        save_file(
-            {
-                name: tensor.contiguous().clone()
-                for name, tensor in self._reference.state_dict().items()
-            },
-            partial,
-        )
-        partial.replace(folder / "reference.safetensors")
-
-    def load_reference(self, folder: Path) -> None:
-        """Restores what `save_reference` wrote.
-
-        Raises:
-            CheckpointError: it is missing.
-        """
-        path = folder / "reference.safetensors"
-        if not path.exists():
-            raise CheckpointError(
-                f"'{path}' is missing; a run with loss.kl_coef > 0 cannot be resumed without its"
-                " reference"
-            )
-        self.keep_reference()
-        self._reference.load_state_dict(load_file(path))
+        self._reference = Reference(self.model)
+        return self._reference
 
     # ------------------------------------------------------------------ one update
 
@@ -255,40 +222,36 @@ class Learner:
         """
         minibatches = split_evenly(len(trees), self.settings.num_minibatches)
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
-        packs = {part: self._packs(trees, part) for part in dict.fromkeys(passes)}
-        # The first step's own pass is by the old weights, so it needs none before it.
+        # Every other minibatch is scored before the first optimiser step, by the weights that its
+        # ratios are against. The first step's own pass is still by those, so it needs none.
         packs = {
-            part: [self._scored(pack, part != passes[0]) for pack in group]
-            for part, group in packs.items()
+            part: [self._scored(pack, part != passes[0]) for pack in self._packs(trees, part)]
+            for part in dict.fromkeys(passes)
         }
-        tally = _Tally()
+        tally = Tally()
         written: dict[int, dict[str, Step]] = {}
         for part in passes:
             packs[part] = self._optimiser_step(trees, part, packs[part], tally, written)
+        batches = [pack.batch for group in packs.values() for pack in group]
+        metrics = tally.metrics(len(passes))
+        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
         skipped = sum(not self._is_learned(tree) for tree in trees)
-        metrics = tally.metrics(len(passes)) | self._static_metrics(trees, packs)
         metrics["learn/skipped_groups_frac"] = skipped / max(1, len(trees))
-        done = [
-            replace(tree, steps=tuple(written.get(n, {}).get(s.id, s) for s in tree.steps))
-            for n, tree in enumerate(trees)
-        ]
         return [
-            self._with_factors(tree) if self._is_learned(tree) else tree for tree in done
+            self._recorded(tree, written.get(n, {})) if self._is_learned(tree) else tree
+            for n, tree in enumerate(trees)
         ], metrics
 
-    def _with_factors(self, tree: Tree) -> Tree:
-        """The tree with the shaping factor that each trajectory was learned with, for the
-        record."""
+    def _recorded(self, tree: Tree, written: Mapping[str, Step]) -> Tree:
+        """The tree with its old log-probabilities and ratios, and with the shaping factor that each
+        trajectory was learned with."""
         weight = self._loss.shaping_weight
-        factors = [
-            shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
-            for leaf in tree.leaves
-        ]
-        leaves = [
-            replace(leaf, shaping_factor=factor)
-            for leaf, factor in zip(tree.leaves, factors, strict=True)
-        ]
-        return replace(tree, leaves=tuple(leaves))
+        leaves = []
+        for leaf in tree.leaves:
+            factor = shaping_factor(leaf.retrieved_frac, weight) if leaf.has_loss else None
+            leaves.append(replace(leaf, shaping_factor=factor))
+        steps = tuple(written.get(step.id, step) for step in tree.steps)
+        return replace(tree, steps=steps, leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
         if _has_signal(tree) or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
@@ -305,7 +268,7 @@ class Learner:
         old = self.scores(pack.batch)[0] if needs_old else None
         ref = None
         if self._reference is not None:
-            ref = self._scores_of(self._reference, Head(self._reference), pack.batch)[0]
+            ref = self._scores_of(self._reference.model, self._reference.head, pack.batch)[0]
         return replace(pack, old_logprobs=old, ref_logprobs=ref)
 
     def _optimiser_step(
@@ -313,22 +276,28 @@ class Learner:
         trees: Sequence[Tree],
         part: Sequence[int],
         packs: Sequence[_Pack],
-        tally: _Tally,
+        tally: Tally,
         written: dict[int, dict[str, Step]],
     ) -> list[_Pack]:
         """Returns the packs with their old log-probabilities, for steps of later epochs."""
+        # Of all packs of the step at once: each pack's loss is then a share of one sum, so neither
+        # the split into packs nor their order changes what the gradients add up to.
         denominators = self._denominators([trees[index] for index in part])
         done = []
         for pack in packs:
             logprobs, entropies, lessons = self.scores_with_lessons(pack.batch)
+            # Detached from this very pass, the ratio is exactly 1 and keeps its gradient.
             old = logprobs.detach() if pack.old_logprobs is None else pack.old_logprobs
             factors = self._factors(pack.batch, denominators)
             loss = self._pack_loss(pack, logprobs, entropies, old, factors, tally)
             if pack.batch.lessons is not None:
                 loss = loss + self._lesson_loss(pack.batch, lessons, factors, tally)
             tally.loss += float(loss.detach())
+            # Backward for each pack, so that only one pack's activations are alive. Its gradients
+            # move to the float32 masters at once: added up in bfloat16, small ones would vanish.
             torch.autograd.backward(loss)
             self.optimiser.collect()
+            # The last epoch's ratios stay in the record, the old log-probabilities never change.
             write_back(pack, trees, old, logprobs.detach(), written)
             done.append(replace(pack, old_logprobs=old))
         tally.grad_norms.append(self.optimiser.step())
@@ -336,10 +305,18 @@ class Learner:
         return done
 
     def _denominators(self, trees: Iterable[Tree]) -> Denominators:
+        """Over whole trees, the groups that no pack holds included: leaving out a group without
+        variance must not make the others weigh more."""
         groups, tokens = 0, 0.0
         for tree in trees:
             groups += any(LEARNING_RULES[leaf.status].in_denominator for leaf in tree.leaves)
-            tokens += sum(path.leaf.weight * _num_counted(path) for path in tree.trajectories())
+            # A truncated path counts also where it carries no loss: without it, answers cut short
+            # would raise the weight of those that remain.
+            tokens += sum(
+                path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps)
+                for path in tree.trajectories()
+                if LEARNING_RULES[path.status].in_denominator
+            )
         return Denominators(groups, tokens, self._length_constant)
 
     def _factors(self, batch: TreeBatch, denominators: Denominators) -> torch.Tensor:
@@ -358,7 +335,7 @@ class Learner:
         entropies: torch.Tensor,
         old: torch.Tensor,
         factors: torch.Tensor,
-        tally: _Tally,
+        tally: Tally,
     ) -> torch.Tensor:
         """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
         sampled tokens."""
@@ -405,7 +382,7 @@ class Learner:
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
-        self, batch: TreeBatch, logprobs: torch.Tensor, factors: torch.Tensor, tally: _Tally
+        self, batch: TreeBatch, logprobs: torch.Tensor, factors: torch.Tensor, tally: Tally
     ) -> torch.Tensor:
         """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled
         tokens have."""
@@ -422,25 +399,6 @@ class Learner:
         )
         tally.add("learn/lesson_logprob", chosen.detach())
         return (factors[owners] * losses).sum()
-
-    def _static_metrics(
-        self, trees: Sequence[Tree], packs: Mapping[Any, Sequence[_Pack]]
-    ) -> dict[str, float]:
-        batches = [pack.batch for group in packs.values() for pack in group]
-        unique = sum(batch.num_tokens for batch in batches)
-        taught = sum(batch.lessons.packed.numel() for batch in batches if batch.lessons is not None)
-        metrics = {
-            "learn/num_unique_tokens": float(unique),
-            "learn/unique_frac": (
-                (unique - taught) / max(1, sum(batch.num_path_tokens for batch in batches))
-            ),
-            "learn/num_contributions": float(
-                sum(int(batch.carries_loss.sum()) for batch in batches)
-            ),
-        }
-        return metrics | (
-            {"learn/num_lesson_tokens": float(taught)} if self._loss.graft_coef > 0 else {}
-        )
 
     # ------------------------------------------------------------------ weights
 
@@ -484,18 +442,6 @@ def _inexact_neighbours(tree: Tree) -> set[str]:
     }
 
 
-def _with_entropies(step: Step, packed: Sequence[float], offset: int) -> Step:
-    entropies = tuple(packed[offset : offset + len(step.token_ids)])
-    return replace(step, entropies=entropies, entropy_kind=EntropyKind.EXACT)
-
-
-def _num_counted(path: Trajectory) -> int:
-    """|y| for the denominators: truncated paths count also where they carry no loss."""
-    if not LEARNING_RULES[path.status].in_denominator:
-        return 0
-    return sum(sum(step.loss_mask) for step in path.steps)
-
-
 def _check_head(model: nn.Module) -> None:
     if base_model(model).config._attn_implementation != ATTENTION and (
         problem := head_problem(model)
@@ -533,31 +479,3 @@ def split_evenly(count: int, parts: int) -> list[tuple[int, ...]]:
     some are empty."""
     bounds = [count * n // parts for n in range(parts + 1)]
     return [tuple(range(a, b)) for a, b in pairwise(bounds)]
-
-
-class _Tally:
-    """Sums of diagnostics over the contributions of an update."""
-
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.ratio_max = 1.0
-        self.grad_norms: list[float] = []
-        self.lrs: list[float] = []
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, key: str, values: torch.Tensor) -> None:
-        self._sums[key] = self._sums.get(key, 0.0) + float(values.sum(dtype=torch.float64))
-        self._counts[key] = self._counts.get(key, 0) + values.numel()
-
-    def metrics(self, num_steps: int) -> dict[str, float]:
-        """Means over contributions; loss and gradient norm are means over optimiser steps."""
-        means = {key: total / max(1, self._counts[key]) for key, total in self._sums.items()}
-        steps = max(1, num_steps)
-        return means | {
-            "learn/loss": self.loss / steps,
-            "learn/ratio_max": self.ratio_max,
-            "learn/grad_norm": math.fsum(self.grad_norms) / steps,
-            "learn/lr": self.lrs[-1] if self.lrs else 0.0,
-            "learn/num_optimiser_steps": float(num_steps),
-        }

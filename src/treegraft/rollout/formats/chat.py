@@ -16,15 +16,18 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
+from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.rollout.formats.markup import (
+    MarkedFormat,
     ParsedStep,
     Specials,
     Violation,
     boxed,
     clean,
+    framed_prompt,
+    loosely,
     normal_answer,
 )
 from treegraft.rollout.formats.template import (
@@ -45,7 +48,7 @@ _DECODER = json.JSONDecoder()
 _PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
 
 
-class ChatFormat:
+class ChatFormat(MarkedFormat):
     """Steps as turns of a conversation. A turn ends with an end token; `stop` ends one that goes on
     to write a result itself."""
 
@@ -72,12 +75,13 @@ class ChatFormat:
 
         Raises `SettingError` for a template that cannot be appended to, with the reason.
         """
-        self._tokenizer = tokenizer
-        self._require_think, self._require_boxed = require_think, require_boxed
-        self._max_context = max_context
-        self._end_ids = {
-            i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None
-        }
+        super().__init__(
+            tokenizer,
+            require_think=require_think,
+            require_boxed=require_boxed,
+            max_context=max_context,
+            end_ids=end_ids,
+        )
         self._signatures = {tool.name: signature_of(tool) for tool in tools}
         if system_prompt is None:
             system_prompt = _system_prompt(
@@ -107,12 +111,10 @@ class ChatFormat:
         # What marks the agent's own calls it may write, even where the tokenizer counts it among
         # its special tokens.
         self._specials = Specials(tokenizer, sorted((marks - special) | own), self._end_ids)
-        self._mark = re.compile(
-            "|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True))
-        )
-        self._forged = re.compile(
-            "|".join(_loosely(mark) for mark in sorted(marks, key=len, reverse=True)), re.IGNORECASE
-        )
+        longest_first = sorted(marks, key=len, reverse=True)
+        self._mark = re.compile("|".join(map(re.escape, longest_first)))
+        self._forged = loosely(marks)
+        self._graft_marks = (f"{RETRIEVE[0]}\n", f"\n{RETRIEVE[1]}\n")
         self.stop: tuple[str, ...] = tuple(mark for mark in self._foreign_marks if "/" not in mark)
         self.final: tuple[str, ...] = ()
         self._check_reading(tools)
@@ -138,29 +140,8 @@ class ChatFormat:
                     " format.kind = 'tags'."
                 ) from error
 
-    # Prompts
-
-    def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """Returns the tokens of the system prompt, the tools, the question and the opening of the
-        agent's turn.
-
-        Raises `DataError` for a question that is too long or that still yields a special token.
-        """
-        ids = self._encode(self._template.prompt(self._specials.broken(clean(task.question))))
-        if self._specials.count(ids) > self._specials.count(
-            self._encode(self._template.prompt("?"))
-        ):
-            raise DataError(
-                f"task '{task.id}': its question turns into a special token of the tokenizer;"
-                " rephrase it."
-            )
-        if self._max_context is not None and len(ids) > self._max_context:
-            raise DataError(
-                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is"
-                f" {self._max_context}; drop the task, shorten its question or"
-                " format.system_prompt, or take a model with a longer context."
-            )
-        return tuple(ids)
+    def _prompt_text(self, question: str) -> str:
+        return self._template.prompt(question)
 
     # What the agent wrote
 
@@ -170,12 +151,10 @@ class ChatFormat:
         A turn that ran out of tokens before its end token breaks no rule; `is_complete` is False
         for it.
         """
-        ids = list(token_ids)
-        while ids and ids[-1] in self._end_ids:
-            ids.pop()
+        ids, has_ended = self._before_end(token_ids)
         text = (THINK_OPENING if self._dialect.opens_thought else "") + self._decode(ids)
         has_special = any(token in self._specials.ids for token in ids)
-        return self._parsed(text, has_ended=len(ids) < len(token_ids), has_special=has_special)
+        return self._parsed(text, has_ended=has_ended, has_special=has_special)
 
     def _parsed(self, text: str, *, has_ended: bool, has_special: bool = False) -> ParsedStep:
         thought, body, is_closed = _split_thought(text)
@@ -206,15 +185,12 @@ class ChatFormat:
             return StepContent(thought=thought, calls=self._read_calls(body))
         if not body.strip():
             raise Violation("ended without a tool call or an answer")
-        box = boxed(body)
-        if box is None and self._require_boxed:
-            raise Violation("an answer without \\boxed{}")
-        if box is None:
-            self._joined("", body)
-            return StepContent(thought=thought, answer=normal_answer(body))
-        return StepContent(
-            thought=self._joined(thought, body.rpartition("\\boxed")[0]), answer=normal_answer(box)
-        )
+        answer = self._answer(body)
+        if boxed(body) is None:
+            self._joined("", body)  # refuses marks in the answer
+        else:
+            thought = self._joined(thought, body.rpartition("\\boxed")[0])
+        return StepContent(thought=thought, answer=answer)
 
     def _joined(self, thought: str, text: str) -> str:
         """The thought with what else was written before a call or an answer."""
@@ -323,14 +299,6 @@ class ChatFormat:
         except ValueError:
             return text
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-
     # What others wrote, and what the agent would have written
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
@@ -345,26 +313,10 @@ class ChatFormat:
             )
         )
 
-    def render_graft(
-        self, values: Sequence[str | StepContent], max_tokens: int | None = None
-    ) -> tuple[int, ...]:
-        """Returns another agent's steps as tokens, between retrieve tags, at the beginning of the
-        agent's turn. Never raises.
-
-        All texts are foreign, and none can forge a mark, the end of the retrieved or an end token.
-        A value of plain text stands there as it is.
-
-        Args:
-            max_tokens: what is between the tags is cut from the left to this length in all; None
-                cuts nothing.
-        """
-        opening, closing = self._encode(f"{RETRIEVE[0]}\n"), self._encode(f"\n{RETRIEVE[1]}\n")
-        ids = self._harmless_ids(
+    def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
+        return self._harmless_ids(
             lambda safe: "\n".join(self._shown(value, safe) for value in values)
         )
-        if max_tokens is not None:
-            ids = ids[max(0, len(ids) + len(opening) + len(closing) - max_tokens) :]
-        return (*opening, *ids, *closing)
 
     def _shown(self, value: str | StepContent, safe: Callable[[str], str]) -> str:
         if isinstance(value, str):
@@ -387,13 +339,6 @@ class ChatFormat:
         if value.answer is not None:
             lines.append(f"\\boxed{{{safe(normal_answer(value.answer))}}}")
         return "\n".join(lines)
-
-    def sanitized(self, text: str) -> str:
-        """Returns foreign text with control characters replaced and our marks and special tokens
-        broken by a space."""
-        return self._forged.sub(
-            lambda found: f"{found[0][0]} {found[0][1:]}", self._specials.broken(clean(text))
-        )
 
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
         """The tokens of a text with foreign parts, each passed through what `render` is given, so
@@ -442,10 +387,7 @@ class ChatFormat:
                 f"the turn {self._decode(ids)[:80]!r} cannot be written in the chat template:"
                 f" {reason}."
             )
-        spans: list[Span] = [(tuple(ids), Origin.POLICY)]
-        if content.observations:
-            spans.append((self.observation_ids(content.observations), Origin.TOOL))
-        return tuple(spans)
+        return self._spans(ids, content.observations)
 
     def _turn_text(self, content: StepContent) -> str:
         thought = clean(content.thought, keep_controls=True).strip()
@@ -488,17 +430,6 @@ class ChatFormat:
             self._arguments(call) for call in theirs
         ]
 
-    def _answer_text(self, answer: str) -> str:
-        plain = normal_answer(clean(answer, keep_controls=True))
-        in_box = f"\\boxed{{{plain}}}"
-        if boxed(in_box) == plain:
-            return in_box
-        if not self._require_boxed and boxed(plain) is None:
-            return plain
-        raise ValueError(
-            f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance."
-        )
-
 
 def _split_thought(text: str) -> tuple[str | None, str, bool]:
     """What stands in think tags at the beginning (None: nothing), what follows, and whether the
@@ -531,12 +462,6 @@ def _plain_text(text: str) -> str:
     return clean(text).encode("ascii", "replace").decode().translate(_PLAIN)
 
 
-def _loosely(mark: str) -> str:
-    """A pattern of a mark that also finds it with white space inside, as a lenient reader might."""
-    found = re.fullmatch(r"</?([\w.-]+)>", mark)
-    return rf"<(?:/\s*)?{re.escape(found[1])}\s*>" if found else re.escape(mark)
-
-
 def _schema(tool: Tool) -> dict[str, Any]:
     function = {
         "name": tool.name,
@@ -549,23 +474,15 @@ def _schema(tool: Tool) -> dict[str, Any]:
 def _system_prompt(
     has_tools: bool, require_think: bool, require_boxed: bool, mentions_retrieval: bool
 ) -> str:
-    """A system prompt; what the tools are the template says."""
-    lines = ["Answer the user's question."]
-    if require_think:
-        lines.append("Begin each turn with your reasoning: <think>...</think>.")
+    """A system prompt; the template itself describes the tools."""
     answer = "the answer in \\boxed{...}" if require_boxed else "the answer"
     if has_tools:
-        lines.append(
+        line = (
             "Then either call tools and wait for what they return, or, once you know it, give"
             f" {answer}."
         )
     else:
-        lines.append(f"Then give {answer}." if require_think else f"Give {answer}.")
-    if require_boxed:
-        lines.append("The braces hold the bare answer, nothing else.")
-    if mentions_retrieval:
-        lines.append(
-            "Extra context, a step of another agent, may come in <retrieve>...</retrieve>; never"
-            " write that yourself."
-        )
-    return "\n".join(lines)
+        line = f"Then give {answer}." if require_think else f"Give {answer}."
+    return framed_prompt(
+        [line], require_think, require_boxed, mentions_retrieval=mentions_retrieval
+    )

@@ -1,14 +1,17 @@
-"""Parts shared by all formats: special tokens, boxed answers, harmless text, the system prompt."""
+"""Parts of a format that do not depend on its marks: prompts within their limit, special tokens,
+boxed answers, grafts between retrieve tags, the composed system prompt."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from treegraft.core.interfaces import Tokenizer, Tool, signature_of
-from treegraft.core.types import StepContent
+from treegraft.core.errors import DataError
+from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
+from treegraft.core.types import Observation, Origin, StepContent, Task
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -76,6 +79,141 @@ class Specials:
     def count(self, ids: Sequence[int]) -> int:
         """Returns how many of the tokens are special."""
         return sum(token in self.ids for token in ids)
+
+
+class MarkedFormat(ABC):
+    """The part that tags and chat templates share: everything but how prompts and steps are
+    written and read."""
+
+    _specials: Specials
+    _forged: re.Pattern[str]
+    """Finds the marks that no foreign text may hold; see `loosely`."""
+    _graft_marks: tuple[str, str]
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        require_think: bool,
+        require_boxed: bool,
+        max_context: int | None,
+        end_ids: Sequence[int] | None,
+    ) -> None:
+        """Args: as those of the formats themselves."""
+        self._tokenizer = tokenizer
+        self._require_think, self._require_boxed = require_think, require_boxed
+        self._max_context = max_context
+        given = [tokenizer.eos_token_id] if end_ids is None else end_ids
+        self._end_ids = {index for index in given if index is not None}
+
+    @abstractmethod
+    def _prompt_text(self, question: str) -> str: ...
+
+    @abstractmethod
+    def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
+        """The tokens of foreign steps, which can forge neither a mark nor an end token."""
+
+    @abstractmethod
+    def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
+        """Returns the results as tokens that follow the agent's step."""
+
+    def prompt_ids(self, task: Task) -> tuple[int, ...]:
+        """Returns the tokens of the system prompt, the question and the opening of the agent's
+        turn.
+
+        Raises `DataError` for a question that is too long or that still yields a special token.
+        """
+        ids = self._encode(self._prompt_text(self._specials.broken(clean(task.question))))
+        harmless = self._encode(self._prompt_text("?"))
+        # The template writes special tokens of its own; one more than those is the question's.
+        if self._specials.count(ids) > self._specials.count(harmless):
+            raise DataError(
+                f"task '{task.id}': its question turns into a special token of the tokenizer;"
+                " rephrase it."
+            )
+        if self._max_context is not None and len(ids) > self._max_context:
+            raise DataError(
+                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is"
+                f" {self._max_context}; drop the task, shorten its question or"
+                " format.system_prompt, or take a model with a longer context."
+            )
+        return tuple(ids)
+
+    def render_graft(
+        self, values: Sequence[str | StepContent], max_tokens: int | None = None
+    ) -> tuple[int, ...]:
+        """Returns another agent's steps as tokens, between retrieve tags. Never raises.
+
+        All texts are foreign: none can forge a mark, the end of the graft or an end token. A value
+        of plain text is not marked further.
+
+        Args:
+            max_tokens: the steps are cut from the left to this length, tags included; None cuts
+                nothing.
+        """
+        opening, closing = (self._encode(mark) for mark in self._graft_marks)
+        ids = self._graft_ids(values)
+        if max_tokens is not None:
+            ids = ids[max(0, len(ids) + len(opening) + len(closing) - max_tokens) :]
+        return (*opening, *ids, *closing)
+
+    def sanitized(self, text: str) -> str:
+        """Returns foreign text with control characters replaced and marks and special tokens
+        broken by a space."""
+        return self._forged.sub(_broken, self._specials.broken(clean(text)))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def _before_end(self, token_ids: Sequence[int]) -> tuple[list[int], bool]:
+        """A completion without its end tokens, and whether it had any."""
+        ids = list(token_ids)
+        while ids and ids[-1] in self._end_ids:
+            ids.pop()
+        return ids, len(ids) < len(token_ids)
+
+    def _spans(self, ids: Sequence[int], seen: Sequence[Observation]) -> tuple[Span, ...]:
+        """A step's tokens, then those of its results."""
+        own: Span = (tuple(ids), Origin.POLICY)
+        return (own, (self.observation_ids(seen), Origin.TOOL)) if seen else (own,)
+
+    def _answer(self, body: str) -> str:
+        """The answer that a text gives, in its last box if it has one."""
+        found = boxed(body)
+        if found is None and self._require_boxed:
+            raise Violation("an answer without \\boxed{}")
+        return normal_answer(body if found is None else found)
+
+    def _answer_text(self, answer: str) -> str:
+        """An answer as the agent writes it. Raises ValueError for one that cannot be read back."""
+        plain = normal_answer(clean(answer, keep_controls=True))
+        in_box = f"\\boxed{{{plain}}}"
+        if boxed(in_box) == plain:
+            return in_box
+        if not self._require_boxed and boxed(plain) is None:
+            return plain
+        raise ValueError(
+            f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance."
+        )
+
+
+def _broken(found: re.Match[str]) -> str:
+    return f"{found[0][0]} {found[0][1:]}"
+
+
+def loosely(marks: Iterable[str]) -> re.Pattern[str]:
+    """Returns a pattern that finds marks in any case and with white space inside, as a lenient
+    reader might."""
+    patterns = []
+    for mark in sorted(marks, key=len, reverse=True):
+        tag = re.fullmatch(r"</?([\w.-]+)>", mark)
+        patterns.append(rf"<(?:/\s*)?{re.escape(tag[1])}\s*>" if tag else re.escape(mark))
+    return re.compile("|".join(dict.fromkeys(patterns)), re.IGNORECASE)
 
 
 def _natural_unknown(tokenizer: Tokenizer) -> int | None:
@@ -163,32 +301,34 @@ def system_prompt_for(
         mentions_retrieval: say that context may come in retrieve tags (RAPO, arXiv 2603.03078).
     """
     answer = "\\boxed{...}" if require_boxed else "..."
-    lines = ["Answer the user's question."]
-    if require_think:
-        lines.append("Begin each turn with your reasoning: <think>...</think>.")
     if tools:
-        lines.append(
-            f"{'Then either' if require_think else 'Either'} call one tool or give the answer."
-        )
-        lines.append("To call a tool, write its input between its tags and stop:")
-        lines += [
-            f"<{tool.name}>...</{tool.name}> {tool.description}{_input_of(tool)}" for tool in tools
-        ]
-        lines.append(
+        lines = [
+            f"{'Then either' if require_think else 'Either'} call one tool or give the answer.",
+            "To call a tool, write its input between its tags and stop:",
+            *(f"<{one.name}>...</{one.name}> {one.description}{_input_of(one)}" for one in tools),
             "You will then be shown what it returned: <result>...</result>. Never write <result>"
-            " yourself."
-        )
-        lines.append(f"Once you know the answer, write it and stop: <answer>{answer}</answer>.")
+            " yourself.",
+            f"Once you know the answer, write it and stop: <answer>{answer}</answer>.",
+        ]
     else:
-        lines.append(
-            f"{'Then write' if require_think else 'Write'} the answer and stop:"
-            f" <answer>{answer}</answer>."
-        )
+        start = "Then write" if require_think else "Write"
+        lines = [f"{start} the answer and stop: <answer>{answer}</answer>."]
+    return framed_prompt(lines, require_think, require_boxed, mentions_retrieval=mentions_retrieval)
+
+
+def framed_prompt(
+    lines: Sequence[str], require_think: bool, require_boxed: bool, *, mentions_retrieval: bool
+) -> str:
+    """Returns a system prompt around the lines that say how to call tools and to answer."""
+    whole = ["Answer the user's question."]
+    if require_think:
+        whole.append("Begin each turn with your reasoning: <think>...</think>.")
+    whole += lines
     if require_boxed:
-        lines.append("The braces hold the bare answer, nothing else.")
+        whole.append("The braces hold the bare answer, nothing else.")
     if mentions_retrieval:
-        lines.append(
+        whole.append(
             "Extra context, a step of another agent, may come in <retrieve>...</retrieve>; never"
             " write that yourself."
         )
-    return "\n".join(lines)
+    return "\n".join(whole)

@@ -16,15 +16,17 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool
-from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCall
+from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.rollout.formats.markup import (
+    MarkedFormat,
     ParsedStep,
     Specials,
     Violation,
     boxed,
     clean,
+    loosely,
     normal_answer,
     shortest_prefix,
     system_prompt_for,
@@ -49,7 +51,7 @@ class _Reading:
     """Where the closing tag of its action ends."""
 
 
-class TagsFormat:
+class TagsFormat(MarkedFormat):
     """Steps as tags. `stop` holds the closing tags of the tools, `final` that of the answer."""
 
     def __init__(
@@ -83,20 +85,20 @@ class TagsFormat:
                     f"tool '{tool.name}' cannot be a tag; a name consists of lower-case letters and"
                     f" underscores and is none of '{THINK}', '{ANSWER}', '{RESULT}', '{RETRIEVE}'."
                 )
-        self._tokenizer = tokenizer
+        super().__init__(
+            tokenizer,
+            require_think=require_think,
+            require_boxed=require_boxed,
+            max_context=max_context,
+            end_ids=end_ids,
+        )
         self._tool_names = tuple(tool.name for tool in tools)
         self._names = (THINK, *self._tool_names, *NOT_THE_AGENTS, ANSWER)
-        self._require_think = require_think
-        self._require_boxed = require_boxed
-        self._max_context = max_context
-        self._end_ids = {
-            i for i in ([tokenizer.eos_token_id] if end_ids is None else end_ids) if i is not None
-        }
-        names = "|".join(self._names)
-        self._tag = re.compile(rf"<(/?)({names})>")
-        self._forged = re.compile(rf"<(?=(?:/\s*)?(?:{names})\s*>)", re.IGNORECASE)
+        self._tag = re.compile(rf"<(/?)({'|'.join(self._names)})>")
         markup = [f"<{slash}{name}>" for name in self._names for slash in ("", "/")]
+        self._forged = loosely(markup)
         self._specials = Specials(tokenizer, markup, self._end_ids)
+        self._graft_marks = (f"\n<{RETRIEVE}>\n", f"\n</{RETRIEVE}>\n")
         if system_prompt is None:
             system_prompt = system_prompt_for(
                 tools, require_think, require_boxed, mentions_retrieval=mentions_retrieval
@@ -105,39 +107,17 @@ class TagsFormat:
         self.stop: tuple[str, ...] = tuple(f"</{name}>" for name in self._tool_names)
         self.final: tuple[str, ...] = (f"</{ANSWER}>",)
 
-    # Prompts
-
-    def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """Returns the tokens of the system prompt, the question and the opening of the agent's
-        turn.
-
-        Raises `DataError` for a question that is too long or that still yields a special token.
-        """
-        ids = self._render_prompt(self._specials.broken(clean(task.question)))
-        if self._specials.count(ids) > self._specials.count(self._render_prompt("?")):
-            raise DataError(
-                f"task '{task.id}': its question turns into a special token of the tokenizer;"
-                " rephrase it."
-            )
-        if self._max_context is not None and len(ids) > self._max_context:
-            raise DataError(
-                f"task '{task.id}': its prompt has {len(ids)} tokens, the limit is"
-                f" {self._max_context}; drop the task, shorten its question or"
-                " format.system_prompt, or take a model with a longer context."
-            )
-        return tuple(ids)
-
-    def _render_prompt(self, question: str) -> list[int]:
+    def _prompt_text(self, question: str) -> str:
         system = self._system_prompt
         if not self._tokenizer.chat_template:
-            text = f"{system}\n\n{question}" if system else question
-        else:
-            messages = [{"role": "system", "content": system}] if system else []
-            messages.append({"role": "user", "content": question})
-            text = self._tokenizer.apply_chat_template(
+            return f"{system}\n\n{question}" if system else question
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        return str(
+            self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        )
 
     # What the agent wrote
 
@@ -146,32 +126,26 @@ class TagsFormat:
 
         A step that ran out of tokens breaks no rule; `is_complete` is False for it.
         """
-        ids = list(token_ids)
-        while ids and ids[-1] in self._end_ids:
-            ids.pop()
-        reading = _Reading()
+        ids, has_ended = self._before_end(token_ids)
+        text, reading = self._decode(ids), _Reading()
         try:
-            content = self._content(ids, reading, has_ended=len(ids) < len(token_ids))
+            self._read(text, reading)
+            if reading.name is not None:
+                self._check_end(
+                    shortest_prefix(self._decode, ids, text[: reading.end]) == len(ids), reading
+                )
+            if any(token in self._specials.ids for token in ids):
+                raise Violation("a special token inside the step")
+            if reading.name is None and has_ended:
+                raise Violation("ended without a tool call or an answer")
+            return ParsedStep(self._said(reading), None)
         except Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
-        return ParsedStep(content, None)
 
-    def _content(self, ids: list[int], reading: _Reading, *, has_ended: bool) -> StepContent:
-        text = self._decode(ids)
-        self._read(text, reading)
-        if reading.name is not None:
-            kept = shortest_prefix(self._decode, ids, text[: reading.end])
-            if kept < len(ids):
-                raise Violation(
-                    "text after the answer"
-                    if reading.name == ANSWER
-                    else "text after the tool call"
-                )
-        if any(token in self._specials.ids for token in ids):
-            raise Violation("a special token inside the step")
-        if reading.name is None and has_ended:
-            raise Violation("ended without a tool call or an answer")
-        return self._said(reading)
+    def _check_end(self, is_end: bool, reading: _Reading) -> None:
+        if not is_end:
+            action = "answer" if reading.name == ANSWER else "tool call"
+            raise Violation(f"text after the {action}")
 
     def _said(self, reading: _Reading) -> StepContent:
         thought = reading.thought or ""
@@ -195,28 +169,15 @@ class TagsFormat:
             if self._specials.broken(text) != text:
                 raise Violation("a special token inside the step")
             content = self._said(reading)
-            shown = (
-                list(_results_at(text, reading.end, text.rfind(f"</{RESULT}>")))
-                if content.calls
-                else []
-            )
-            if (
-                reading.name is not None
-                and text[shown[-1].end() if shown else reading.end :].strip()
-            ):
-                raise Violation(
-                    "text after the answer"
-                    if reading.name == ANSWER
-                    else "text after the tool call"
-                )
+            last = text.rfind(f"</{RESULT}>")
+            shown = list(_results_at(text, reading.end, last)) if content.calls else []
+            if reading.name is not None:
+                end = shown[-1].end() if shown else reading.end
+                self._check_end(not text[end:].strip(), reading)
         except Violation as violation:
             return ParsedStep(StepContent(thought=reading.thought or ""), str(violation))
-        return ParsedStep(
-            replace(
-                content, observations=tuple(Observation(text=found[1].strip()) for found in shown)
-            ),
-            None,
-        )
+        observations = tuple(Observation(text=found[1].strip()) for found in shown)
+        return ParsedStep(replace(content, observations=observations), None)
 
     def read_text(self, text: str) -> StepContent | None:
         """Returns what one whole step written in our tags says, results included; None where it is
@@ -269,17 +230,6 @@ class TagsFormat:
         if tag[2] != THINK and self._require_think and reading.thought is None:
             raise Violation(f"no thought before <{tag[2]}>")
 
-    def _answer(self, body: str) -> str:
-        found = boxed(body)
-        if found is None and self._require_boxed:
-            raise Violation("an answer without \\boxed{}")
-        return normal_answer(body if found is None else found)
-
-    def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-
     # What others wrote, and what the agent would have written
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
@@ -287,41 +237,22 @@ class TagsFormat:
         encoded is replaced."""
         ids: list[int] = []
         for observation in observations:
-            ids += self._markup_ids(f"\n<{RESULT}>\n")
+            ids += self._encode(f"\n<{RESULT}>\n")
             ids += self._foreign_ids(observation.text)
-            ids += self._markup_ids(f"\n</{RESULT}>\n")
+            ids += self._encode(f"\n</{RESULT}>\n")
         return tuple(ids)
 
-    def render_graft(
-        self, values: Sequence[str | StepContent], max_tokens: int | None = None
-    ) -> tuple[int, ...]:
-        """Returns another agent's steps as tokens, between retrieve tags. Never raises, as
-        `observation_ids` does not.
-
-        Their thoughts, calls, results and answers stand in our tags; all texts are foreign, and
-        none can forge a tag, the end of the retrieved or an end token. A value of plain text stands
-        there as it is.
-
-        Args:
-            max_tokens: what is between the tags is cut from the left to this length in all; None
-                cuts nothing.
-        """
-        opening, closing = (
-            self._markup_ids(f"\n<{RETRIEVE}>\n"),
-            self._markup_ids(f"\n</{RETRIEVE}>\n"),
-        )
+    def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
         ids: list[int] = []
         for number, value in enumerate(values):
-            ids += self._markup_ids("\n") if number else []
-            ids += self._foreign_ids(value) if isinstance(value, str) else self._graft_ids(value)
-        if max_tokens is not None:
-            ids = ids[max(0, len(ids) + len(opening) + len(closing) - max_tokens) :]
-        return (*opening, *ids, *closing)
+            ids += self._encode("\n") if number else []
+            ids += self._foreign_ids(value) if isinstance(value, str) else self._shown_ids(value)
+        return ids
 
-    def _graft_ids(self, content: StepContent) -> list[int]:
+    def _shown_ids(self, content: StepContent) -> list[int]:
         ids: list[int] = []
         if content.thought.strip():
-            ids += [*self._tagged_ids(THINK, content.thought), *self._markup_ids("\n")]
+            ids += [*self._tagged_ids(THINK, content.thought), *self._encode("\n")]
         for call in content.calls:
             if call.name in self._tool_names:
                 ids += self._tagged_ids(call.name, call.body)
@@ -330,27 +261,17 @@ class TagsFormat:
                 ids += self._foreign_ids(f"{call.name}: {call.body.strip()}")
         ids += self.observation_ids(content.observations)
         if content.answer is not None:
-            ids += self._markup_ids(f"<{ANSWER}>\\boxed{{")
-            ids += [
-                *self._foreign_ids(normal_answer(content.answer)),
-                *self._markup_ids(f"}}</{ANSWER}>"),
-            ]
+            ids += self._encode(f"<{ANSWER}>\\boxed{{")
+            ids += self._foreign_ids(normal_answer(content.answer))
+            ids += self._encode(f"}}</{ANSWER}>")
         return ids
 
     def _tagged_ids(self, name: str, text: str) -> list[int]:
         return [
-            *self._markup_ids(f"<{name}>\n"),
+            *self._encode(f"<{name}>\n"),
             *self._foreign_ids(text.strip()),
-            *self._markup_ids(f"\n</{name}>"),
+            *self._encode(f"\n</{name}>"),
         ]
-
-    def _markup_ids(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
-
-    def sanitized(self, text: str) -> str:
-        """Returns foreign text with control characters replaced and our tags and special tokens
-        broken by a space."""
-        return self._forged.sub("< ", self._specials.broken(clean(text)))
 
     def _foreign_ids(self, text: str) -> list[int]:
         safe = self.sanitized(text)
@@ -393,10 +314,7 @@ class TagsFormat:
             raise ValueError(f"step {text[:80]!r}: it cannot be written in tags: {reason}.")
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
             ids.append(self._tokenizer.eos_token_id)
-        spans: list[Span] = [(tuple(ids), Origin.POLICY)]
-        if content.observations:
-            spans.append((self.observation_ids(content.observations), Origin.TOOL))
-        return tuple(spans)
+        return self._spans(ids, content.observations)
 
     def _encode_own(self, text: str) -> list[int]:
         # Where our tags are special tokens of the tokenizer, splitting those would tear them apart.
@@ -434,17 +352,6 @@ class TagsFormat:
                 f"a step has one call or an answer; got {len(content.calls)} calls and {answers}."
             )
         return "\n".join(parts)
-
-    def _answer_text(self, answer: str) -> str:
-        plain = normal_answer(clean(answer, keep_controls=True))
-        in_box = f"\\boxed{{{plain}}}"
-        if boxed(in_box) == plain:
-            return in_box
-        if not self._require_boxed and boxed(plain) is None:
-            return plain
-        raise ValueError(
-            f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance."
-        )
 
 
 def read_trajectory(text: str) -> tuple[StepContent, ...]:

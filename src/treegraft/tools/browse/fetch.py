@@ -105,8 +105,10 @@ class Fetcher:
                     f"{url} must not be fetched by programs, says the site's robots.txt"
                 )
             status, headers, body = await self._get(url, self._max_bytes, _refuse_by_headers)
-            if status not in _REDIRECTS or "location" not in headers:
-                return _page(url, status, headers, body)
+            if status == 200:
+                return Page(url, *_content_type(headers), body)
+            if "location" not in headers:
+                raise NotFetched(f"{url} answered with status {status}")
             url = _checked(urljoin(url, headers["location"]))
         raise NotFetched(f"{url} lies behind more than {self._max_redirects} redirects")
 
@@ -293,10 +295,3 @@ def _content_type(headers: Mapping[str, Any]) -> tuple[str, str | None]:
     kind, _, parameters = str(headers.get("content-type", "")).partition(";")
     found = re.search(r"charset\s*=\s*[\"']?([\w.:-]+)", parameters, re.IGNORECASE)
     return kind.strip().lower(), found[1] if found else None
-
-
-def _page(url: str, status: int, headers: httpx.Headers, body: bytes) -> Page:
-    if status != 200:
-        raise NotFetched(f"{url} answered with status {status}")
-    kind, charset = _content_type(headers)
-    return Page(url, kind, charset, body)

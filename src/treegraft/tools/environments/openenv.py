@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
-from treegraft.core.interfaces import Signature, Tool, signature_of
+from treegraft.core.interfaces import Signature, Tool
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
@@ -69,9 +69,20 @@ class OpenEnvEnvironments:
         self.capability = capability_without_fork(settings, "an OpenEnv server copies no sessions")
         scheme = "wss" if self.options.url.startswith("https") else "ws"
         self.ws_url = f"{scheme}://{self.options.url.split('://', 1)[-1].rstrip('/')}/ws"
-        self.calls: dict[str, str | None] = {}
-        """The server's name of each tool of ours, None for the one action without a name."""
-        self.tools: Sequence[Tool] = [self._tool(*described) for described in self._described()]
+        self.calls: dict[str, tuple[str | None, Signature]] = {}
+        """The server's name of each tool of ours, None for the one action without a name, and its
+        arguments."""
+        tools: list[Tool] = []
+        for own_name, description, signature in self._described():
+            name = tag_of(own_name or self.options.tool)
+            if name in self.calls:
+                raise SettingError(
+                    f"environment.options: two tools of the server are named '{name}' here; leave"
+                    " one out with tools."
+                )
+            self.calls[name] = (own_name, signature)
+            tools.append(EnvironmentTool(name, description, self.capability, signature))
+        self.tools: Sequence[Tool] = tools
 
     def make(self) -> OpenEnvEnvironment:
         """Returns a fresh environment, not yet connected."""
@@ -111,7 +122,7 @@ class OpenEnvEnvironments:
         except Exception as error:  # none there, or of another kind
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
-                f" answers: {type(error).__name__}: {error}. Start it first, or correct the address."
+                f" answers: {type(error).__name__}: {error}. Start it first, or correct the url."
             ) from error
         names = [str(one["name"]) for one in listed]
         unknown = sorted(set(self.options.tools) - set(names))
@@ -140,18 +151,6 @@ class OpenEnvEnvironments:
                 "observation"
             ]["tools"]
             return listed
-
-    def _tool(
-        self, own_name: str | None, description: str, signature: Signature
-    ) -> EnvironmentTool:
-        name = tag_of(own_name or self.options.tool)
-        if name in self.calls:
-            raise SettingError(
-                f"environment.options: two tools of the server are named '{name}' here; leave one"
-                " out with tools."
-            )
-        self.calls[name] = own_name
-        return EnvironmentTool(name, description, self.capability, signature)
 
 
 class OpenEnvEnvironment:
@@ -189,9 +188,8 @@ class OpenEnvEnvironment:
         """
         if self._is_over:
             raise ToolError(_OVER)
-        tool = next(tool for tool in self._kind.tools if tool.name == name)
-        arguments = arguments_from(body, signature_of(tool), name)
-        own_name = self._kind.calls[name]
+        own_name, signature = self._kind.calls[name]
+        arguments = arguments_from(body, signature, name)
         action = (
             arguments
             if own_name is None
@@ -238,7 +236,14 @@ def shown(observation: Mapping[str, Any]) -> str:
     if "tool_name" in observation and "result" in observation:
         if observation.get("error"):
             raise ToolError(str(observation["error"].get("message") or observation["error"]))
-        return _result_text(observation["result"])
+        result = observation["result"]
+        if isinstance(result, Mapping):  # in the wrapping of MCP
+            content = result.get("content")
+            if result.get("data") is not None:
+                result = result["data"]
+            elif isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
+                result = "\n".join(str(block.get("text", "")) for block in content)
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
     fields = {
         name: value
         for name, value in observation.items()
@@ -247,17 +252,6 @@ def shown(observation: Mapping[str, Any]) -> str:
     if len(fields) == 1 and isinstance(text := next(iter(fields.values())), str):
         return text
     return json.dumps(fields, ensure_ascii=False) if fields else ""
-
-
-def _result_text(result: Any) -> str:
-    """The result of a server's tool, without MCP's wrapping."""
-    if isinstance(result, Mapping):
-        content = result.get("content")
-        if result.get("data") is not None:
-            result = result["data"]
-        elif isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
-            result = "\n".join(str(block.get("text", "")) for block in content)
-    return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
 
 
 def _data(message: str | bytes) -> dict[str, Any]:

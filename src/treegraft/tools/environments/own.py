@@ -76,7 +76,15 @@ class ClassEnvironments:
             EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
             for tool in self.methods.values()
         ]
-        _check_options(made, name, settings.options)
+        try:
+            inspect.signature(made).bind(**settings.options)
+        except TypeError as error:
+            shown = json.dumps(settings.options, default=str)
+            raise SettingError(
+                f"environment.options: '{name}' cannot be made with {shown}: {error}."
+            ) from error
+        except ValueError:  # a class written in C has no signature
+            pass
 
     def make(self) -> ClassEnvironment:
         """Returns a fresh environment; `reset` makes the object itself."""
@@ -207,16 +215,3 @@ def _tool_methods(made: type) -> list[Callable[..., Any]]:
             elif name in found:
                 del found[name]  # a subclass has removed the method
     return list(found.values())
-
-
-def _check_options(made: type, name: str, options: Mapping[str, Any]) -> None:
-    """Refuses options that the class does not take."""
-    try:
-        inspect.signature(made).bind(**options)
-    except TypeError as error:
-        shown = json.dumps(options, default=str)
-        raise SettingError(
-            f"environment.options: '{name}' cannot be made with {shown}: {error}."
-        ) from error
-    except ValueError:  # a class written in C has no signature
-        return

@@ -101,8 +101,10 @@ class TreeEnvironments:
         self.task = task
         """The task of all calls; with the first observation once that is known."""
         self._bare_task = task
-        self._first = ""
-        self._refusal: str | None = None
+        self.first = ""
+        """The first observation, common to all trajectories; empty for none."""
+        self.refusal: str | None = None
+        """Why no session can be opened; None where there is no reason."""
         self._begun: list[asyncio.Task[tuple[LiveEnvironment, str]]] = []
         self._lives: set[LiveEnvironment] = set()
         self._closing: set[asyncio.Task[None]] = set()
@@ -146,10 +148,10 @@ class TreeEnvironments:
         for begun in self._begun:
             await asyncio.wait({begun})
             if begun.exception() is None:
-                self._first = begun.result()[1]
+                self.first = begun.result()[1]
                 break
-        if self._first:
-            question = "\n".join(part for part in (self._bare_task.question, self._first) if part)
+        if self.first:
+            question = "\n".join(part for part in (self._bare_task.question, self.first) if part)
             self.task = replace(self._bare_task, question=question)
         return self.task
 
@@ -161,7 +163,7 @@ class TreeEnvironments:
 
     def refuse(self, reason: str) -> None:
         """Makes every later opening of a session fail for this reason."""
-        self._refusal = reason
+        self.refusal = reason
 
     async def begin(self) -> tuple[LiveEnvironment, str]:
         """Returns a fresh environment and its first observation. Raises `ToolUnavailable`."""
@@ -173,19 +175,6 @@ class TreeEnvironments:
         except BaseException:
             self.free(live, is_broken=True)
             raise
-
-    def check_first(self, first: str) -> None:
-        """Raises `ToolUnavailable` for a first observation other than the tree's, and after
-        `refuse`."""
-        if self._refusal is not None:
-            raise ToolUnavailable(self._refusal)
-        if first != self._first:
-            self.run.usage.num_mismatches += 1
-            raise ToolUnavailable(
-                f"environment '{self.kind.name}': reset gave {first!r:.80}, but {self._first!r:.80}"
-                " for the tree's first trajectory; expected a beginning that depends on the row"
-                " alone."
-            )
 
     async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
         """Returns a copy. Raises `ToolUnavailable`."""
@@ -261,8 +250,7 @@ class EnvironmentSession:
         if call.name not in self.tree.names or call.problem is not None:
             return await self.tree.runner.call(call, self.tree.task)
         async with self.lock:
-            await self.take_points()
-            self._refuse_broken()
+            await self._settle()
             try:
                 return await self._act(call)
             except BaseException as error:
@@ -273,7 +261,7 @@ class EnvironmentSession:
                 raise
 
     async def repeat(self, actions: Sequence[_Action]) -> None:
-        """Makes calls again. Raises `ToolUnavailable` where a result is not what it was."""
+        """Makes calls again. Raises `ToolUnavailable` where a result differs from the first one."""
         usage, name = self.tree.run.usage, self.tree.kind.name
         for number, action in enumerate(actions, start=1):
             usage.num_replayed_calls += 1
@@ -373,8 +361,7 @@ class EnvironmentSession:
         if not self.tree.kind.has_reward:
             return None
         async with self.lock:
-            await self.take_points()
-            self._refuse_broken()
+            await self._settle()
             value = await self.tree.run.bounded(self.live.reward(), "get_reward")
         if value is None:
             return None
@@ -401,7 +388,9 @@ class EnvironmentSession:
             await self.take_points()
         self.tree.free(self.live, is_broken=self._broken is not None)
 
-    def _refuse_broken(self) -> None:
+    async def _settle(self) -> None:
+        """Takes the points, and raises `ToolUnavailable` where the state is unknown."""
+        await self.take_points()
         if self._broken is not None:
             raise ToolUnavailable(self._broken)
 
@@ -423,9 +412,17 @@ class _FreshPoint:
         self._tree.run.usage.num_replays += self._history is not None
         begun = self._tree.begin() if self._begun is None else asyncio.shield(self._begun)
         live, first = await begun
-        session = EnvironmentSession(self._tree, live)
+        tree, session = self._tree, EnvironmentSession(self._tree, live)
         try:
-            self._tree.check_first(first)
+            if tree.refusal is not None:
+                raise ToolUnavailable(tree.refusal)
+            if first != tree.first:
+                tree.run.usage.num_mismatches += 1
+                raise ToolUnavailable(
+                    f"environment '{tree.kind.name}': reset gave {first!r:.80}, but"
+                    f" {tree.first!r:.80} for the tree's first trajectory; expected a beginning"
+                    " that depends on the row alone."
+                )
             await session.repeat(self._history or ())
         except BaseException:
             session.release()

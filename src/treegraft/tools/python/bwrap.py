@@ -1,10 +1,9 @@
 """Starts bubblewrap sandboxes and hands them calls: the host's side of
 `treegraft.tools.python.worker`.
 
-A sandbox has a network of its own without a way out, a read-only system, none of the caller's files
-but Python and the named packages, no /proc, and none of the caller's environment. Started by root,
-the code in it runs as "nobody", who owns nothing here; started by anyone else, as that user without
-any capability.
+A sandbox has an isolated network, a read-only system, no files of the caller's except Python and
+the named packages, no /proc, and none of the caller's environment. Started by root, its code runs
+as "nobody", who owns nothing here; started by another user, as that user without any capability.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from treegraft.tools.python.output import Printed
 from treegraft.tools.python.worker import ENDED, ERROR, KILL, MEMORY, READY, REPORT, START, VALUE
 
 PACKAGES = ("numpy", "scipy", "sympy")
-"""What is imported ahead."""
+"""Packages imported ahead of calls."""
 BESIDES = ("mpmath", "gmpy2")
-"""What these need or can use."""
+"""Their required and optional dependencies."""
 START_S = 120.0
 """Longest wait for a sandbox to start; its imports take seconds on a busy machine."""
 WATCHDOG_S = 5.0
@@ -67,7 +66,7 @@ class SandboxLimits:
     max_files_mb: int
     """Size of a call's private /tmp and of any file in it, in MiB."""
     max_threads: int
-    """Threads of one call; processes it cannot start."""
+    """Threads of one call; it cannot start processes."""
     max_output_chars: int
     """Printed text and value kept, each."""
 
@@ -90,8 +89,8 @@ class Outcome:
 
 
 def find_problem() -> str | None:
-    """Returns why no sandbox can be had here and what to do, in a sentence or two; None where a
-    first one worked."""
+    """Returns why no sandbox works here and what to do, in a sentence or two; None where a first
+    one worked."""
     if not sys.platform.startswith("linux"):
         return "bubblewrap sandboxes need Linux; take tools.python.backend = 'monty'."
     if shutil.which("bwrap") is None:
@@ -123,8 +122,8 @@ def find_problem() -> str | None:
 
 
 class Sandbox:
-    """One bubblewrap sandbox, one call at a time; each call in a fresh process that sees nothing of
-    the others."""
+    """One bubblewrap sandbox, one call at a time; each in a fresh process, isolated from the
+    others."""
 
     def __init__(self, limits: SandboxLimits, packages: Sequence[str] = PACKAGES) -> None:
         """Starts the sandbox and waits until it can take a call.
@@ -376,7 +375,7 @@ def _command(info: int, block: int | None) -> list[str]:
     for name in capabilities:
         parts += ["--cap-add", name]
     parts += _system()
-    # Folders made for the sake of files in them would be their maker's alone.
+    # bwrap would create missing parents of a file with rights for their owner only.
     package = Path("/worker", *sandbox_worker.__name__.split(".")[:-1])
     for folder in ("/dev", "/packages", "/tmp", *reversed(package.parents[:-1]), package):
         parts += ["--dir", str(folder)]
@@ -406,8 +405,7 @@ def _system() -> list[str]:
         options += ["--ro-bind-try", str(path), str(path)]
     prefix = Path(sys.base_prefix).resolve()
     if not prefix.is_relative_to("/usr"):
-        # The way to it must be open to the user that the code runs as: the standard library is read
-        # as it is imported.
+        # The sandbox's user must be able to reach it: the standard library is read upon import.
         for folder in reversed(prefix.parents):
             if folder != Path("/"):
                 options += ["--dir", str(folder)]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 FROZEN_TIME = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)
-"""What the clocks of both sandboxes show."""
+"""The time on the clocks of both sandboxes."""
 
 
 class _FixedDatetime(datetime.datetime):
@@ -77,7 +77,7 @@ def seed() -> None:
     if "numpy" in sys.modules:
         numpy: Any = sys.modules["numpy"]
         numpy.random.seed(0)
-        # What default_rng() asks for when it is given no seed.
+        # The source of default_rng()'s seed when none is given.
         numpy.random.bit_generator.randbits = random.Random(0).getrandbits
 
 

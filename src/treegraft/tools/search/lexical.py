@@ -5,8 +5,8 @@
 
 Source: Lucene's variant as in Kamphuis et al. 2020 and bm25s (Lù 2024, arXiv 2407.03618). N
 passages, n_w of them with the word, f times in d, |d| words in d. Scores are computed when the
-index is built. Building holds every word of the corpus as a number, about 8 bytes each, but never
-the text; searching a loaded index holds its vocabulary alone.
+index is built. Building takes about 40 bytes of memory for each word of the corpus, but does not
+hold the text; of a loaded index only the vocabulary is held.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ import numpy.typing as npt
 FLAT_LIMIT = 20_000
 """Eligible rows up to which a search is exact."""
 _MARGIN = 1e-4
-"""More than float32 matrix products of unit vectors differ by; what is nearer than this to the k-th
-best is scored again."""
+"""More than float32 matrix products of unit vectors differ by; rows nearer than this to the k-th
+best are scored again."""
 QUERIES = 64
 """Queries that share one matrix product."""
 
@@ -55,7 +55,7 @@ IN_MEMORY = Fitting(lists_per_root=1.25, points_per_list=32, num_rounds=4)
 same recall, since each list is longer."""
 
 Mask = npt.NDArray[np.bool_]
-"""[rows] which of them count."""
+"""[rows] True for those to choose from."""
 Vectors = npt.NDArray[np.float32]
 """[rows, dim] of unit length."""
 Hits = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
@@ -73,9 +73,8 @@ def score(
     """Returns the k best of these rows: cosine to six decimals, best first, the earlier row where
     two are equal.
 
-    The sums run row by row in float64, so that a similarity is the same in whatever company it is
-    computed; rounding takes off what float32 vectors are not exactly of length 1, so that equal
-    texts have 1.
+    The sums run row by row in float64, so that a similarity does not depend on the other rows;
+    rounding removes the error in the length of float32 vectors, so that equal texts have 1.
     """
     products = vectors[rows].astype(np.float64) * query.astype(np.float64)
     similarities = np.clip(products.sum(axis=1).round(6), -1.0, 1.0)
@@ -89,8 +88,8 @@ def search_exactly(
     eligible: Sequence[Mask],
     k: int,
 ) -> list[Hits]:
-    """Returns for each query the k nearest rows among its eligible ones; fewer where there are not
-    so many.
+    """Returns for each query the k nearest rows among its eligible ones; fewer where fewer are
+    eligible.
 
     Args:
         vectors: [rows, dim] of unit length.
@@ -155,12 +154,12 @@ def search_rows(
 
 
 def num_indexed(num_rows: int) -> int:
-    """Returns how many of the first rows the index holds; the rest is searched exactly."""
+    """Returns the number of first rows that the index holds; the others are searched exactly."""
     return num_rows - num_rows % BLOCK if num_rows > FLAT_LIMIT else 0
 
 
 def num_fitted(num_rows: int) -> int:
-    """Returns how many of the first rows centroids are fitted to: the largest FLAT_LIMIT times a
+    """Returns the number of first rows that centroids are fitted to: the largest FLAT_LIMIT times a
     power of two."""
     return FLAT_LIMIT << ((num_rows // FLAT_LIMIT).bit_length() - 1)
 
@@ -183,25 +182,30 @@ class IvfIndex:
                 and extended where its centroids are still the right ones.
         """
         faiss = _faiss()
-        # Of this thread only; a sum over several would depend on their number.
-        faiss.omp_set_num_threads(1)
         end, fitted = num_indexed(len(vectors)), num_fitted(len(vectors))
-        if before is None or before.num_fitted != fitted:
-            index, start = fit(vectors[:fitted], IN_MEMORY), 0
-        elif before.num_rows < end:
-            index, start = faiss.clone_index(before.faiss_index), before.num_rows
-        else:
+        is_fit = before is not None and before.num_fitted == fitted
+        if before is not None and is_fit and before.num_rows >= end:
             return before
-        for first in range(start, end, BLOCK):
-            # The same blocks on every route: how a product is cut up decides its last bits.
-            index.add(vectors[first : first + BLOCK])
+        # A sum over several threads would depend on their number, which is this thread's own.
+        num_threads = faiss.omp_get_max_threads()
+        faiss.omp_set_num_threads(1)
+        try:
+            if before is not None and is_fit:
+                index, start = faiss.clone_index(before.faiss_index), before.num_rows
+            else:
+                index, start = fit(vectors[:fitted], IN_MEMORY), 0
+            for first in range(start, end, BLOCK):
+                # The same blocks on every route: how a product is cut up decides its last bits.
+                index.add(vectors[first : first + BLOCK])
+        finally:
+            faiss.omp_set_num_threads(num_threads)
         return cls(index, fitted)
 
     def search(
         self, vectors: Vectors, query: npt.NDArray[np.float32], eligible: Mask, k: int
     ) -> Hits:
-        """Returns the k nearest eligible rows: nearly always the very nearest, and k of them
-        wherever there are k."""
+        """Returns k eligible rows, nearly always the nearest; fewer only where fewer are
+        eligible."""
         faiss = _faiss()
         bits = np.packbits(eligible[: self.num_rows], bitorder="little")
         selector = faiss.IDSelectorBitmap(bits)
