@@ -67,11 +67,9 @@ def tools_of(line: Line) -> dict[str, tuple[float, float]]:
     ]
     found = {}
     for name in names:
-        # Lines of metrics that hold a share but no count stand for one call: too few for any
-        # statement.
-        share = number(line, f"{start}{name}{end}")
-        if share is not None:
-            found[name] = (number(line, f"{start}{name}_calls") or 1.0, share)
+        share, calls = number(line, f"{start}{name}{end}"), number(line, f"{start}{name}_calls")
+        if share is not None and calls is not None:
+            found[name] = (calls, share)
     return found
 
 
