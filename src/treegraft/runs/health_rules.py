@@ -1,4 +1,4 @@
-"""The rules of the warnings while training: what each looks for, what it means, what to do.
+"""The rules of the warnings while training: condition, meaning, likely causes and advice of each.
 `treegraft.runs.health` applies them."""
 
 from __future__ import annotations
@@ -11,32 +11,31 @@ from typing import Any
 
 Line = Mapping[str, Any]
 Found = Mapping[str, float]
-"""What a rule found: the number by subject, such as a tool's name; "" for the run as a whole."""
+"""The findings of a rule: a number by subject, such as a tool's name; "" for the whole run."""
 
 
 @dataclass(slots=True)
 class History:
-    """What the rules know of earlier lines: bounded in size, and a function of the lines alone."""
+    """The part of earlier lines that rules compare with: bounded, and a function of the lines."""
 
     window: int
     first_entropy: float | None = None
-    first_gap: float | None = None
     tools: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     """Calls, failed calls and updates with a call, by tool, before the latest line."""
     recent: deque[Line] = field(default_factory=deque)
     """The lines of the latest updates that sampled, at most `window`, the latest one included."""
 
     def begin(self, line: Line) -> None:
-        """Takes in what rules may compare the line with, itself included."""
-        self.first_entropy = _first(self.first_entropy, line, "learn/entropy")
-        self.first_gap = _first(self.first_gap, line, "learn/engine_gap")
+        """Takes in the line before the rules look at it."""
+        if self.first_entropy is None:
+            self.first_entropy = number(line, "learn/entropy")
         if "rollout/num_trajectories" in line:
             self.recent.append(line)
             while len(self.recent) > self.window:
                 self.recent.popleft()
 
     def end(self, line: Line) -> None:
-        """Takes in what only later lines are compared with."""
+        """Takes in the parts with which only later lines are compared."""
         for name, (calls, share) in tools_of(line).items():
             before = self.tools.get(name, (0.0, 0.0, 0))
             self.tools[name] = (before[0] + calls, before[1] + calls * share, before[2] + 1)
@@ -55,10 +54,6 @@ def number(line: Line, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _first(known: float | None, line: Line, key: str) -> float | None:
-    return known if known is not None else number(line, key)
-
-
 def tools_of(line: Line) -> dict[str, tuple[float, float]]:
     """Returns calls and share of failed ones by tool, of tools that were called."""
     start, end = "tools/", "_failure_frac"
@@ -73,7 +68,7 @@ def tools_of(line: Line) -> dict[str, tuple[float, float]]:
     return found
 
 
-# ---------------------------------------------------------------------- what the rules look for
+# ---------------------------------------------------------------------- conditions
 
 Check = Callable[[History, Line, float], Found]
 
@@ -112,12 +107,12 @@ def _entropy_collapse(history: History, line: Line, limit: float) -> Found:
 
 
 def _movement(line: Line) -> float | None:
-    """The learning rate, 0 where there was no gradient; None where nothing was there to learn from,
-    which is another warning.
+    """The learning rate, 0 without a gradient; None where no group had variance, which is another
+    warning.
 
-    Adam divides by the size of the gradient, so that the rate says how far the weights went. KL(old
-    || new) does not: it is seen before the last optimiser step, and is 0 where the groups of the
-    earlier ones had no variance.
+    Adam divides by the size of the gradient, so the rate tells how far the weights moved. KL(old ||
+    new) does not: it is measured before the last optimiser step, and is 0 where the groups of the
+    earlier steps had no variance.
     """
     if (number(line, "learn/skipped_groups_frac") or 0.0) >= 1.0:
         return None
@@ -141,9 +136,6 @@ def _failed(history: History, line: Line, limit: float) -> Found:
 
 def _engine_drift(history: History, line: Line, limit: float) -> Found:
     gap, allowed = number(line, "learn/engine_gap"), number(line, "learn/engine_gap_limit")
-    if allowed is None and history.first_gap is not None:
-        # Runs recorded before the limit was: the looser of the two that it can have been.
-        allowed = max(1e-4, 2.0 * history.first_gap)
     return _whole(gap, lambda value: allowed is not None and value > limit * allowed)
 
 
@@ -173,11 +165,7 @@ def _tool_broken(history: History, line: Line, limit: float) -> Found:
 
 
 def _not_finite(history: History, line: Line, limit: float) -> Found:
-    # A line read back for a page holds such a number as its name.
-    count = sum(
-        isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value))
-        for value in line.values()
-    )
+    count = sum(isinstance(value, float) and not math.isfinite(value) for value in line.values())
     return _whole(float(count), lambda value: value > limit)
 
 
@@ -186,13 +174,13 @@ def _not_finite(history: History, line: Line, limit: float) -> Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One warning: when it comes, and what a reader needs to know."""
+    """One warning: its condition and its texts."""
 
     name: str
     """As in [health] and in `health/NAME`."""
     check: Check
     says: str
-    """What was found, a format string over {value} and {subject}."""
+    """The finding, a format string over {value} and {subject}."""
     meaning: str
     causes: tuple[str, ...]
     advice: str
@@ -204,17 +192,17 @@ RULES: tuple[Rule, ...] = (
         check=_no_tool_calls,
         says="tools are not called: {value:.2g} calls a trajectory",
         meaning=(
-            "The agent answers without its tools, so nothing about using them is tried, rewarded or"
+            "The agent answers without its tools, so their use is neither tried nor rewarded nor"
             " learned."
         ),
         causes=(
             "the model does not know the call's markup",
-            "answering at once pays as much",
+            "an answer without tools earns as much",
             "the prompt names no tool",
         ),
         advice=(
             "Read a trajectory. Warm up on traces that call (warmup.num_steps), check"
-            " format.system_prompt, or reward what only a tool finds."
+            " format.system_prompt, or reward results that only a tool can find."
         ),
     ),
     Rule(
@@ -227,13 +215,13 @@ RULES: tuple[Rule, ...] = (
         ),
         causes=(
             "tasks all too hard or all too easy",
-            "a reward that cannot tell answers apart",
+            "a reward that is equal for different answers",
             "too few leaves",
             "temperature too low",
         ),
         advice=(
-            "Look at reward/mean: at its top take harder tasks, at its bottom easier ones or a"
-            " warm-up; raise explore.num_leaves or rollout.temperature."
+            "Look at reward/mean: near its maximum take harder tasks, near its minimum easier ones"
+            " or a warm-up; raise explore.num_leaves or rollout.temperature."
         ),
     ),
     Rule(
@@ -258,7 +246,7 @@ RULES: tuple[Rule, ...] = (
         name="policy_still",
         check=_policy_still,
         says="the policy does not move: learning rate in effect {value:.2g}",
-        meaning="Updates change the policy by nothing measurable, although groups have variance.",
+        meaning="Updates do not measurably change the policy, although groups have variance.",
         causes=(
             "learn.lr is 0 or very small",
             "a long learn.lr_warmup_steps",
@@ -274,13 +262,13 @@ RULES: tuple[Rule, ...] = (
         check=_from("rollout/truncated_frac"),
         says="trajectories out of tokens, steps or calls: {value:.0%}",
         meaning=(
-            "Many trajectories end before they answer; they earn what no answer earns, whatever"
-            " they had found."
+            "Many trajectories end before they answer; they earn the reward of no answer,"
+            " whatever they had found."
         ),
         causes=(
             "limits too tight for the tasks",
             "long tool results",
-            "an agent that goes round in circles",
+            "an agent that repeats itself",
         ),
         advice=(
             "See in the viewer which limit ended them (stop reason) and raise that one of"
@@ -293,13 +281,13 @@ RULES: tuple[Rule, ...] = (
         check=_from("rollout/violation_frac"),
         says="trajectories that broke the format: {value:.0%}",
         meaning=(
-            "Most trajectories are thrown away for their markup, so the reward speaks of markup and"
-            " not of answers."
+            "Most trajectories earn the reward of a format violation, so learning is about markup"
+            " and not about answers."
         ),
         causes=(
             "the model has never seen this format",
             "format rules stricter than needed",
-            "a policy that has come apart",
+            "a policy that has collapsed",
         ),
         advice=(
             "Warm up (warmup.num_steps), take format.kind = 'chat' for chat models, or relax"
@@ -321,7 +309,7 @@ RULES: tuple[Rule, ...] = (
         ),
         advice=(
             "The error stands on the failed leaves (viewer: status failed) and in the terminal."
-            " Mend the service, raise the deadline or tools.num_retries."
+            " Repair the service, raise the deadline or tools.num_retries."
         ),
     ),
     Rule(
@@ -334,12 +322,13 @@ RULES: tuple[Rule, ...] = (
         ),
         causes=(
             "entropy never rises after results",
-            "explore.entropy.threshold above what base_prob can reach",
+            "explore.entropy.threshold above the probabilities that base_prob allows",
             "no tool results",
         ),
         advice=(
-            "The tree view says for each step what the rule saw. Lower explore.entropy.threshold,"
-            " raise base_prob or entropy_weight, or open more starts (num_starts)."
+            "The tree view shows the numbers of the rule at each step. Lower"
+            " explore.entropy.threshold, raise base_prob or entropy_weight, or open more starts"
+            " (num_starts)."
         ),
     ),
     Rule(
@@ -399,8 +388,8 @@ RULES: tuple[Rule, ...] = (
         check=_one_sign,
         says="loss of one sign: {value:.1%} of its contributions are positive",
         meaning=(
-            "The loss only raises, or only lowers, what was sampled: raising alone ends in"
-            " collapse, lowering alone in noise."
+            "The loss only raises, or only lowers, the probabilities of sampled tokens: raising"
+            " alone ends in collapse, lowering alone in noise."
         ),
         causes=(
             "loss.learn_from_truncated = false where all bad ones are truncated",
@@ -417,16 +406,16 @@ RULES: tuple[Rule, ...] = (
         check=_tool_failing,
         says="the tool {subject} fails more than usual: {value:.0%} of its calls",
         meaning=(
-            "A tool that used to answer returns errors; the agent learns from a world that is"
-            " broken for now."
+            "A tool that used to answer returns errors; the agent learns from a fault that may be"
+            " temporary."
         ),
         causes=(
             "a service that is down, slow or over its rate",
             "the agent found a call that always fails",
         ),
         advice=(
-            "Filter this update in the viewer by tool error and read the results. Mend the service,"
-            " or stop and resume from the checkpoint before."
+            "Filter this update in the viewer by tool error and read the results. Repair the"
+            " service, or stop and resume from the checkpoint before."
         ),
     ),
     Rule(
@@ -440,15 +429,15 @@ RULES: tuple[Rule, ...] = (
             "its service is down",
         ),
         advice=(
-            "Read such a call in the viewer (filter: tool error). Mend the tool's description or"
-            " service, or warm up on right calls."
+            "Read such a call in the viewer (filter: tool error). Correct the tool's description or"
+            " repair its service, or warm up on right calls."
         ),
     ),
     Rule(
         name="not_finite",
         check=_not_finite,
-        says="{value:.0f} metrics are no finite numbers",
-        meaning="Something blew up: the weights may be lost from here on.",
+        says="{value:.0f} metrics are not finite numbers",
+        meaning="Training has diverged: the weights may be unusable from this update on.",
         causes=(
             "learning rate too high",
             "a reward that returned nan",
