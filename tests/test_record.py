@@ -167,6 +167,9 @@ def test_a_run_is_cut_to_its_checkpoint(tmp_path: Path) -> None:
         "update-000001.jsonl",
         "update-000002.jsonl",
     ]
+    assert sorted(file.stem for file in folder.index_dir.iterdir()) == [
+        file.stem for file in sorted(folder.trees_dir.iterdir())
+    ]
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl has .* bytes"):
         folder.cut_to(2, 10**6)
 

@@ -53,8 +53,10 @@ MOMENTS: dict[str, tuple[str, int, str]] = {
         "before",
     ),
     "learned, not published": ("treegraft.policy.publish:Publisher.publish", 3, "before"),
-    # The settings, two evaluations, the first update, two evaluations, the second update.
-    "half of the trees written": ("treegraft.runs.record:write_atomically", 7, "half"),
+    # The settings; then trees and their index of two evaluations, the first update, two
+    # evaluations, the second update.
+    "half of the trees written": ("treegraft.runs.record:write_atomically", 12, "half"),
+    "half of an index written": ("treegraft.runs.record:write_atomically", 13, "half"),
     "in an evaluation between": ("treegraft.runs.run:write_trees", 5, "before"),
     "a checkpoint written, not renamed": ("treegraft.policy.checkpoint:checksums_of", 8, "after"),
     "a checkpoint renamed, old ones not removed": (

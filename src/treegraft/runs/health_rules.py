@@ -11,32 +11,31 @@ from typing import Any
 
 Line = Mapping[str, Any]
 Found = Mapping[str, float]
-"""What a rule found: the number by subject, such as a tool's name; "" for the run as a whole."""
+"""The findings of a rule: a number by subject, such as a tool's name; "" for the whole run."""
 
 
 @dataclass(slots=True)
 class History:
-    """What the rules know of earlier lines: bounded in size, and a function of the lines alone."""
+    """The part of earlier lines that rules compare with: bounded, and a function of the lines."""
 
     window: int
     first_entropy: float | None = None
-    first_gap: float | None = None
     tools: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     """Calls, failed calls and updates with a call, by tool, before the latest line."""
     recent: deque[Line] = field(default_factory=deque)
     """The lines of the latest updates that sampled, at most `window`, the latest one included."""
 
     def begin(self, line: Line) -> None:
-        """Takes in what rules may compare the line with, itself included."""
-        self.first_entropy = _first(self.first_entropy, line, "learn/entropy")
-        self.first_gap = _first(self.first_gap, line, "learn/engine_gap")
+        """Takes in the line before the rules look at it."""
+        if self.first_entropy is None:
+            self.first_entropy = number(line, "learn/entropy")
         if "rollout/num_trajectories" in line:
             self.recent.append(line)
             while len(self.recent) > self.window:
                 self.recent.popleft()
 
     def end(self, line: Line) -> None:
-        """Takes in what only later lines are compared with."""
+        """Takes in the parts with which only later lines are compared."""
         for name, (calls, share) in tools_of(line).items():
             before = self.tools.get(name, (0.0, 0.0, 0))
             self.tools[name] = (before[0] + calls, before[1] + calls * share, before[2] + 1)
@@ -55,10 +54,6 @@ def number(line: Line, key: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _first(known: float | None, line: Line, key: str) -> float | None:
-    return known if known is not None else number(line, key)
-
-
 def tools_of(line: Line) -> dict[str, tuple[float, float]]:
     """Returns calls and share of failed ones by tool, of tools that were called."""
     start, end = "tools/", "_failure_frac"
@@ -67,15 +62,13 @@ def tools_of(line: Line) -> dict[str, tuple[float, float]]:
     ]
     found = {}
     for name in names:
-        # Lines of metrics that hold a share but no count stand for one call: too few for any
-        # statement.
-        share = number(line, f"{start}{name}{end}")
-        if share is not None:
-            found[name] = (number(line, f"{start}{name}_calls") or 1.0, share)
+        share, calls = number(line, f"{start}{name}{end}"), number(line, f"{start}{name}_calls")
+        if share is not None and calls is not None:
+            found[name] = (calls, share)
     return found
 
 
-# ---------------------------------------------------------------------- what the rules look for
+# ---------------------------------------------------------------------- conditions
 
 Check = Callable[[History, Line, float], Found]
 
@@ -114,12 +107,12 @@ def _entropy_collapse(history: History, line: Line, limit: float) -> Found:
 
 
 def _movement(line: Line) -> float | None:
-    """The learning rate, 0 where there was no gradient; None where nothing was there to learn from,
-    which is another warning.
+    """The learning rate, 0 without a gradient; None where no group had variance, which is another
+    warning.
 
-    Adam divides by the size of the gradient, so that the rate says how far the weights went. KL(old
-    || new) does not: it is seen before the last optimiser step, and is 0 where the groups of the
-    earlier ones had no variance.
+    Adam divides by the size of the gradient, so the rate tells how far the weights moved. KL(old ||
+    new) does not: it is measured before the last optimiser step, and is 0 where the groups of the
+    earlier steps had no variance.
     """
     if (number(line, "learn/skipped_groups_frac") or 0.0) >= 1.0:
         return None
@@ -143,9 +136,6 @@ def _failed(history: History, line: Line, limit: float) -> Found:
 
 def _engine_drift(history: History, line: Line, limit: float) -> Found:
     gap, allowed = number(line, "learn/engine_gap"), number(line, "learn/engine_gap_limit")
-    if allowed is None and history.first_gap is not None:
-        # Runs recorded before the limit was: the looser of the two that it can have been.
-        allowed = max(1e-4, 2.0 * history.first_gap)
     return _whole(gap, lambda value: allowed is not None and value > limit * allowed)
 
 
@@ -175,11 +165,7 @@ def _tool_broken(history: History, line: Line, limit: float) -> Found:
 
 
 def _not_finite(history: History, line: Line, limit: float) -> Found:
-    # A line read back for a page holds such a number as its name.
-    count = sum(
-        isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value))
-        for value in line.values()
-    )
+    count = sum(isinstance(value, float) and not math.isfinite(value) for value in line.values())
     return _whole(float(count), lambda value: value > limit)
 
 
@@ -188,13 +174,13 @@ def _not_finite(history: History, line: Line, limit: float) -> Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One warning: when it comes, and what a reader needs to know."""
+    """One warning: its condition and its texts."""
 
     name: str
     """As in [health] and in `health/NAME`."""
     check: Check
     says: str
-    """What was found, a format string over {value} and {subject}."""
+    """The finding, a format string over {value} and {subject}."""
     meaning: str
     causes: tuple[str, ...]
     advice: str

@@ -31,7 +31,6 @@ from treegraft.core.types import (
     BranchCause,
     BranchDecision,
     BudgetState,
-    Cause,
     ContinuationCause,
     EntropyKind,
     GraftCause,
@@ -55,6 +54,7 @@ CAUSES: Mapping[str, type[Any]] = {
     "branch": BranchCause,
     "graft": GraftCause,
 }
+_KINDS = {cause: kind for kind, cause in CAUSES.items()}
 SAMPLED_COLUMNS = ("sampling_logprobs", "entropies", "old_logprobs", "ratios")
 """Columns written for sampled tokens only."""
 FILLERS = {"sampling_logprobs": 0.0, "entropies": 0.0, "old_logprobs": 0.0, "ratios": 1.0}
@@ -108,7 +108,7 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "stop_reason": step.stop_reason,
         "violation": step.violation,
         "policy_version": step.policy_version,
-        "cause": None if cause is None else {"kind": _cause_kind(cause), **asdict(cause)},
+        "cause": None if cause is None else {"kind": _KINDS[type(cause)], **asdict(cause)},
         "decision": None if step.decision is None else asdict(step.decision),
         "lesson_ids": step.lesson_ids,
         "advantage": step.advantage,
@@ -122,10 +122,6 @@ def step_to_dict(step: Step) -> dict[str, Any]:
             else [v for v, sampled in zip(column, mask, strict=True) if sampled]
         )
     return data
-
-
-def _cause_kind(cause: Cause) -> str:
-    return next(kind for kind, made in CAUSES.items() if type(cause) is made)
 
 
 def tree_from_json(line: str | bytes) -> Tree:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from treegraft.runs.record import RunFolder, read_metrics
@@ -27,12 +27,10 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[tuple[str, list[flo
         (key for key in ACCURACIES if any(key in line for run in runs for line in run)),
         ACCURACIES[0],
     )
-    updates = sorted({int(line["update"]) for run in runs for line in run if key in line})
-    rows = [(f"update {update}", [_at(run, update, key) for run in runs]) for update in updates]
+    accuracies = [{int(line["update"]): line[key] for line in run if key in line} for run in runs]
+    updates = sorted({update for one in accuracies for update in one})
+    rows: list[tuple[str, list[float | None]]]
+    rows = [(f"update {update}", [one.get(update) for one in accuracies]) for update in updates]
     for cost in COSTS:
         rows.append((cost, [sum(line.get(cost, 0.0) for line in run) for run in runs]))
     return key, rows
-
-
-def _at(run: Sequence[Mapping[str, float]], update: int, key: str) -> float | None:
-    return next((line[key] for line in run if line["update"] == update and key in line), None)

@@ -99,12 +99,10 @@ def accuracy_band(records: Sequence[Record], key: str) -> list[Point]:
     if not num_eval:
         return found
     return [
-        one if one.num > 1 else _with_interval(one, *wilson(one.mean, num_eval)) for one in found
+        one if one.num > 1 else replace(one, low=low, high=high)
+        for one in found
+        for low, high in [wilson(one.mean, num_eval)]
     ]
-
-
-def _with_interval(one: Point, low: float, high: float) -> Point:
-    return replace(one, low=low, high=high)
 
 
 def spent(lines: Sequence[Line], cost: str) -> dict[int, float]:

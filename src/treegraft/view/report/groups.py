@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,20 +167,22 @@ def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[s
     firsts = [members[0] for members in groups]
     unnamed = [record for record in firsts if record.label is None]
     names = differing([record.settings for record in unnamed])
-    common = {
-        name: _majority([_value(record.settings, name) for record in unnamed]) for name in names
-    }
+    common: dict[str, str | None] = {}
+    for name in names:
+        values = Counter(_value(record.settings, name) for record in unnamed)
+        value, count = values.most_common(1)[0]
+        common[name] = value if count > len(unnamed) / 2 else None
     by_panel = [name for name in names if name.startswith("tasks.") and name not in EXPERT]
     names = [name for name in names if name not in by_panel]
     labels = [
         one[0].label if one[0].label is not None else _label(one, names, common) for one in groups
     ]
-    return list(_unique(labels, panels))
-
-
-def _majority(values: Sequence[str]) -> str | None:
-    value, count = Counter(values).most_common(1)[0]
-    return value if count > len(values) / 2 else None
+    counts: Counter[tuple[str, str]] = Counter()
+    for place, at in enumerate(zip(panels, labels, strict=True)):
+        counts[at] += 1
+        if counts[at] > 1:
+            labels[place] = f"{at[1]} ({counts[at]})"
+    return labels
 
 
 def _label(
@@ -199,13 +201,6 @@ def _label(
         or "common settings"
     )
     return said if len(said) <= _MOST else said[: _MOST - 1] + "…"
-
-
-def _unique(labels: Sequence[str], panels: Sequence[str]) -> Iterator[str]:
-    counts: Counter[tuple[str, str]] = Counter()
-    for label, panel in zip(labels, panels, strict=True):
-        counts[panel, label] += 1
-        yield label if counts[panel, label] == 1 else f"{label} ({counts[panel, label]})"
 
 
 def short(name: str, names: Sequence[str]) -> str:

@@ -9,8 +9,9 @@ evaluation {"update": n, "accuracy": share, any metric summed so far ...}.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,12 @@ def read_records(paths: Sequence[str]) -> list[Record]:
                 f"'{path}' is given with two labels; a run belongs to one. Give it once."
             )
         records += list(read_study(path, label)) if path.is_file() else [read_run(path, label)]
-    return _with_unique_names(records)
+    counts = Counter[str]()
+    for place, record in enumerate(records):
+        counts[record.name] += 1
+        if counts[record.name] > 1:
+            records[place] = replace(record, name=f"{record.name} ({counts[record.name]})")
+    return records
 
 
 def split_label(typed: str) -> tuple[str | None, Path]:
@@ -81,18 +87,6 @@ def split_label(typed: str) -> tuple[str | None, Path]:
     if not sign or not label.strip() or Path(typed).exists():
         return None, Path(typed)
     return label.strip(), Path(rest)
-
-
-def _with_unique_names(records: Sequence[Record]) -> list[Record]:
-    from dataclasses import replace
-
-    counts: dict[str, int] = {}
-    found = []
-    for record in records:
-        counts[record.name] = counts.get(record.name, 0) + 1
-        number = counts[record.name]
-        found.append(record if number == 1 else replace(record, name=f"{record.name} ({number})"))
-    return found
 
 
 # ---------------------------------------------------------------------- run folders

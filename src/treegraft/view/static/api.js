@@ -1,4 +1,4 @@
-// What the server says, and where pages are. A page's address holds all that it shows.
+// Requests to the server, and addresses of pages. An address holds all that its page shows.
 
 export async function get(path, query) {
   const asked = new URLSearchParams();

@@ -1,4 +1,4 @@
-// The Step-Trace Buffer: what other agents did, by words or by nearness, and where it was grafted.
+// The Step-Trace Buffer: steps of other agents, found by text or by similarity, and their grafts.
 
 import { fileTitle, get, here, note, runPath, to } from "./api.js";
 import { flat, h, num, plain, plural, replace } from "./dom.js";
@@ -76,7 +76,7 @@ export async function tracePage(page, { run }, hash) {
     h("h1", null, `A trace of ${plain(trace.source)}`),
     h("p", { class: "findings" }, h("span", null, `step ${trace.position} of its trajectory`), h("span", null, `its trajectory earned ${num(trace.reward)}`), h("span", null, h("a", { href: to.buffer(run, { task: trace.task_id }) }, plain(trace.task_id) || "no task")), trace.terminal && h("span", null, "holds the answer"), trace.is_evicted && h("span", { class: "warn" }, "evicted since"), h("span", null, h("a", { href: to.buffer(run, { q: trace.key, near: "1" }) }, "traces with a history like this"))),
     h("div", { class: "tracepage" },
-      h("section", null, h("h2", null, "Its history and what it did"), h("pre", { class: "foreign key" }, plain(trace.key)), h("article", { class: "step graft by-retrieved sel" }, said(trace)),
+      h("section", null, h("h2", null, "Its history and its step"), h("pre", { class: "foreign key" }, plain(trace.key)), h("article", { class: "step graft by-retrieved sel" }, said(trace)),
         h("h2", null, "The whole trajectory"), trace.steps.map((step) => h("article", { class: `step by-retrieved${step.hash === hash ? " sel" : ""}` }, h("header", null, h("a", { href: to.trace(run, step.hash) }, `step ${step.position}`), step.terminal && h("span", { class: "dim" }, "holds the answer")), said(step)))),
       h("section", null, h("h2", null, "Where it was grafted"), where)));
   const shown = [];

@@ -53,7 +53,7 @@ function places(tree, room) {
   return { at, column, chip, scale, isOneTool: tools.size === 1, width, height: TOP + row * next };
 }
 
-// Two arcs of a ring would be four numbers each; a dashed circle per origin says the same.
+// A dashed circle per origin takes fewer numbers than arcs of a ring.
 function ring(step, r) {
   const around = 2 * Math.PI * r;
   const total = Object.values(step.origins).reduce((a, b) => a + b, 0) || 1;
@@ -66,7 +66,7 @@ function ring(step, r) {
   });
 }
 
-// Where columns are narrow a mark says less, so that it does not run into the next; hovering and the transcript say all.
+// In narrow columns a mark is shortened, so that it does not run into the next; hovering and the transcript show all.
 function causeMark(step, column) {
   const cause = step.cause;
   const isBrief = column < 112;
@@ -80,7 +80,7 @@ function causeMark(step, column) {
 
 function node(step, place, column, { isOneTool, isLeaf }) {
   const r = radius(step);
-  // Ids grow with depth, so a node says its own part: 0.4, then .0, is step 0.4.0.
+  // Ids grow with depth, so a node shows its last part: 0.4, then .0, is step 0.4.0.
   const part = step.depth < 2 ? step.id : `.${step.id.split(".").at(-1)}`;
   // Nothing stands to the right of a leaf.
   const most = isLeaf ? 24 : Math.max(6, Math.floor((column - r - 11 - 5.2 * part.length) / 6.3));

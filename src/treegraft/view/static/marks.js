@@ -70,7 +70,7 @@ export function comparison(seen, isBrief) {
 
 const short = (value, digits) => value.toFixed(digits).replace(/^0\./, ".");
 
-// The comparison that decided: what had to be exceeded is a threshold or the coin that was tossed.
+// The comparison that decided: p had to exceed a threshold or a random number.
 function decided(seen, holds) {
   if (seen.bar === null || seen.bar === undefined) return `probability ${num(seen.probability, 4)}`;
   const bar = seen.rule === "bernoulli" ? "the coin" : "the threshold";
@@ -92,7 +92,7 @@ export function causeWords(step) {
   if (cause.kind === "start") return "a start: a first-level rollout";
   if (cause.kind === "continuation") return "the ordinary next step of its parent";
   if (cause.kind === "branch") return `a branch: after the result above it the policy's entropy changed by ${signed(cause.entropy_change, 4)} against the start of the trajectory; ${decided(cause, true)} (rule “${plain(cause.rule)}”)`;
-  return `a graft: retrieved from “${plain(cause.source)}”, who wrote it on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${num(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
+  return `a graft: retrieved from “${plain(cause.source)}”, written on ${plain(cause.task_id) || "an unnamed task"}; similarity ${num(cause.similarity, 4)}, its trajectory earned ${num(cause.reward)}${cause.num_cut ? `; ${cause.num_cut} tokens were cut from its left for want of room` : ""}`;
 }
 
 // `isBrief`: without the tool's name, where there is but one.

@@ -1,4 +1,4 @@
-// The overview: what matters of one run or of several, over each other.
+// The overview: the main metrics of one run or of several, over each other.
 
 import { get, note, runPath, to } from "./api.js";
 import { chart, runColour, smooth, wilson } from "./charts.js";
@@ -158,7 +158,7 @@ export async function overview(page, { runs, query, go }) {
     grid.dataset.points = String(shown.reduce((sum, run) => sum + run.lines.length, 0));
   }
 
-  // A warning with the updates it stood in, what it means and what to do.
+  // A warning with the updates in which it stood, its meaning and advice.
   function episodes(run, isNamed) {
     const found = new Map();
     for (const line of run.lines) for (const one of line.warnings) found.set(one.name, [...(found.get(one.name) ?? []), { update: line.update, ...one }]);

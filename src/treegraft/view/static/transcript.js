@@ -1,4 +1,4 @@
-// A path to read: who wrote each step and why it is there, then what it says; markup is folded away.
+// A path to read: the author and the cause of each step, then its content; markup is folded away.
 
 import { to } from "./api.js";
 import { author, causeWords, refusalWords, STATUS_WORDS } from "./marks.js";
@@ -36,7 +36,7 @@ export function stepFacts(step, leaf, numBelow = 1) {
 
 const isBelow = (leaf, step) => leaf.step_id === step.id || leaf.step_id.startsWith(`${step.id}.`);
 
-// What the leaves below a step earned, and those of the group that do not hold it.
+// Rewards of the leaves below a step, and of the other leaves of the group.
 function belowWords(step, tree) {
   const scored = tree.leaves.filter((leaf) => leaf.reward !== null);
   const [below, others] = [scored.filter((leaf) => isBelow(leaf, step)), scored.filter((leaf) => !isBelow(leaf, step))];
@@ -47,7 +47,7 @@ function belowWords(step, tree) {
   return `Mean reward: ${mean(below)} over ${plural(below.length, "leaf", "leaves")} below it, ${itself}${mean(others)} over the ${others.length} others of the group.`;
 }
 
-// What happened around a graft, beside what happens without one: a change alone is no effect of it.
+// Entropies around a graft beside those without one: a change alone does not show its effect.
 function graftWords(step, tree, effect) {
   const peers = tree.peers[step.id];
   const found = [];
@@ -85,7 +85,7 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
     notes, body, details);
 }
 
-// By what the retrieval reward multiplied a leaf's advantage; null where it did not.
+// The factor of the retrieval reward in a leaf's advantage; null without one.
 export function retrievalFactor(leaf) {
   const own = leaf.outcome_advantage;
   if (leaf.advantage === null || !own || Math.abs(own - leaf.advantage) <= 1e-9) return null;

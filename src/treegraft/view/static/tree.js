@@ -33,7 +33,7 @@ function bestWords(tree) {
   return `Best: ${leafNames(ties)}, ${leaf.is_correct ? "✓ correct, " : ""}reward ${num(leaf.reward)} (${rank}; group mean ${num(mean(scored.map(([, one]) => one.reward)))})`;
 }
 
-// The leaf that learning makes less likely by most, and what made it so; null where none is.
+// The leaf that learning makes less likely by most, with the reason; null without one.
 function pushedDown(tree) {
   const numbers = [...tree.leaves.keys()].filter((n) => tree.leaves[n].advantage < 0 && tree.leaves[n].has_loss);
   if (!numbers.length) return null;
@@ -45,7 +45,7 @@ function pushedDown(tree) {
   return { leaf: lowest[0], words: `Pushed down most: ${leafNames(lowest)}, ${signed(least)}: reward ${num(leaf.reward)}${leaf.outcome_advantage < 0 ? " is below the mean" : ""}${why}` };
 }
 
-// One line; what the marks mean unfolds.
+// One line; the meanings of the marks unfold.
 function drawingLegend(tree) {
   const has = (test) => tree.steps.some(test);
   const item = (mark, words, name) => h("div", null, h("b", { class: name ?? null }, mark), " ", words);
@@ -54,11 +54,11 @@ function drawingLegend(tree) {
     h("summary", null, ORIGINS.map((name) => h("span", null, h("i", { class: `dot by-${name}` }), name)), h("span", { class: "branchword" }, "├ branch"), h("span", null, "⊘ none opened"), h("span", { class: "graftword" }, "◆ graft"), h("span", { class: "unfold" }, "what the marks mean")),
     item("ring", "who wrote a step's tokens; the larger a node, the more of them"),
     item("0.4 .0", "a step's id, read along its path: .0 below 0.4 is step 0.4.0"),
-    has((one) => one.cause?.kind === "branch" || one.decision) && item("├ p .53>.38", "a branch was opened: its probability p exceeded what it had to (p follows from the change of entropy; hover for both)", "branchword"),
+    has((one) => one.cause?.kind === "branch" || one.decision) && item("├ p .53>.38", "a branch was opened: its probability p exceeded its limit (p follows from the change of entropy; hover for both)", "branchword"),
     has((one) => one.decision) && item("⊘ p .53≤.75", "the explorer looked here and opened none"),
     has((one) => one.decision) && item("⊘ budget", "p exceeded it, but the group's budget of leaves was spent"),
-    rules.has("bernoulli") && item("coin", "what p is compared with: a number drawn evenly from 0 to 1, anew each time (rule “bernoulli”)"),
-    [...rules].some((one) => one !== "bernoulli") && item("limit", `what p is compared with: a fixed threshold (rule “${plain([...rules].find((one) => one !== "bernoulli"))}”)`),
+    rules.has("bernoulli") && item("coin", "p is compared with a number drawn uniformly from 0 to 1, anew each time (rule “bernoulli”)"),
+    [...rules].some((one) => one !== "bernoulli") && item("limit", `p is compared with a fixed threshold (rule “${plain([...rules].find((one) => one !== "bernoulli"))}”)`),
     has((one) => one.cause?.kind === "graft") && item("◆ expert sim 1", "a step retrieved from that source's traces, and how similar its history is (1: the same)", "graftword"),
     item("✓ 1", "right (✗ wrong, · not judged), with the reward; ★ the best"),
     item("bar", "a leaf's advantage: to the right it is made likelier, to the left less likely"));
@@ -118,7 +118,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   // ---- the drawing
   let drawing = null;
   function draw() {
-    // The drawing gets what it can use, the path what it needs to be read.
+    // The drawing gets its usual width, between a half and 62 % of the window.
     const all = panes.clientWidth;
     const wanted = widths(tree).usual * (all > 1900 ? 1.4 : 1) + 30;
     panes.style.gridTemplateColumns = `${Math.round(Math.max(0.5 * all, Math.min(0.62 * all, wanted)))}px minmax(0, 1fr)`;
@@ -182,7 +182,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   }
   const other = () => tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward) >= 0 ? tree.leaves.findIndex((one, k) => k !== leaf && one.reward !== tree.leaves[leaf].reward) : leaf === 0 ? 1 : 0;
 
-  // ---- what can be done
+  // ---- actions
   async function choose(which, which_step) {
     leaf = which;
     step = which_step;

@@ -1,4 +1,4 @@
-// Two leaves of a group side by side: what they share folded, where they part marked.
+// Two leaves of a group side by side: common steps folded, the first difference marked.
 
 import { fileTitle, get, note, runPath, to } from "./api.js";
 import { h, num, plain, plural, replace, signed } from "./dom.js";
@@ -100,7 +100,7 @@ export async function versus(page, { run, query, go }, file, n) {
       ["k ArrowUp", "leaf before on the right", () => step(-1)],
       ["x", "swap sides", swap],
       ["t", "tokens or text", toggle],
-      ["e", "unfold what they share", () => { const d = place.querySelector("details.common"); d.open = !d.open; }],
+      ["e", "unfold common steps", () => { const d = place.querySelector("details.common"); d.open = !d.open; }],
       ["0 1 2 3 4 5", "overlay on tokens", (key) => paint(OVERLAYS[Number(key)].id)],
     ],
   };
