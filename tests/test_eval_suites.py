@@ -26,6 +26,7 @@ from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
 from treegraft.runs.record import tree_to_json
+from treegraft.settings.config import renamed
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
 
@@ -415,6 +416,11 @@ def test_more_time_is_no_other_evaluation(agent: tuple[Path, Path], tmp_path: Pa
     sets = load_sets(parse_names(plan.suite), data_dir=agent[1])
     # Folders made by 0.3 hold the deadlines.
     EvalFolder.open(tmp_path / "e", {**asked, "rollout.deadline_s": 600.0}, sets).close()
+    # One made by 0.6 has the settings of the native engine in [engine].
+    former = {old: asked[new] for old, new in renamed().items()}
+    others = {name: value for name, value in asked.items() if name not in renamed().values()}
+    EvalFolder.open(tmp_path / "former", others | former, sets).close()
+    EvalFolder.open(tmp_path / "former", asked, sets).close()
     EvalFolder.open(tmp_path / "e", asked, sets).close()
 
 

