@@ -30,7 +30,6 @@ from treegraft.policy.learn.pack import (
     num_lesson_tokens,
     num_tree_tokens,
     pack_trees,
-    pack_with_lessons,
     plan_packs,
     split_tree,
 )
@@ -76,7 +75,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAU
 
 @dataclass(frozen=True, slots=True)
 class _Pack:
-    """Trees of one forward and backward pass with what was computed for them."""
+    """Trees of one forward and backward pass with their scores."""
 
     indices: tuple[int, ...]
     """Which of the update's trees each part of the batch is of."""
@@ -141,8 +140,7 @@ class Learner:
 
     @torch.no_grad()
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Returns the trees with exact entropies around grafts, which the retrieval reward is made
-        of.
+        """Returns the trees with exact entropies around grafts, for the retrieval reward.
 
         An engine that knows its top-k entropies only leaves the steps before and after a graft to
         be scored here, at the temperature they were sampled at. Trees without such a step come back
@@ -182,11 +180,11 @@ class Learner:
             num_tree_tokens(part) + (num_lesson_tokens(part) if takes_lessons else 0)
             for _, part in parts
         ]
-        pack = pack_with_lessons if takes_lessons else pack_trees
         batches = []
         for group in plan_packs(sizes, limit):
-            owners = tuple(parts[n][0] for n in group)
-            batches.append((owners, pack([parts[n][1] for n in group], device=self.device)))
+            owners, chosen = zip(*(parts[n] for n in group), strict=True)
+            batch = pack_trees(chosen, device=self.device, takes_lessons=takes_lessons)
+            batches.append((owners, batch))
         return batches
 
     def _scores_of(
@@ -281,7 +279,7 @@ class Learner:
     ) -> list[_Pack]:
         """Returns the packs with their old log-probabilities, for steps of later epochs."""
         # Of all packs of the step at once: each pack's loss is then a share of one sum, so neither
-        # the split into packs nor their order changes what the gradients add up to.
+        # the split into packs nor their order changes the sum of the gradients.
         denominators = self._denominators([trees[index] for index in part])
         done = []
         for pack in packs:
@@ -346,6 +344,8 @@ class Learner:
             shaping_factor(path.leaf.retrieved_frac, settings.shaping_weight)
             for path in batch.paths
         ]
+        # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
+        # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
         terms = clipped_surrogate(
             new,

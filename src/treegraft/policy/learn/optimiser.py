@@ -89,7 +89,7 @@ class MasterAdamW:
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores `state()`; a KeyError names what is missing."""
+        """Restores `state()`; a KeyError names the missing entry."""
         self.num_steps = int(state["num_steps"])
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):

@@ -1,8 +1,8 @@
 """Warm-up: supervised fine-tuning on traces, with a dial for how willing the agent is to go on.
 
 A demonstration is a tree of one path, so it goes through the same packing and the same scores as
-reinforcement learning. Loss falls on what the agent wrote; the token that decides between going on
-and answering can be left out (skill without propensity) or shown with a chosen frequency
+reinforcement learning. Loss falls on the agent's own tokens; the token that decides between going
+on and answering can be left out (skill without propensity) or shown with a chosen frequency
 (propensity without touching skill).
 """
 
