@@ -1,4 +1,4 @@
-"""RAPO's mathematics: how much a graft helped, and what that does to advantages and ratios."""
+"""RAPO's mathematics: how much a graft helped, and its effect on advantages and ratios."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of what an explorer may do it did: branches and grafts that were planned and never
+"""How far an explorer's possibilities were used: branches and grafts that were planned and never
 came."""
 
 from __future__ import annotations
