@@ -41,7 +41,7 @@ NAMES = {
 }
 
 SIGNATURES = {
-    "treegraft.policy.learn.pack:pack_trees": ["trees", "*device"],
+    "treegraft.policy.learn.pack:pack_trees": ["trees", "*device", "*takes_lessons"],
     "treegraft.policy.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
     "treegraft.algo.advantages:group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
     "treegraft.algo.rapo:retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],

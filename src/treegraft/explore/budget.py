@@ -97,6 +97,7 @@ class Rounds:
         self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
     ) -> None:
         """Keeps the wish until its round is complete."""
+        # A probe that comes after its leaf has ended: the round may be granted already.
         if leaf not in self._reached:
             return
         self._reached[leaf] = round
@@ -109,8 +110,11 @@ class Rounds:
 
     def advance(self) -> list[Grant]:
         """Returns the grants of the earliest complete round that gets any."""
+        # Without live leaves every round is complete.
         complete = min(self._reached.values(), default=max(self._wishes, default=0))
         for number in sorted(round for round in self._wishes if round <= complete):
+            # Wishes lie in the order of arrival, which latencies decide; ties of entropy keep the
+            # order in the tree.
             wishes = sorted(self._wishes.pop(number), key=lambda wish: wish[0])
             if self._ranking == "entropy":
                 wishes.sort(key=lambda wish: -wish[1].cause.entropy_change)
@@ -133,6 +137,7 @@ class Shares:
 
     def __init__(self, budget: Budget, num_starts: int) -> None:
         self._budget = budget
+        # Less one: the start is itself a leaf of its part.
         self._parts = [
             budget.max_leaves // num_starts + (number < budget.max_leaves % num_starts) - 1
             for number in range(num_starts)

@@ -107,6 +107,7 @@ class OpenTree:
 
     def next_id(self, parent: str) -> str:
         """Returns the id of a new child of `parent`; ordinals count up in the order of asking."""
+        # Of asking, which the loop keeps free of latencies: noise is keyed by these ids.
         ordinal = self._children.get(parent, 0)
         self._children[parent] = ordinal + 1
         return f"{parent}.{ordinal}"

@@ -106,6 +106,7 @@ class Learner:
         _check_head(model)
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
         """Why trees are run row by row; None where they are packed."""
+        # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if self.packing_problem is None:
             install_attention(model)
         self._head = Head(model)
@@ -254,6 +255,7 @@ class Learner:
     def _is_learned(self, tree: Tree) -> bool:
         if _has_signal(tree) or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
             return True
+        # Without an advantage, the KL term alone still pulls to the reference.
         return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
 
     def _packs(self, trees: Sequence[Tree], part: Sequence[int]) -> list[_Pack]:
@@ -319,6 +321,7 @@ class Learner:
 
     def _factors(self, batch: TreeBatch, denominators: Denominators) -> torch.Tensor:
         """[N] the factor of every contribution of each trajectory."""
+        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
         owners = batch.trajectories[batch.carries_loss]
         lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
         weights = torch.tensor(
@@ -357,6 +360,7 @@ class Learner:
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
+        # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.
         if settings.engine_ratio_cap is not None:
             sampled_at = batch.sampling_logprobs.index_select(0, tokens)
             weights, is_capped = engine_correction(

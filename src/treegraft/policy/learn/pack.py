@@ -207,6 +207,7 @@ class _Packer:
         index = iter(unique)
         advantage = credit(step, path.leaf)
         for is_sampled, carries in zip(step.sampled_mask, step.loss_mask, strict=True):
+            # Also those without loss: diagnostics and the record go over every sampled token.
             if is_sampled:
                 self.tokens.append(next(index))
                 self.trajectories.append(len(self.paths))

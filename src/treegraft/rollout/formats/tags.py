@@ -192,13 +192,24 @@ class TagsFormat(MarkedFormat):
         position = 0
         while reading.name is None:
             opening = self._tag.search(text, position)
-            self._check_gap(
-                text[position : opening.start() if opening else len(text)], is_last=opening is None
+            outside = text[position : opening.start() if opening else len(text)].strip()
+            # A step that ran out of tokens may end inside an opening tag.
+            may_become_tag = opening is None and any(
+                f"<{name}>".startswith(outside) for name in self._names
             )
+            if outside and not may_become_tag:
+                raise Violation("text outside tags")
             if opening is None:
                 return
             name = opening[2]
-            self._check_opening(opening, reading)
+            if name in NOT_THE_AGENTS:
+                raise Violation(f"{opening[0]} is not the agent's to write")
+            if opening[1]:
+                raise Violation(f"{opening[0]} without <{name}>")
+            if name == THINK and reading.thought is not None:
+                raise Violation("a second thought")
+            if name != THINK and self._require_think and reading.thought is None:
+                raise Violation(f"no thought before <{name}>")
             closing = self._tag.search(text, opening.end())
             if closing is None:
                 return
@@ -212,24 +223,6 @@ class TagsFormat(MarkedFormat):
                 reading.thought = body.strip()
             else:
                 reading.name, reading.body, reading.end = name, body, position
-
-    def _check_gap(self, gap: str, *, is_last: bool) -> None:
-        outside = gap.strip()
-        if not outside:
-            return
-        may_become_tag = is_last and any(f"<{name}>".startswith(outside) for name in self._names)
-        if not may_become_tag:
-            raise Violation("text outside tags")
-
-    def _check_opening(self, tag: re.Match[str], reading: _Reading) -> None:
-        if tag[2] in NOT_THE_AGENTS:
-            raise Violation(f"{tag[0]} is not the agent's to write")
-        if tag[1]:
-            raise Violation(f"{tag[0]} without <{tag[2]}>")
-        if tag[2] == THINK and reading.thought is not None:
-            raise Violation("a second thought")
-        if tag[2] != THINK and self._require_think and reading.thought is None:
-            raise Violation(f"no thought before <{tag[2]}>")
 
     # Results, foreign steps, and steps as the agent would have written them
 
@@ -304,7 +297,11 @@ class TagsFormat(MarkedFormat):
         whose braces do not balance.
         """
         text = self._step_text(content)
-        ids = self._encode_own(text)
+        # Split, so that no text becomes a special token; but where our tags are special tokens of
+        # the tokenizer, that would tear them apart.
+        split = not self._specials.is_markup_special
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
+        ids = list(ids)
         parsed = self.parse_step(ids)
         if (
             parsed.violation is not None
@@ -316,13 +313,6 @@ class TagsFormat(MarkedFormat):
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
             ids.append(self._tokenizer.eos_token_id)
         return self._spans(ids, content.observations)
-
-    def _encode_own(self, text: str) -> list[int]:
-        # Where our tags are special tokens of the tokenizer, splitting those would tear them apart.
-        split = not self._specials.is_markup_special
-        return list(
-            self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
-        )
 
     def _step_text(self, content: StepContent) -> str:
         texts = [content.thought, content.answer or "", *(call.body for call in content.calls)]
