@@ -58,7 +58,7 @@ def chunked_scores(
     for rows, wanted, scale in zip(
         hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True
     ):
-        # The logits of a single chunk may stay for the backward pass; those of several would add up.
+        # A single chunk's logits may stay for the backward pass; those of several would add up.
         if len(rows) < len(hidden) and hidden.requires_grad:
             parts.append(checkpoint(_scores, head, rows, wanted, scale, use_reentrant=False))
         else:
