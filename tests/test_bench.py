@@ -11,10 +11,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from benchmarks.speed import growth, measure
 from benchmarks.speed.__main__ import bench_app
 from benchmarks.speed.growth import curve_rows, planned_tree
 from benchmarks.speed.measure import (
@@ -37,6 +39,7 @@ from typer.testing import CliRunner
 from treegraft.cli.profile import Line, Recorder
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.policy.kernels.engine import kernels_for
+from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.load import load_model
 from treegraft.settings.policy import ModelSettings, TinySettings
 
@@ -279,16 +282,55 @@ def test_buffer(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpoint:FutureWarning")  # transformers renames it
-def test_growth(tmp_path: Path) -> None:
+def test_growth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that each part's own work turns on by a power of its size, every curve gives that
+    power back, and leaves that share the same tokens take the same time."""
+    now = [0.0]
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    learn, sample, grow_plan, search = (
+        growth._Learning._run,
+        growth.OurEngine.group,
+        growth.grow_plan,
+        growth.search_rows,
+    )
+
+    def learned(self: Any, batch: TreeBatch) -> None:
+        learn(self, batch)
+        now[0] += batch.num_tokens**1.5
+
+    def sampled(self: Any, prompt: Any, rows: int, tokens: int, *rest: Any) -> Any:
+        found = sample(self, prompt, rows, tokens, *rest)
+        now[0] += (len(prompt) + rows * tokens) ** 0.5
+        return found
+
+    async def grown(complete: Any, plan: Any, prompt: Any, *rest: Any) -> int:
+        counted = await grow_plan(complete, plan, prompt, *rest)
+        now[0] += (len(prompt) + plan.num_tokens) ** 0.75
+        return counted
+
+    def searched(vectors: Any, *rest: Any) -> Any:
+        now[0] += len(vectors) ** 0.25
+        return search(vectors, *rest)
+
+    monkeypatch.setattr(growth._Learning, "_run", learned)
+    monkeypatch.setattr(growth.OurEngine, "group", sampled)
+    monkeypatch.setattr(growth, "grow_plan", grown)
+    monkeypatch.setattr(growth, "search_rows", searched)
     rows = bench(tmp_path, "growth")["rows"]
-    exponents = [row for row in rows if "exponent" in row["what"]]
-    assert len(exponents) == 7 and all(row["ratio"] == row["ours"] for row in exponents)
-    firsts = [
-        row
-        for row in rows
-        if row["what"].startswith(f"{row['against'].split(',')[0]}") or row["ratio"] == 1.0
-    ]
-    assert len(firsts) >= 7  # the smallest of a curve is what the others are held against
+    powers = {row["what"].split(",")[0]: row["ours"] for row in rows if "exponent" in row["unit"]}
+    assert powers == pytest.approx(
+        {
+            "learning by group": 1.5,
+            "learning by depth": 1.5,
+            "learning by context": 1.5,
+            "sampling by group": 0.5,
+            "sampling by depth": 0.75,
+            "sampling by context": 0.5,
+            "4 searches of the buffer": 0.25,
+        }
+    )
+    leaves = [row["ratio"] for row in rows if "leaves of the same" in row["against"]]
+    assert leaves == [1.0, 1.0]
 
 
 def test_planned_trees_are_what_the_plan_says() -> None:

@@ -1,5 +1,5 @@
 """FlexAttention over packed trees: exact against a dense mask, refused where it is not.
-test_learner runs the laws through it."""
+test_packed_equals_separate runs the laws through it."""
 
 from __future__ import annotations
 

@@ -313,7 +313,7 @@ def test_only_the_first_child_after_a_result_probes() -> None:
 
     grow(
         make(
-            Remembering(num_starts=1, probe_tokens=1),
+            Remembering(EntropySettings(num_starts=1, probe_tokens=1), vocab_size=100),
             three_searches,
             entropy=unsure_after_results,
             num_leaves=8,
@@ -348,7 +348,7 @@ def test_an_explorer_that_fails_is_data_on_its_leaf() -> None:
                 raise LookupError("no such rule")
             return None
 
-    tree = grow(make(Broken(num_starts=4, probe_tokens=1)))
+    tree = grow(make(Broken(EntropySettings(num_starts=4, probe_tokens=1), vocab_size=100)))
     assert [leaf.status for leaf in tree.leaves].count(Status.FAILED) == 1
     assert tree.leaves[0].error == "LookupError: no such rule"
 

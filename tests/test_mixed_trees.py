@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.families import build_model
-from tests.test_learner import WAYS, attend_by, distance, gradient_of, make_learner
+from tests.slow_learner import WAYS, attend_by, distance, gradient_of, make_learner
 from tests.trees import Part, build_tree, mixed_trees
 
 from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import EntropyKind, Origin, Status, Trajectory, Tree
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn.learner import token_scores
-from treegraft.policy.learn.pack import pack_trees, pack_with_lessons
+from treegraft.policy.learn.pack import pack_trees
 from treegraft.runs.metrics import check_known
 from treegraft.settings.policy import LossSettings
 
@@ -286,7 +286,7 @@ def test_scores_of_samples_and_lessons_are_those_of_plain_passes(path_kind: str)
     trees = credited([build_tree(RICH, seed=1), build_tree(SMALL, seed=2)], Rules(loss_settings()))
     model = build_model("llama")
     learner, _ = make_learner(build_model("llama"))
-    batch = pack_with_lessons(trees)
+    batch = pack_trees(trees, takes_lessons=True)
     assert batch.lessons is not None
     with torch.no_grad():
         logprobs, entropies, taught = learner.scores_with_lessons(batch)
@@ -364,7 +364,7 @@ def test_law_4_no_gradient_from_retrieved_tokens() -> None:
     sources = {int(batch.sources[token]) for token in loss_tokens}
     assert gradient_rows(loss_settings(), trees) == sources
     pulled = gradient_rows(loss_settings(graft_coef=1.0), trees)
-    taught = pack_with_lessons(trees)
+    taught = pack_trees(trees, takes_lessons=True)
     assert taught.lessons is not None
     own = {int(taught.sources[token]) for token in loss_tokens}
     assert pulled == own | set(taught.lessons.sources.tolist())
@@ -414,7 +414,7 @@ def test_lessons_are_counted_and_scored() -> None:
         # The record holds what was sampled; lessons are no part of the tree.
         assert [step.id for step in learned[0].steps] == [step.id for step in trees[0].steps]
         assert all(o == 0.0 for o in learned[0].steps[2].old_logprobs or (1.0,))
-    batch = pack_with_lessons(trees)
+    batch = pack_trees(trees, takes_lessons=True)
     assert batch.lessons is not None
     with torch.no_grad():
         expected = logprobs_of(

@@ -17,7 +17,6 @@ from treegraft.policy.learn.pack import (
     num_lesson_tokens,
     num_tree_tokens,
     pack_trees,
-    pack_with_lessons,
     plan_packs,
     split_tree,
 )
@@ -184,7 +183,7 @@ def test_a_lesson_stands_beside_its_graft() -> None:
     """Packed: pp sst LL rrr s s s s; the lesson sees the path above the graft and nothing sees
     it."""
     tree = taught(1.0, 0.0, 0.0, 0.0)
-    batch = pack_with_lessons([tree])
+    batch = pack_trees([tree], takes_lessons=True)
     lessons = batch.lessons
     assert lessons is not None
     assert batch.token_ids.tolist() == [
@@ -219,7 +218,7 @@ def test_a_lesson_stands_beside_its_graft() -> None:
 
 
 def test_what_two_trajectories_learned_is_contributed_twice() -> None:
-    batch = pack_with_lessons([taught(1.0, 1.0, 0.0, 0.0)])
+    batch = pack_trees([taught(1.0, 1.0, 0.0, 0.0)], takes_lessons=True)
     assert batch.lessons is not None
     assert batch.lessons.tokens.tolist() == [0, 1, 0, 1]
     assert batch.lessons.trajectories.tolist() == [0, 0, 1, 1]
@@ -228,7 +227,7 @@ def test_what_two_trajectories_learned_is_contributed_twice() -> None:
 def test_lessons_that_did_not_pay_are_not_packed() -> None:
     for rewards in ((0.0, 0.0, 1.0, 1.0), (1.0, 1.0, 1.0, 1.0)):
         tree = taught(*rewards)
-        batch = pack_with_lessons([tree])
+        batch = pack_trees([tree], takes_lessons=True)
         assert batch.lessons is None and num_lesson_tokens(tree) == 0
         assert batch.token_ids.tolist() == list(range(11, 23))
     assert pack_trees([taught(1.0, 0.0, 0.0, 0.0)]).lessons is None
@@ -252,7 +251,7 @@ def test_grafts_side_by_side_have_a_lesson_each() -> None:
     tree = assign_credit(
         build_tree(Part.of("p", Part.of("s", first, second), Part("s"), Part("s")))
     )
-    lessons = pack_with_lessons([tree]).lessons
+    lessons = pack_trees([tree], takes_lessons=True).lessons
     assert lessons is not None
     by_id = {step.id: step for step in tree.steps}
     above = [*by_id["0"].token_ids, *by_id["0.0"].token_ids]
@@ -270,7 +269,7 @@ def test_grafts_side_by_side_have_a_lesson_each() -> None:
 @settings(max_examples=25, deadline=None)
 def test_lessons_see_their_path_and_are_seen_by_nobody(trees: list[Tree]) -> None:
     credited = [assign_credit(tree) for tree in trees]
-    batch, plain = pack_with_lessons(credited), pack_trees(credited)
+    batch, plain = pack_trees(credited, takes_lessons=True), pack_trees(credited)
     assert batch.num_tokens == plain.num_tokens + sum(num_lesson_tokens(tree) for tree in credited)
     if batch.lessons is None:
         return
@@ -317,7 +316,7 @@ def test_contributions_carry_the_step_s_advantage_where_there_is_one() -> None:
 
 
 def test_a_batch_moves_as_a_whole() -> None:
-    batch = pack_with_lessons([taught(1.0, 0.0, 0.0, 0.0)]).to(torch.device("meta"))
+    batch = pack_trees([taught(1.0, 0.0, 0.0, 0.0)], takes_lessons=True).to(torch.device("meta"))
     assert batch.lessons is not None
     assert {
         batch.token_ids.device.type,

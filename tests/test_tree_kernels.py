@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.families import build_model
-from tests.test_learner import example_trees
+from tests.slow_learner import example_trees
 
 from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.trees import TreeKernels, TreeRuns

@@ -26,10 +26,11 @@ def group_advantages(
 ) -> Floats:
     """Returns [leaves] how much better each leaf did than its group.
 
-    A_i = (r_i - mean r) / (std r + eps)   scale="std" (GRPO)     Shao et al., arXiv 2402.03300, sec. 4.1
-    A_i = r_i - mean r                     scale="none" (Dr.GRPO) Liu et al., arXiv 2503.20783, sec. 3.2
+    A_i = (r_i - mean r) / (std r + eps)   scale="std" (GRPO)
+    A_i = r_i - mean r                     scale="none" (Dr.GRPO)
 
-    std is the sample standard deviation (divisor n - 1), as in verl and the ARPO family. A group of
+    Sources: Shao et al., arXiv 2402.03300, sec. 4.1; Liu et al., arXiv 2503.20783, sec. 3.2. std is
+    the sample standard deviation (divisor n - 1), as in verl and the ARPO family. A group of
     one, or one whose rewards are all equal, has advantage 0; verl lets the raw reward of a
     singleton through.
 

@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """ARPO's mathematics: branching probabilities, and advantages of shared steps."""
+=======
+"""ARPO's mathematics: when to branch, and the advantage of a step that trajectories share."""
+>>>>>>> h-policy
 
 from __future__ import annotations
 
@@ -69,8 +73,8 @@ def branch_probability(
 def shared_advantages(
     advantages: Sequence[float] | Floats, descendants: Sequence[Sequence[int]]
 ) -> Floats:
-    """Returns [steps] what each step carries under hard attribution: the mean over the trajectories
-    that share it.
+    """Returns [steps] the advantage of each step under hard attribution: the mean over the
+    trajectories that share it.
 
     A_shared = 1/d · Σ_{i below} A_i        (ARPO, Dong et al., arXiv 2507.19849, "hard" advantage)
 

@@ -16,7 +16,7 @@ KL_LIMIT = 10.0
 
 @dataclass(frozen=True, slots=True)
 class SurrogateTerms:
-    """Per contribution [C]: the loss, and what diagnostics are made of."""
+    """Per contribution [C]: the loss, and the numbers for diagnostics."""
 
     losses: torch.Tensor
     ratios: torch.Tensor
@@ -66,14 +66,14 @@ def clipped_surrogate(
 def engine_correction(
     old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, cap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns [C] what each contribution's policy-gradient loss is multiplied by, and [C] where the
+    """Returns [C] the factor of each contribution's policy-gradient loss, and [C] where the
     cap was reached.
 
     w = min( π_old(y) / μ(y), C )
 
-    with μ what the engine sampled from and π_old the same weights in the learner: truncated
-    importance sampling per token (Ionides, 2008; Yao et al., "Your efficient RL framework secretly
-    brings you off-policy RL training", 2025). The weight is detached.
+    with μ the distribution that the engine sampled from and π_old the same weights in the learner:
+    truncated importance sampling per token (Ionides, 2008; Yao et al., "Your efficient RL framework
+    secretly brings you off-policy RL training", 2025). The weight is detached.
 
     Args:
         old_logprobs, sampling_logprobs: [C] log π_old and log μ.
@@ -93,7 +93,7 @@ def lesson_loss(
     form: Literal["log", "luffy"] = "log",
     gamma: float = 0.1,
 ) -> torch.Tensor:
-    """Returns [D] the loss of learning from grafts: what another agent wrote is imitated where it
+    """Returns [D] the loss of learning from grafts: another agent's tokens are imitated where they
     paid.
 
     l = -c · max(A, 0) · log π             form="log"
@@ -101,8 +101,8 @@ def lesson_loss(
 
     There is no ratio and no clip: nothing was sampled, so there is no old policy to stay near to.
     LUFFY applies its form to whole traces and with negative advantages too; here it is the
-    agent-written tokens of grafted steps, and only what paid. A is the trajectory's advantage as
-    its own tokens carry it, RAPO's retrieval reward included (eq. 10), under soft attribution.
+    agent-written tokens of grafted steps, and only where they paid. A is the trajectory's advantage
+    as its own tokens carry it, RAPO's retrieval reward included (eq. 10), under soft attribution.
 
     Args:
         logprobs: [D] of the other agent's tokens under the policy, at the place of the graft.
@@ -135,7 +135,7 @@ Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum"]
 
 @dataclass(frozen=True, slots=True)
 class Denominators:
-    """What the losses of one optimiser step are divided by, over all its micro-batches and
+    """The divisors of one optimiser step's losses, over all its micro-batches and
     ranks."""
 
     num_groups: int

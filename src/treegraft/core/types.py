@@ -39,14 +39,14 @@ class Origin(IntEnum):
 
 
 class Status(StrEnum):
-    """How a trajectory ended; `LEARNING_RULES` says what it means for learning."""
+    """How a trajectory ended; `LEARNING_RULES` gives its effect on learning."""
 
     COMPLETED = "completed"
     """An answer in the expected format."""
     TRUNCATED = "truncated"
     """Out of tokens, agent steps or tool calls before an answer."""
     FORMAT_VIOLATION = "format_violation"
-    """The agent wrote what the format does not allow."""
+    """The agent broke a rule of the format."""
     FAILED = "failed"
     """Our fault: engine, tool service or deadline. No reward, out of the group."""
 
@@ -79,7 +79,7 @@ class EntropyKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LearningRule:
-    """What a leaf's status means for learning (one row of the status table)."""
+    """The effect of a leaf's status on learning (one row of the status table)."""
 
     in_group: bool
     """Counts in the group's mean and standard deviation."""
@@ -108,11 +108,11 @@ class Task:
     id: str
     """Unique within its data set."""
     question: str
-    """What the agent is asked."""
+    """The question that the agent is asked."""
     reference: tuple[str, ...]
     """Accepted answers; the best match counts. Empty: nothing to compare with."""
     category: str = ""
-    """What evaluation breaks its results down by, e.g. "3 hops"; empty for none."""
+    """The category by which evaluation breaks its results down, e.g. "3 hops"; empty for none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the data set, handed to reward functions and tools by name."""
 
@@ -124,9 +124,9 @@ class ToolCall:
     name: str
     """The tool's name."""
     body: str
-    """What the tool is given: a text, or a JSON object where it takes several arguments."""
+    """The tool's input: a text, or a JSON object where it takes several arguments."""
     problem: str | None = field(default=None, repr=False)
-    """What is wrong with its arguments, in words for the agent; such a call is not run. None where
+    """The fault in its arguments, in words for the agent; such a call is not run. None where
     the tool is to judge."""
 
 
@@ -136,9 +136,9 @@ class Observation:
     is_error=True)"""
 
     text: str
-    """What the agent is shown, after the output cap."""
+    """The text that the agent is shown, after the output cap."""
     is_error: bool = False
-    """The call failed because of what the agent asked; an observation like any other."""
+    """The call failed through the agent's own fault; an observation like any other."""
     is_truncated: bool = False
     """The output cap cut it."""
     is_cached: bool = False
@@ -147,7 +147,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContent:
-    """What a step says, free of any markup, so that every format can render it.
+    """The content of a step, free of any markup, so that every format can render it.
 
     StepContent(thought="12 * 7 needs a tool", calls=(ToolCall("python", "print(12*7)"),),
                 observations=(Observation(text="84"),))
@@ -163,7 +163,7 @@ class StepContent:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One step of an off-policy agent, stored under what stood before it.
+    """One step of an off-policy agent, stored under the text before it.
 
     Trace(key="r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41",
     value=StepContent(calls=(ToolCall("search", "e41 r5"),), ...),
@@ -176,7 +176,7 @@ class Trace:
     value: str | StepContent
     """The step with its results; a text where nothing is known of its parts."""
     reward: float
-    """What its trajectory earned."""
+    """The reward of its trajectory."""
     source: str
     """Which agent wrote it."""
     task_id: str
@@ -216,7 +216,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What an engine returns. All tuples have one entry per sampled token."""
+    """One completion of an engine. All tuples have one entry per sampled token."""
 
     token_ids: tuple[int, ...]
     sampling_logprobs: tuple[float, ...]
@@ -243,19 +243,20 @@ class BranchCause:
     """A further sampled child of its parent."""
 
     entropy_change: float
-    """What the rule saw, in the rule's own normalisation."""
+    """The entropy change that the rule saw, in its own normalisation."""
     probability: float
     """The probability with which the rule branched, 0..1."""
     rule: str
     """The rule's name."""
     bar: float | None = None
-    """What the probability had to exceed: the threshold, or the coin that was tossed; None where
-    not recorded."""
+    """The bar that the probability had to exceed: the threshold, or the coin that was tossed; None
+    where not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchDecision:
-    """What a rule saw in a step's first tokens, and how many branches were opened beside that step.
+    """The numbers that a rule saw in a step's first tokens, and how many branches were opened
+    beside that step.
 
     BranchDecision(seen=BranchCause(entropy_change=-0.2, probability=0.46, rule="threshold",
     bar=0.5), num_wanted=0, num_opened=0)
@@ -277,7 +278,7 @@ class GraftCause:
     task_id: str
     """The task on which it wrote the step."""
     reward: float
-    """What its trajectory earned there."""
+    """The reward of its trajectory there."""
     similarity: float
     """Cosine between the retrieval key and the trace's key, -1..1; 0 where the trace was drawn at
     random."""
@@ -320,7 +321,7 @@ class Step:
     temperature: float = 1.0
     """Of its sampled tokens; scores are of softmax(logits / temperature), at 0 of temperature 1."""
     content: StepContent = StepContent()
-    """What the step says; for the root its thought is the question."""
+    """The step's content; for the root its thought is the question."""
     stop_reason: StopReason | None = None
     """None for the root and for steps that were not sampled."""
     violation: str | None = None
@@ -333,11 +334,11 @@ class Step:
     """Why branches were opened beside it or were not; None where nobody asked: a first step, a
     branch's own first step, a step after a graft, an explorer that does not branch."""
     lesson_ids: tuple[int, ...] = ()
-    """For a graft: what its agent wrote, as the policy would have written it here; read by learning
+    """For a graft: its agent's own text, as the policy would have written it here; read by learning
     from grafts alone."""
     advantage: float | None = None
-    """What its tokens carry on every trajectory (hard attribution); None: on each trajectory that
-    one's own."""
+    """The advantage of its tokens on every trajectory (hard attribution); None: on each trajectory
+    that one's own."""
     old_logprobs: tuple[float, ...] | None = None
     """[tokens] of the learner before learning, 0.0 where not sampled; None before learning or when
     not learned from."""
@@ -443,7 +444,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
-    """The end of a trajectory: what it earned and how it counts."""
+    """The end of a trajectory: its reward and how it counts."""
 
     step_id: str
     """Its last step."""
@@ -468,19 +469,19 @@ class Leaf:
     retrieved_frac: float = 0.0
     """Share of the tokens after the prompt that were grafted, 0..1."""
     shaping_factor: float | None = None
-    """What its ratios were multiplied by before clipping (RAPO, eq. 8); None before learning or
+    """The factor of its ratios before clipping (RAPO, eq. 8); None before learning or
     where it was not learned from."""
     has_loss: bool = True
     """False where its own path gives no gradient (failed; truncated, where the recipe says so)."""
     error: str | None = None
-    """What failed, for `Status.FAILED`."""
+    """The cause of the failure, for `Status.FAILED`."""
     environment_reward: float | None = None
-    """What its environment gave for the state in which it ended; None without one."""
+    """The environment's reward for the state in which it ended; None without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetState:
-    """What a tree has used of its budget."""
+    """The used part of a tree's budget."""
 
     num_leaves: int = 0
     num_tool_calls: int = 0
@@ -544,7 +545,7 @@ class Trajectory:
     """One root-to-leaf path, with the flat lists that users of TRL or verl expect.
 
     All lists have one entry per token of the whole path, prompt included; `sampled_mask` without
-    the prompt's entries is what others call completion_mask or response_mask.
+    the prompt's entries is called completion_mask or response_mask elsewhere.
     """
 
     task: Task
@@ -603,7 +604,7 @@ class Trajectory:
 
     @property
     def contents(self) -> Iterator[StepContent]:
-        """What each step after the prompt says."""
+        """The content of each step after the prompt."""
         return (step.content for step in self.steps[1:])
 
     @property

@@ -1,4 +1,4 @@
-"""What a tree may still spend, and who gets its branches: never a matter of arrival."""
+"""The budget of a tree, and the rules that share its branches out, never by arrival."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from treegraft.core.types import Branch, BranchCause, BudgetState, Start
 
 
 class Budget:
-    """Grants leaves up to a limit and keeps count of what was used; one account per tree."""
+    """Grants leaves up to a limit and counts usage; one account per tree."""
 
     def __init__(self, max_leaves: int) -> None:
         self.max_leaves = max_leaves
@@ -40,7 +40,7 @@ class Grant:
     num: int
     cause: BranchCause
     token: int
-    """What the allocation knows the grant by."""
+    """The allocation's own name for the grant."""
 
 
 class Allocation(Protocol):
@@ -66,8 +66,8 @@ class Allocation(Protocol):
         ...
 
     def advance(self) -> list[Grant]:
-        """Returns what can be granted now; open the children, then ask again until nothing
-        comes."""
+        """Returns the grants that are possible now; open the children, then ask again until there
+        are none."""
         ...
 
 
@@ -97,6 +97,7 @@ class Rounds:
         self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
     ) -> None:
         """Keeps the wish until its round is complete."""
+        # A probe that comes after its leaf has ended: the round may be granted already.
         if leaf not in self._reached:
             return
         self._reached[leaf] = round
@@ -109,8 +110,11 @@ class Rounds:
 
     def advance(self) -> list[Grant]:
         """Returns the grants of the earliest complete round that gets any."""
+        # Without live leaves every round is complete.
         complete = min(self._reached.values(), default=max(self._wishes, default=0))
         for number in sorted(round for round in self._wishes if round <= complete):
+            # Wishes lie in the order of arrival, which latencies decide; ties of entropy keep the
+            # order in the tree.
             wishes = sorted(self._wishes.pop(number), key=lambda wish: wish[0])
             if self._ranking == "entropy":
                 wishes.sort(key=lambda wish: -wish[1].cause.entropy_change)
@@ -128,11 +132,12 @@ class Shares:
     paper has it.
 
     Of M leaves, each of N starts owns M // N, the first M mod N one more. A leaf that branches
-    shares what it has left evenly with its children, itself first.
+    shares its remaining leaves evenly with its children, itself first.
     """
 
     def __init__(self, budget: Budget, num_starts: int) -> None:
         self._budget = budget
+        # Less one: the start is itself a leaf of its part.
         self._parts = [
             budget.max_leaves // num_starts + (number < budget.max_leaves % num_starts) - 1
             for number in range(num_starts)
@@ -147,13 +152,13 @@ class Shares:
         self._spare[leaf] = self._parts[ordinal] if ordinal < len(self._parts) else 0
 
     def open_branch(self, leaf: Hashable, grant: Grant) -> None:
-        """Gives the leaf its part of what its parent had left."""
+        """Gives the leaf its part of its parent's remaining leaves."""
         self._spare[leaf] = self._inherited[grant.token].pop(0)
 
     def propose(
         self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
     ) -> None:
-        """Grants what the leaf's own part allows."""
+        """Grants as many as the leaf's own part allows."""
         spare = self._spare.get(leaf, 0)
         if branch is None or not spare:
             return
@@ -168,10 +173,10 @@ class Shares:
         self._num_grants += 1
 
     def end(self, leaf: Hashable) -> None:
-        """What the leaf has left goes to fresh starts in the end."""
+        """Keeps nothing: the leaf's remaining part goes to fresh starts in the end."""
         self._spare.pop(leaf, None)
 
     def advance(self) -> list[Grant]:
-        """Returns what was granted since the last call."""
+        """Returns the grants since the last call."""
         ready, self._ready = self._ready, []
         return ready

@@ -55,7 +55,7 @@ def _num_starts(settings: ExploreSettings) -> int:
 
 
 def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:
-    """Returns what makes, for each tree, the rule that grants its branches."""
+    """Returns a function that makes, for each tree, the rule that grants its branches."""
     if settings.entropy.allocation == "shares":
         return lambda budget: Shares(budget, min(_num_starts(settings), budget.max_leaves))
     return lambda budget: Rounds(budget, settings.entropy.ranking)

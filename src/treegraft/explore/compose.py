@@ -53,5 +53,5 @@ class Composed:
         return any(ask(start) for ask in asked if ask is not None)
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns what the first explorer fills."""
+        """Returns the first explorer's fresh starts."""
         return self._explorers[0].fill(tree, max_leaves)

@@ -31,7 +31,7 @@ class EntropyBranching:
     H_j is the exact entropy of the j-th of the first k tokens after a tool result, H_j^initial that
     of the trajectory's own j-th token. A branch is a child of the same step as the tokens probed,
     and inherits the start's H^initial; so the probe costs nothing, it is the trajectory's own
-    continuation. What is left of the budget when all leaves have ended becomes fresh starts. With α
+    continuation. The rest of the budget, when all leaves have ended, becomes fresh starts. With α
     = τ, as published, the threshold rule branches wherever entropy rose, whatever β and the
     normaliser are.
 
@@ -65,7 +65,7 @@ class EntropyBranching:
         return Generate()
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns Z further children where the rule says so, else 0 with what it saw."""
+        """Returns Z further children where the rule says so, else 0 with the numbers it saw."""
         own = self._settings
         current = probe if own.statistic == "probe" else self._first_entropies(path.steps[-1])
         # A branch inherits the baseline of its start, which is the first step of its path.

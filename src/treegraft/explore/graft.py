@@ -18,7 +18,7 @@ class HybridRollout:
     two grafts touch; Algorithm 1 does not.
 
     Together with other explorers the starts may be fewer than the leaves: then the same share of
-    each `num_starts` of them is hybrid, the last ones, and a branch is what its start is.
+    each `num_starts` of them is hybrid, the last ones, and a branch is hybrid where its start is.
     """
 
     probe_tokens: int | None = None

@@ -1,5 +1,5 @@
-"""Checkpoints: a folder that transformers loads, and in it treegraft/ with what training needs to
-go on.
+"""Checkpoints: a folder that transformers loads, and in it treegraft/ with the state that training
+needs to go on.
 
     checkpoints/update-000010/
       config.json  model.safetensors the plain model, adapters merged into it; tokenizer files

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 ATTENTION = "treegraft"
 MASKED = -1e30
-"""Score of what is not visible: finite, so that a row that sees nothing of a part gives no NaN."""
+"""Score of an invisible token: finite, so that a row that sees nothing of a part gives no NaN."""
 SPAN = 256
 """Positions that one matrix product sums over: beyond some 384, float32 products split their sums
 by the total length."""
@@ -34,7 +34,7 @@ width]."""
 
 
 class AttentionPlan(Protocol):
-    """What engine and learner put in the place of a layer's attention."""
+    """The attention that engine and learner put in the place of a layer's own."""
 
     def attend(
         self,
@@ -50,7 +50,7 @@ class AttentionPlan(Protocol):
 
 
 class AttentionOptions:
-    """What a layer asks of its attention beside queries, keys and values."""
+    """The options of a layer's attention beside queries, keys and values."""
 
     __slots__ = ("scaling", "sinks", "softcap", "window")
 

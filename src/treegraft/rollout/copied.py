@@ -10,7 +10,7 @@ from treegraft.core.types import Origin, Step, Trajectory
 
 
 def _words(steps: Iterable[Step]) -> list[str]:
-    """What an agent wrote in these steps."""
+    """The text that an agent wrote in these steps."""
     contents = [step.content for step in steps]
     calls = [call.body for content in contents for call in content.calls]
     return (
@@ -36,9 +36,9 @@ def answer_source(path: Trajectory) -> str | None:
     """Returns where the answer of a trajectory with a graft first stood, None without a graft or an
     answer.
 
-    "own": in the question, in what the policy wrote before the first graft, in a result of its own
+    "own": in the question, in the policy's own text before the first graft, in a result of its own
     tools, or nowhere but in the answer itself. "result": in a tool result that came with a graft.
-    "words": in what another agent wrote in a graft, and in no result, so that it was copied. A
+    "words": in another agent's own text in a graft, and in no result, so that it was copied. A
     trace of which nothing but its text is known counts as words.
     """
     steps: Sequence[Step] = path.steps

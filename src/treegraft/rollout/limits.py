@@ -1,4 +1,4 @@
-"""What one trajectory may use."""
+"""The limits of one trajectory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from treegraft.settings.config import Config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one trajectory may use, and how many leaves its tree has."""
+    """The limits of one trajectory, and how many leaves its tree has."""
 
     num_leaves: int
     """Leaves of a tree."""

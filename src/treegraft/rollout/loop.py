@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from treegraft.core.errors import DataError, EngineError
@@ -41,16 +41,16 @@ from treegraft.core.types import (
 )
 from treegraft.explore.budget import Allocation, Budget, Rounds
 from treegraft.rollout.limits import Limits
-from treegraft.rollout.tree import OpenPath, OpenTree, result_of
+from treegraft.rollout.tree import OpenPath, OpenTree
 
 MIN_CUT_GRAFT = 16
-"""Tokens under which what is left of a graft that has to be cut says nothing, so it is not
-attached; and the least that the agent needs after a graft to say something itself."""
+"""Fewest tokens that the rest of a cut graft must have to be attached, and that the agent must have
+left after a graft."""
 
 
 @dataclass(slots=True)
 class Watch:
-    """What is being waited for right now, by owner: {"engine": 40, "tool python": 2}."""
+    """The waits under way, by owner: {"engine": 40, "tool python": 2}."""
 
     waits: Counter[str] = field(default_factory=Counter)
 
@@ -87,7 +87,7 @@ class Grower:
     ) -> None:
         """Args:
         retriever: where grafts come from; None, as in evaluation, grafts nothing.
-        allocate: makes what grants a tree's branches.
+        allocate: makes the rule that grants a tree's branches.
         """
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
         self.limits, self.scorer, self.retriever, self.allocate = (
@@ -147,18 +147,18 @@ class Grower:
             for index, task in enumerate(tasks):
                 group.create_task(grow(index, task))
         if (death := self.engine.death) is not None:
-            # What came of it before is no fair sample of the tasks, and nothing more can come:
-            # better to resume.
+            # The trees that were done before are no fair sample of the tasks, so the update cannot
+            # go on with them.
             raise EngineError(
-                f"rollout: the engine has died: {death!r}; mend the cause and resume."
+                f"rollout: the engine has died: {death!r}; remove the cause and resume."
             ) from death
         grown = [tree for tree in trees if tree is not None]
         leaves = [leaf for tree in grown for leaf in tree.leaves]
         if leaves and all(leaf.status is Status.FAILED for leaf in leaves):
             raise EngineError(
                 f"rollout: all {len(leaves)} trajectories of {len(grown)} trees failed; the first:"
-                f" {leaves[0].error}. Expected at least one to end by itself; mend the cause and"
-                " resume."
+                f" {leaves[0].error}. Expected at least one to end by itself; remove the cause"
+                " and resume."
             )
         return grown
 
@@ -173,14 +173,16 @@ class Grower:
             growth = _Growth(self, tree, (*noise_key, task.id), sessions)
             while granted:
                 await growth.run_starts(granted)
+                # Only now is it known which leaves will never be branched off; fresh starts take
+                # them, so that every group has as many.
                 granted = budget.grant(self.explorer.fill(tree.close(), budget.max_leaves))
             self.engine.forget(prompt_ids)
         with self.watch.waiting("rewards"):
             return await self.scorer(tree.close())
 
     def _opening(self, bare: Task, task: Task, sessions: Sessions) -> tuple[Task, tuple[int, ...]]:
-        """The task as the agent is asked it, and its prompt; with a first observation that makes no
-        prompt, as it was before."""
+        """The task as prepared by its environment, and its prompt; the bare task where the first
+        observation makes no prompt."""
         try:
             return task, self.format.prompt_ids(task)
         except DataError as error:
@@ -214,7 +216,7 @@ class _Growth:
         self._group.create_task(self._run(path, self._tree.next_id(path.parent), cause))
 
     async def _run(self, path: OpenPath, step_id: str, cause: Cause | None) -> None:
-        """Runs one trajectory to its end; whatever fails in it by our fault becomes a failed leaf.
+        """Runs one trajectory to its end; any failure of ours in it becomes a failed leaf.
 
         Args:
             cause: why its first step is there, for a branch.
@@ -222,7 +224,10 @@ class _Growth:
         tree, version = self._tree, self._g.engine.policy_version
         try:
             async with asyncio.timeout(self._g.limits.deadline_s):
-                await self._enter(path)
+                assert path.point is not None, "a path is launched with the place it begins at"
+                with self._g.watch.waiting("environments"):
+                    path.session = await path.point.open()
+                path.point = None
                 while True:
                     if await self._graft(path, step_id, cause):
                         step_id = tree.next_id(path.parent)
@@ -244,15 +249,9 @@ class _Growth:
             if path.session is not None:
                 path.session.release()
         path.is_over = True
+        # Also after a failure: a round of branches waits for every leaf that has not ended.
         self._allocation.end(path)
         self._open_branches()
-
-    async def _enter(self, path: OpenPath) -> None:
-        """Opens the path's session, in the state of the place where it begins."""
-        assert path.point is not None, "a path is launched with the place that it begins at"
-        with self._g.watch.waiting("environments"):
-            path.session = await path.point.open()
-        path.point = None
 
     # ------------------------------------------------------------------ grafts
 
@@ -264,6 +263,8 @@ class _Growth:
         """
         if self._g.retriever is None or cause is not None or path.after is not Origin.POLICY:
             return False
+        # The key of the step that would be sampled here, so that the coin does not depend on when
+        # other paths toss theirs.
         key = (*self._key, step_id)
         steps = self._tree.steps_to(path.parent)
         decision = self._g.explorer.before_step(PathView(steps, key))
@@ -274,11 +275,10 @@ class _Growth:
             found = await self._g.retriever.retrieve(
                 self._tree.task, contents, whole=decision.whole, noise_key=key
             )
-        return found is not None and await self._graft_found(path, step_id, found)
-
-    async def _graft_found(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
-        """Attaches what was retrieved, its calls made in the path's environment; not where that
-        answers otherwise."""
+        if found is None:
+            return False
+        # Its calls are made in this path's environment first, in a copy; none where the results
+        # differ from those in the trace, which would not be true there.
         with self._g.watch.waiting("environments"):
             session = await path.tools.rehearse([trace.value for trace in found.traces])
         if session is None:
@@ -291,12 +291,13 @@ class _Growth:
         return is_attached
 
     def _attach(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
-        """Appends what was retrieved, cut from the left where it would leave the agent no room; not
-        at all where that is little."""
+        """Appends the retrieved steps; returns whether they were."""
         values = [trace.value for trace in found.traces]
         token_ids = self._g.format.render_graft(values)
         room, num_whole = self._g.limits.max_completion_tokens - path.num_used, len(token_ids)
         if room - num_whole < MIN_CUT_GRAFT:
+            # Half of the room, from the left: the end of a result is nearest to its answer, and the
+            # agent needs the other half to use it.
             if room // 2 < MIN_CUT_GRAFT:
                 self._g.num_grafts_without_room += 1
                 return False
@@ -316,19 +317,16 @@ class _Growth:
             if isinstance(first.value, StepContent) and is_step
             else StepContent(thought=_as_text(values))
         )
-        lesson = self._lesson(content) if is_step and not cause.num_cut else ()
+        lesson: tuple[int, ...] = ()
+        # Nothing is taught of a graft that was cut: nobody was shown the whole of it.
+        if is_step and not cause.num_cut:
+            with suppress(ValueError):  # a step that the policy could not have written
+                spans = self._g.format.render_step(content)
+                lesson = tuple(t for ids, origin in spans if origin is Origin.POLICY for t in ids)
         self._tree.add_graft(
             step_id, path, token_ids, content, cause, lesson, self._g.limits.temperature
         )
         return True
-
-    def _lesson(self, content: StepContent) -> tuple[int, ...]:
-        """The step as the policy would have written it; empty where it could not have."""
-        try:
-            spans = self._g.format.render_step(content)
-        except ValueError:
-            return ()
-        return tuple(token for ids, origin in spans if origin is Origin.POLICY for token in ids)
 
     # ------------------------------------------------------------------ sampled steps
 
@@ -356,7 +354,7 @@ class _Growth:
                 observations.append(await path.tools.call(call))
         path.num_tool_calls += len(observations)
         tree.budget.spend(num_tool_calls=len(observations))
-        content = result_of(content, observations)
+        content = replace(content, observations=tuple(observations))
         shown = format.observation_ids(observations)
         if len(shown) + len(completion.token_ids) >= room:
             # The result does not fit, so the agent never sees it and it is no part of the path.
@@ -379,13 +377,13 @@ class _Growth:
             final=format.final,
         )
         num_probed = self._g.explorer.probe_tokens if can_propose and path.num_sampled else None
-        propose = (
-            None
-            if num_probed is None
-            else _Once(partial(self._propose, path, path.copy(), step_id))
-        )
-        if propose is not None and (num_probed == 0 or path.after is Origin.RETRIEVED):
-            propose(())
+        propose = None
+        if num_probed is not None:
+            # The path as it stands now: a branch begins beside the step, not behind it.
+            propose = _Once(partial(self._propose, path, path.copy(), step_id))
+            # Nothing in this step's tokens matters to the decision, so nobody has to wait for them.
+            if num_probed == 0 or path.after is Origin.RETRIEVED:
+                propose(())
         with self._g.watch.waiting("engine"):
             completion = await self._g.engine.complete(
                 path.prefix_ids,
@@ -429,12 +427,13 @@ class _Growth:
     def _propose(
         self, path: OpenPath, fork: OpenPath, step_id: str, probe: Sequence[float]
     ) -> None:
-        """Asks the explorer for branches beside the step under way; a path that stands after a
-        graft has none to offer."""
+        """Asks the explorer for branches beside the step under way, and tells the allocation."""
+        # A probe that arrives after the path's deadline: its round is closed already.
         if path.is_over:
             return
         branch = None
         steps = self._tree.steps_to(fork.parent)
+        # Not after a graft: entropy there says something about the graft, not about a result.
         if fork.after is Origin.POLICY and path.tools.can_branch:
             branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
         if branch is not None:
@@ -444,14 +443,19 @@ class _Growth:
             # branch begins.
             fork.point = path.tools.mark()
             self._forks[steps[-1].ordinals] = fork
+        # Also a path without a wish says so: branches of a round are granted once all live leaves
+        # have proposed, by their order in the tree, so that no latency decides who gets them.
         wish = branch if branch is not None and branch.num else None
         self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
 
     def _open_branches(self) -> None:
+        # Again until nothing comes: a branch that is opened is one more leaf to wait for, and a
+        # round may be complete without it.
         while grants := self._allocation.advance():
             for grant in grants:
                 fork = self._forks[grant.place]
+                # Before the first child opens it and could be the last to need it.
                 if fork.point is not None:
                     fork.point.reserve(grant.num)
                 for _ in range(grant.num):
@@ -461,21 +465,19 @@ class _Growth:
 
 
 class _Once:
-    """Passes on one probe: a step is probed while it is sampled or, if short, when it is done.
-
-    What fails early, in a callback where nobody would catch it, is raised by the call that comes
-    with the completion.
-    """
+    """Passes on one probe: a step is probed while it is sampled or, if short, when it is done."""
 
     def __init__(self, function: Callable[[Sequence[float]], None]) -> None:
         self._function: Callable[[Sequence[float]], None] | None = function
         self._error: Exception | None = None
 
     def early(self, probe: Sequence[float]) -> None:
-        """Passes the probe on and keeps what fails."""
+        """Passes the probe on and keeps an error."""
         try:
             self(probe)
-        except Exception as error:  # raised later, on the leaf's own task
+        except Exception as error:
+            # This is a callback, where nobody would catch it; the call that comes with the
+            # completion raises it on the leaf's own task.
             self._error = error
 
     def __call__(self, probe: Sequence[float]) -> None:
@@ -487,7 +489,7 @@ class _Once:
 
 
 def _as_text(values: Sequence[str | StepContent]) -> str:
-    """What several steps say, for the record."""
+    """Several steps as one text, for the record."""
     lines: list[str] = []
     for value in values:
         if isinstance(value, str):

@@ -160,7 +160,7 @@ def paired_gain(
     """Returns (gain, low, high): the difference of mean accuracy over the same tasks with its 95 %
     bootstrap interval.
 
-    Tasks are drawn with replacement, each with both of its results, so that what makes a task hard
+    Tasks are drawn with replacement, each with both of its results, so that a task's difficulty
     cancels out (Efron & Tibshirani, "An Introduction to the Bootstrap", 1993, ch. 13: percentile
     interval).
 

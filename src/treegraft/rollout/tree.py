@@ -16,7 +16,6 @@ from treegraft.core.types import (
     ContinuationCause,
     GraftCause,
     Leaf,
-    Observation,
     Origin,
     StartCause,
     Status,
@@ -47,11 +46,11 @@ class OpenPath:
     after: Origin = Origin.PROMPT
     """Who wrote its last step."""
     is_over: bool = False
-    """Its leaf has ended; what the engine still reports of it comes too late."""
+    """Its leaf has ended; later reports of the engine about it are ignored."""
     point: Point | None = None
     """Where its session comes from; None once it has one."""
     session: Session | None = None
-    """What its calls go through; None before it runs."""
+    """The session that makes its calls; None before it runs."""
 
     @property
     def num_used(self) -> int:
@@ -108,6 +107,7 @@ class OpenTree:
 
     def next_id(self, parent: str) -> str:
         """Returns the id of a new child of `parent`; ordinals count up in the order of asking."""
+        # Of asking, which the loop keeps free of latencies: noise is keyed by these ids.
         ordinal = self._children.get(parent, 0)
         self._children[parent] = ordinal + 1
         return f"{parent}.{ordinal}"
@@ -192,7 +192,7 @@ class OpenTree:
         self._leaves[path.parent] = Leaf(step_id=path.parent, status=status, answer=answer)
 
     def reward_path(self, path: OpenPath, reward: float | None) -> None:
-        """Notes what the environment gives for the state in which an ended path stands."""
+        """Notes the environment's reward for the state in which an ended path stands."""
         if reward is not None:
             self._leaves[path.parent] = replace(
                 self._leaves[path.parent], environment_reward=reward
@@ -231,8 +231,8 @@ class OpenTree:
         )
 
     def decide(self, step_id: str, decision: BranchDecision) -> None:
-        """Keeps what a rule saw in the first tokens of a step under way; `close` counts the
-        branches that came of it."""
+        """Keeps the numbers that a rule saw in the first tokens of a step under way; `close` counts
+        the branches that came of it."""
         self._decisions[step_id] = decision
 
     def _decided(self, step: Step) -> Step:
@@ -256,13 +256,3 @@ class OpenTree:
             leaves=leaves,
             budget=self.budget.state,
         )
-
-
-def result_of(content: StepContent, observations: Sequence[Observation]) -> StepContent:
-    """Returns the content with its calls' results."""
-    return StepContent(
-        thought=content.thought,
-        calls=content.calls,
-        observations=tuple(observations),
-        answer=content.answer,
-    )

@@ -4,9 +4,9 @@ belongs to.
     root ─ [p p p p] ─ [p p s s] ─ [s t s]   a path: full blocks, and a tail that grows
                      └ [p p s x] ─ [y y]     a branch inside a block: its beginning is copied
 
-A block begins at a multiple of 64 tokens of its path, so what it holds is a function of the path
+A block begins at a multiple of 64 tokens of its path, so its content is a function of the path
 alone. A full block is read by every path below it; a tail belongs to the one row that lengthens it.
-What no row uses is kept until room is needed, oldest first.
+A block that no row uses is kept until room is needed; the oldest goes first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BlockPool:
     layer."""
 
     def __init__(self, model: Any, max_bytes: float) -> None:
-        """`max_bytes` limits what is kept; a path that is under way alone may take more."""
+        """`max_bytes` limits the blocks that are kept; a path that is alone may take more."""
         config = model.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         width = head_width(config)
@@ -45,7 +45,7 @@ class BlockPool:
         self.values: list[torch.Tensor] = [self._empty(1, 0)] * layers
 
     def grow(self, needed: int) -> None:
-        """Makes room for `needed` blocks; what is stored stays."""
+        """Makes room for `needed` blocks; stored ones stay."""
         size = max(needed, min(max(2 * self.num_blocks, FIRST_BLOCKS), self.max_blocks))
         for kind, column in enumerate((self.keys, self.values)):
             for layer, old in enumerate(column):
@@ -138,7 +138,7 @@ class PathCache:
         return len(chain) * BLOCK + (common if tail is not None else 0)
 
     def open(self, path_ids: list[int], max_tokens: int) -> Row | None:
-        """Returns a row for the path, which may grow to `max_tokens`, with what is stored of it in
+        """Returns a row for the path, which may grow to `max_tokens`, with its stored beginning in
         place; None: no room yet."""
         chain, tail, common = self._match(path_ids)
         if not self._free_slots or not self._has_room(chain, -(-max_tokens // BLOCK)):
@@ -176,6 +176,7 @@ class PathCache:
         """Ends a row; its keys and values stay until they are needed elsewhere."""
         self.rows.remove(row)
         self._free_slots.append(row.slot)
+        # From the end on: a block becomes idle once nothing hangs below it.
         for node in reversed(row.nodes):
             node.num_users -= 1
             if node.num_users:
@@ -187,7 +188,7 @@ class PathCache:
                     self._drop(node)
 
     def forget(self, path_ids: Sequence[int]) -> None:
-        """Drops what is stored below a path once nothing is under way there; its full blocks stay
+        """Drops the blocks below a path once nothing is under way there; its own full blocks stay
         until room is needed."""
         node, rest = self.root, tuple(path_ids)
         while True:
@@ -221,15 +222,14 @@ class PathCache:
         """The full blocks that hold the path's beginning, the node that goes on with it best, and
         how many tokens that has."""
         chain: list[Node] = []
-        node, limit = (
-            self.root,
-            len(path_ids) - 1,
-        )  # the last token is always fed: its output is what the next is sampled from
+        # The last token is always fed: its output is what the next one is sampled from.
+        node, limit = self.root, len(path_ids) - 1
         while True:
             at = len(chain) * BLOCK
             wanted = list(path_ids[at : min(at + BLOCK, limit)])
             best, common = None, 0
             for child in node.children:
+                # Of equals a tail that nobody uses: it can be taken over, others must be copied.
                 length = common_length(child.token_ids, wanted)
                 if length > common or (
                     length
@@ -248,6 +248,8 @@ class PathCache:
         that is alone always may."""
         if not self.rows:
             return True
+        # Counted at their full lengths: blocks in use are never dropped, so rows that grow beyond
+        # the limit together could none of them end.
         promised = sum(row.max_nodes - len(row.nodes) for row in self.rows)
         newly_used = sum(not node.num_users for node in chain)
         in_use = self.pool.num_blocks - len(self._free_blocks) - self._num_unused
@@ -257,18 +259,19 @@ class PathCache:
         """Takes over a tail that ends where the path goes on; copies the beginning of a block that
         is another path's."""
         parent = row.nodes[-1] if row.nodes else self.root
+        # An idle tail that the path continues, as after a tool result: nothing to copy.
         if tail in self._idle and common == len(tail.token_ids):
             self._use(tail)
             row.nodes.append(tail)
             self._note(row)
             return
-        tail.num_users += 1  # not to be dropped for the copy's sake
+        # The copy needs a block, and the oldest idle one, dropped for it, may be this very tail.
+        tail.num_users += 1
         was_idle = self._idle.pop(tail, 0) is None
         own = Node(self._take_block(), parent, tail.token_ids[:common])
         tail.num_users -= 1
-        if was_idle or not _is_taken(
-            tail
-        ):  # the block that was taken may have been its last child's
+        # Not taken any more: the block that was dropped may have been its last child's.
+        if was_idle or not _is_taken(tail):
             self._idle[tail] = None
         self.pool.copy(tail.block, own.block, common)
         self._append(row, own)
@@ -277,6 +280,7 @@ class PathCache:
         assert node.parent is not None
         node.parent.children.append(node)
         self._idle.pop(node.parent, None)
+        # Below a forgotten path nobody asks again, so this block will go when its row ends.
         node.num_users, node.is_forgotten = 1, node.parent.is_forgotten
         row.nodes.append(node)
         self._note(row)
@@ -295,6 +299,7 @@ class PathCache:
         node.is_forgotten = False
 
     def _take_block(self) -> int:
+        # Beyond the limit where nothing is idle: a path that is alone may take more.
         if not self._free_blocks and (
             self.pool.num_blocks < self.pool.max_blocks or not self._idle
         ):
@@ -318,6 +323,7 @@ class PathCache:
             parent.children.remove(node)
             if parent is self.root or parent.num_users or parent.children:
                 return
+            # In front: it is as old as the child that has just gone, and older than the rest.
             self._idle[parent] = None
             self._idle.move_to_end(parent, last=False)
             if not parent.is_forgotten:

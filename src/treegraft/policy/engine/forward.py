@@ -204,7 +204,7 @@ class FusedForward:
 
 
 def shape_problem(model: Any) -> str | None:
-    """Returns what keeps a decoder from having Llama's shape, or None where it has."""
+    """Returns why a decoder is not of Llama's shape, or None where it is."""
     inner = decoder(model)
     if "llama_4_scaling_beta" in (
         getattr(model.config.get_text_config(), "rope_parameters", None) or {}

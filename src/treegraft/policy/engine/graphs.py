@@ -33,7 +33,7 @@ launching, and much memory."""
 
 Run = Callable[[], torch.Tensor]
 Recorder = Callable[[Run], Run]
-"""Returns what does the same again, on what then stands in the same tensors."""
+"""Returns a function that repeats the step on the present contents of the same tensors."""
 
 
 class DecodingPlan:
@@ -56,7 +56,7 @@ class DecodingPlan:
         self.used[count:] = self.used[0]
 
     def begin(self) -> None:
-        """Forms what all layers have in common, from what the tensors hold."""
+        """Forms the common inputs of all layers, from the contents of the tensors."""
         self._gathered = Gathered.of(self.positions, self.used)
 
     def attend(
@@ -127,7 +127,7 @@ class RecordedForward:
         except RuntimeError as error:
             played = None
             self._turn_off(f"a recording failed with {(str(error).splitlines() or [''])[0]}")
-        # The step itself comes last, so that what it stores stays.
+        # The step itself comes last, so that its keys and values stay.
         states = self._forward(ids, positions, plan)
         if recording is not None and played is not None:
             self._judge(recording, distance(played, states[: len(used)]), states.dtype)
@@ -167,8 +167,8 @@ class RecordedForward:
 
 
 def recorder_maker(device: torch.device) -> Callable[[], Recorder] | None:
-    """Returns what makes recorders for `device`, each with memory of its own; None where nothing is
-    recorded."""
+    """Returns the maker of recorders for `device`, each with memory of its own; None where nothing
+    is recorded."""
     return functools.partial(_cuda_recorder, device) if device.type == "cuda" else None
 
 

@@ -1,10 +1,10 @@
 """The in-process engine: any transformers decoder, continuous batching, every beginning that paths
 share stored and computed once.
 
-One thread owns the model and the keys. Each turn of its loop takes in what was asked, gives every
+One thread owns the model and the keys. Each turn of its loop takes the new requests in, gives every
 request a row (with all blocks that are stored of its path), runs one forward pass over all rows
 that have tokens to feed, and samples for those that are complete. A request joins and leaves at any
-token. Decoding never runs on the event loop.
+token.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Request:
     row: Row | None = None
     is_cancelled: bool = False
     in_grace: bool = False
-    """A final text was written; one more token and it is over."""
+    """A final text was written; one more token, which may be the end token, and it is over."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -110,7 +110,7 @@ class NativeEngine:
         self._thread = threading.Thread(target=self._main, name="treegraft-engine", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------ what callers see
+    # ------------------------------------------------------------------ for callers
 
     @property
     def policy_version(self) -> int:
@@ -162,14 +162,7 @@ class NativeEngine:
             def probe(entropies: Sequence[float]) -> None:
                 _post(loop, lambda: listener(entropies))
 
-        request = Request(
-            prefix_ids=list(prefix_ids),
-            sampling=sampling,
-            noise_key=noise_key,
-            finish=finish,
-            probe_tokens=probe_tokens,
-            on_probe=probe,
-        )
+        request = Request(list(prefix_ids), sampling, noise_key, finish, probe_tokens, probe)
         self._submit(request)
         try:
             return await asyncio.wait_for(future, self.settings.deadline_s)
@@ -180,10 +173,11 @@ class NativeEngine:
                 " rollout.max_completion_tokens is too high"
             ) from error
         finally:
+            # Also for a caller that was cancelled itself: the thread takes no call, it looks.
             request.is_cancelled = True
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
-        """Drops what is cached below a prompt once nothing is under way there."""
+        """Drops the blocks cached below a prompt once nothing is under way there."""
         path_ids = tuple(prefix_ids[:-1])
         self._submit(
             Order(lambda: self._cache.forget(path_ids), lambda _: None, waits_for_idle=False)
@@ -236,6 +230,8 @@ class NativeEngine:
     def _submit(self, item: Request | Order) -> None:
         """Hands something to the thread; where that has ended in the meantime, its sender is told
         at once."""
+        # Put first and looked at second: the other way round, the thread could end in between and
+        # nobody would ever answer.
         self._inbox.put(item)
         if self._is_over.is_set():
             self._dismiss()
@@ -266,9 +262,8 @@ class NativeEngine:
             with torch.inference_mode():
                 while self._turn():
                     pass
-        except (
-            BaseException
-        ) as error:  # everything that waits on this thread has to hear of its death
+        # Of any kind: everything that waits on this thread has to hear of its death.
+        except BaseException as error:
             self._death = error
         self._is_over.set()
         self._dismiss()
@@ -296,7 +291,9 @@ class NativeEngine:
         """One turn of the loop; False when told to close."""
         is_idle = not (self._running or self._waiting or self._orders)
         if is_idle and self._inbox.empty():
+            # Before the wait below: a team of threads that idles here slows the learner's.
             release_threads()
+        # All of it, so that requests made together share their first pass.
         while is_idle or not self._inbox.empty():
             item = self._inbox.get()
             is_idle = False
@@ -308,7 +305,11 @@ class NativeEngine:
                 self._orders.append(item)
             else:
                 item.act()
-        self._drop_cancelled()
+        self._waiting = [request for request in self._waiting if not request.is_cancelled]
+        for request in [request for request in self._running if request.is_cancelled]:
+            self._leave(request)
+        # A completion is by one version of the weights, so a publish waits for the running ones;
+        # new requests wait for the publish, which would otherwise never find the engine idle.
         if self._orders and not self._running:
             for order in self._orders:
                 try:
@@ -323,11 +324,6 @@ class NativeEngine:
         if self._running:
             self._step()
         return True
-
-    def _drop_cancelled(self) -> None:
-        self._waiting = [request for request in self._waiting if not request.is_cancelled]
-        for request in [request for request in self._running if request.is_cancelled]:
-            self._leave(request)
 
     def _admit(self) -> None:
         """Gives rows to waiting requests in order of arrival, while there is room.
@@ -345,12 +341,14 @@ class NativeEngine:
                 request.prefix_ids.copy(), min(longest, self._limit or longest)
             )
             if request.row is None:
+                # Shorter ones behind it would fit, but then a long path might wait for ever.
                 left.extend(self._waiting[number:])
                 break
             self._running.append(request)
         self._waiting = left
 
     def _is_being_fed(self, prefix_ids: list[int]) -> bool:
+        # Group members ask for one prompt at the same time; each would compute it by itself.
         filling = [row for row in self._cache.rows if len(row.token_ids) - row.fed > MIN_SHARED]
         if not filling:
             return False
@@ -366,20 +364,19 @@ class NativeEngine:
         """One forward pass over every row that fits, then sampling where a row is complete."""
         segments, requests = self._plan()
         hidden = self._run(segments)
-        complete = []
+        complete, ends = [], []
         for request, segment in zip(requests, segments, strict=True):
             self._cache.fed(segment.row, segment.count)
+            # Behind the path's last token only; a prompt that was taken in by halves has none yet.
             if segment.row.fed == len(segment.row.token_ids):
-                complete.append((request, segment.offset + segment.count - 1))
+                complete.append(request)
+                ends.append(segment.offset + segment.count - 1)
         if complete:
-            self._sample(
-                [request for request, _ in complete],
-                hidden[torch.tensor([end for _, end in complete])],
-            )
+            self._sample(complete, hidden[torch.tensor(ends)])
 
     def _plan(self) -> tuple[list[Segment], list[Request]]:
-        """Decoding rows first, those that share blocks side by side; then prompts and results, in
-        chunks."""
+        """The tokens that this pass takes in, a stretch of each row, and the requests they are
+        of."""
         segments: list[Segment] = []
         requests: list[Request] = []
         room, offset = self._buckets[-1], 0
@@ -388,6 +385,8 @@ class NativeEngine:
         most = self.settings.native.max_prefill_tokens
         limit = min(most, max(MIN_ROWS, room - self.settings.max_rows))
         ready = [(request, request.row) for request in self._running if request.row is not None]
+        # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
+        # blocks, so that a shared block which attention has loaded serves several rows.
         ready.sort(
             key=lambda pair: (
                 len(pair[1].token_ids) - pair[1].fed,
@@ -396,6 +395,7 @@ class NativeEngine:
         )
         for request, row in ready:
             count = min(len(row.token_ids) - row.fed, limit)
+            # Whole chunks or nothing: cut to the room that is left, they would depend on company.
             if offset + count > room:
                 continue
             self._cache.extend(row, count)
@@ -405,14 +405,15 @@ class NativeEngine:
         return segments, requests
 
     def _run(self, segments: list[Segment]) -> torch.Tensor:
-        """Returns the hidden states of the segments' tokens, one after another, and of what they
-        are padded with."""
+        """Returns the hidden states of the segments' tokens, one after another, and of the
+        padding."""
         ids: list[int] = []
         positions: list[int] = []
         for segment in segments:
             row = segment.row
             ids.extend(row.token_ids[row.fed : row.fed + segment.count])
             positions.extend(range(row.fed, row.fed + segment.count))
+        # Where products round by their number of rows, only numbers that round alike are run.
         rows = next(bucket for bucket in self._buckets if bucket >= len(ids))
         padding = [0] * (rows - len(ids))
         plan = RaggedPlan(
@@ -424,27 +425,23 @@ class NativeEngine:
         return self._forward(batch[0], batch[1], plan)
 
     def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
+        # The head's product is padded as those of the layers are; rows of padding are greedy, and
+        # thrown away.
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
-        logits = self._head(functional.pad(hidden, (0, 0, 0, rows - len(requests))))[
-            : max(len(requests), MIN_ROWS)
-        ]
-        blank = logits.shape[0] - len(requests)
-        temperatures = [request.sampling.temperature for request in requests] + [0.0] * blank
-        seeds = [
-            (
-                keyed_seed(request.noise_key, len(request.sampled))
-                if request.sampling.temperature > 0
-                else None
-            )
-            for request in requests
-        ] + [None] * blank
-        columns = [
-            column.tolist()
-            for column in sample_tokens(logits, temperatures, seeds, self._forward.kernels)
-        ]
-        for request, token, logprob, entropy in zip(
-            requests, *(column[: len(requests)] for column in columns), strict=True
-        ):
+        padded = functional.pad(hidden, (0, 0, 0, rows - len(requests)))
+        logits = self._head(padded)[: max(len(requests), MIN_ROWS)]
+        temperatures = [0.0] * len(logits)
+        seeds: list[int | None] = [None] * len(logits)
+        for row, request in enumerate(requests):
+            temperatures[row] = request.sampling.temperature
+            if request.sampling.temperature > 0:
+                # By the position in the completion, not by the pass: neither company nor a
+                # repeated request changes a token.
+                seeds[row] = keyed_seed(request.noise_key, len(request.sampled))
+        columns = sample_tokens(logits, temperatures, seeds, self._forward.kernels)
+        # One copy a column; zip ends with the requests, before the padding.
+        found = zip(*(column.tolist() for column in columns), strict=True)
+        for request, (token, logprob, entropy) in zip(requests, found, strict=False):
             self._append(request, token, logprob, entropy)
 
     def _append(self, request: Request, token: int, logprob: float, entropy: float) -> None:
@@ -480,11 +477,11 @@ class NativeEngine:
             return StopReason.STOP
         if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
             request.in_grace = True
-        limit = len(request.sampled) >= sampling.max_new_tokens
-        if limit or (
+        is_full = (
             self._limit is not None
             and len(request.prefix_ids) + len(request.sampled) >= self._limit
-        ):
+        )
+        if is_full or len(request.sampled) >= sampling.max_new_tokens:
             return StopReason.LENGTH
         return None
 

@@ -112,7 +112,7 @@ def _bias(linear: nn.Linear) -> torch.Tensor:
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
-    """Returns what lays a linear layer's weights out in the way that is fastest here;
+    """Returns the function that lays a linear layer's weights out in the way that is fastest here;
     `SeparateLinears` where nothing gains."""
     widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
     if (
@@ -139,7 +139,7 @@ def packs(model: Any) -> bool:
 
 
 def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> list[Product]:
-    """Returns what has taken over the products of these linear layers, one for each; others are
+    """Returns the layers that replace these linear layers' products, one for each; others are
     left as they are."""
     taken: list[Product] = []
     for linear in linears:

@@ -1,7 +1,7 @@
 """Attention of one forward pass over ragged rows: some decode one token, some take in many.
 
 A token's numbers depend on its own path only: on which blocks of 64 positions it is spread, never
-on who shares them or what else is in the batch. On a CPU our kernels run it block by block;
+on who shares them or on the other rows of the batch. On a CPU our kernels run it block by block;
 elsewhere torch's operators run it over gathered blocks.
 """
 

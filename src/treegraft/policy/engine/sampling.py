@@ -23,7 +23,7 @@ def keyed_seed(noise_key: NoiseKey, position: int) -> int:
 
 
 ROWS = 16
-"""Rows that are drawn for together without kernels, so that what is computed between fits in a
+"""Rows that are drawn for together without kernels, few enough for their float32 copies to fit in a
 processor's cache."""
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -39,10 +39,8 @@ def sample_tokens(
     token = argmax_v ( log p_v + g_v ),  g_v = -log(-log u_v),  p = softmax(logits / T)
     H = -Σ_v p_v log p_v
 
-    The Gumbel-max trick draws from p exactly, and unlike an inverse cumulative sum it does not flip
-    a token when a logit moves by a rounding error. A large vocabulary is drawn from in two such
-    steps, p(block) and then p(token | block), which is p as well and needs noise for the blocks and
-    for one of them alone. Noise is drawn on the CPU, so that a key means the same on every device.
+    The Gumbel-max trick draws from p exactly. A large vocabulary is drawn from in two such steps,
+    p(block) and then p(token | block).
 
     Args:
         logits: [rows, vocabulary].
@@ -73,6 +71,8 @@ def sample_tokens(
 
 
 def _sample_at_once(scaled: torch.Tensor, seeds: Sequence[int | None]) -> Columns:
+    # Not by an inverse cumulative sum: there a rounding error in any logit before the token moves
+    # the borders of all that follow, and with them the token; here only a tie can flip.
     logprobs = torch.log_softmax(scaled.float(), dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
     tokens = (logprobs + _gumbels(seeds, scaled.shape[-1]).to(scaled.device)).argmax(dim=-1)
@@ -90,6 +90,8 @@ def _sample_by_blocks(
     )
     totals = blocks.sum(dim=-1)
     log_totals = totals.log()
+    # Noise for the blocks and for one block's tokens, not for the whole vocabulary: drawing it took
+    # longer than everything else here.
     noise = _gumbels(seeds, blocks.shape[1] + DRAWN).to(logits.device)
     chosen = (blocks.log() + noise[:, : blocks.shape[1]]).argmax(dim=-1)
     places = chosen[:, None] * DRAWN + torch.arange(DRAWN, device=logits.device)
@@ -110,7 +112,7 @@ def _shifted(logits: torch.Tensor, peaks: torch.Tensor, scale: torch.Tensor) -> 
 
 
 def _block_sums(logits: torch.Tensor, scale: torch.Tensor) -> Columns:
-    """What `Kernels.blocks` returns, by torch's operators."""
+    """The result of `Kernels.blocks`, by torch's operators."""
     peaks = logits.amax(dim=-1).float()
     shifted = _shifted(logits, peaks, scale)
     weights = shifted.exp()
@@ -122,6 +124,7 @@ def _block_sums(logits: torch.Tensor, scale: torch.Tensor) -> Columns:
 
 def _gumbels(seeds: Sequence[int | None], size: int) -> torch.Tensor:
     """[rows, size] variates -log(-log u), and 0 for greedy rows."""
+    # On the CPU, so that a key means the same on every device; ones become 0 below.
     noise = torch.ones(len(seeds), size)
     generator = torch.Generator()
     for row, seed in zip(noise, seeds, strict=True):

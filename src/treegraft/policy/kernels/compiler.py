@@ -78,7 +78,7 @@ def compiled(name: str, definitions: Sequence[str]) -> Path:
 
 
 def _cache_folder() -> Path:
-    """The user's own folder: what lies there is loaded as code, so nobody else may write to it.
+    """The user's own folder: its files are loaded as code, so nobody else may write to it.
 
     Raises:
         KernelError: it cannot be made, or others may write to it.
@@ -99,7 +99,7 @@ def _cache_folder() -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The properties of the processor that -march=native depends on."""
     try:
         with open("/proc/cpuinfo") as file:
             return "".join(

@@ -1,6 +1,6 @@
 """The engine's own kernels (engine.c) on a CPU, called through ctypes.
 
-Where there is no compiler, or what it made does not compute what it should, the engine runs on
+Where there is no compiler, or its result does not compute the right numbers, the engine runs on
 torch's operators, with a notice.
 """
 
@@ -38,7 +38,7 @@ def padded_width(width: int) -> int:
 
 
 class Pass(ctypes.Structure):
-    """What all layers of one forward pass have in common; the arrays must outlive it."""
+    """The arguments that all layers of one forward pass share; the arrays must outlive it."""
 
     _fields_ = (
         ("table", POINTER),
@@ -69,7 +69,7 @@ class Kernels:
         self._lay_out = declared(library.tg_lay_out, *[POINTER] * 2, *[LONG] * 3)
         self._product = declared(library.tg_product, POINTER, LONG, *[POINTER] * 3, *[LONG] * 4)
         self.product_step: int = declared(library.tg_product_step, returns=LONG)()
-        """What the number of inputs of a product has to be a multiple of; 0 where there are no
+        """The number of inputs of a product has to be a multiple of this; 0 where there are no
         products for this processor."""
 
     def store(

@@ -110,7 +110,7 @@ class TreeKernels:
         """Returns attention [tokens, heads, width] and log Σ exp(scores) [heads, tokens], float32.
 
         Raises:
-            MemoryError: there is no room for what it needs beside.
+            MemoryError: there is no room for its intermediate results.
         """
         heads, tokens, width = query.shape
         out = query.new_empty(tokens, heads, width)
@@ -133,7 +133,7 @@ class TreeKernels:
         [tokens, heads, width].
 
         Raises:
-            MemoryError: there is no room for what it needs beside.
+            MemoryError: there is no room for its intermediate results.
         """
         grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in inputs]
         rows = [_Rows(*head_rows(x)) for x in (*inputs, grad.transpose(0, 1))]

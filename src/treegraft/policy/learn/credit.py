@@ -1,5 +1,5 @@
-"""What the trees of an update earn: the built-in credit by its settings, then the user's own rule
-where a recipe names one."""
+"""The advantages of an update's trees: the built-in credit by its settings, then the user's own
+rule where a recipe names one."""
 
 from __future__ import annotations
 

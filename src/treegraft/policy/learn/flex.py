@@ -34,7 +34,7 @@ Flex = Callable[..., torch.Tensor]
 
 
 def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | None) -> BlockMask:
-    """Returns what each packed token sees.
+    """Returns the tokens that each packed token sees.
 
     Args:
         ends: [T] one past the last packed token that sees token j.

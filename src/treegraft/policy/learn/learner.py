@@ -30,7 +30,6 @@ from treegraft.policy.learn.pack import (
     num_lesson_tokens,
     num_tree_tokens,
     pack_trees,
-    pack_with_lessons,
     plan_packs,
     split_tree,
 )
@@ -76,7 +75,7 @@ def token_scores(model: nn.Module, batch: TreeBatch, *, vocab_chunk: int = DEFAU
 
 @dataclass(frozen=True, slots=True)
 class _Pack:
-    """Trees of one forward and backward pass with what was computed for them."""
+    """Trees of one forward and backward pass with their scores."""
 
     indices: tuple[int, ...]
     """Which of the update's trees each part of the batch is of."""
@@ -107,6 +106,7 @@ class Learner:
         _check_head(model)
         self.packing_problem = packing_problem(model, compile_kernels=learn.compile_kernels)
         """Why trees are run row by row; None where they are packed."""
+        # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if self.packing_problem is None:
             install_attention(model)
         self._head = Head(model)
@@ -141,8 +141,7 @@ class Learner:
 
     @torch.no_grad()
     def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
-        """Returns the trees with exact entropies around grafts, which the retrieval reward is made
-        of.
+        """Returns the trees with exact entropies around grafts, for the retrieval reward.
 
         An engine that knows its top-k entropies only leaves the steps before and after a graft to
         be scored here, at the temperature they were sampled at. Trees without such a step come back
@@ -182,11 +181,11 @@ class Learner:
             num_tree_tokens(part) + (num_lesson_tokens(part) if takes_lessons else 0)
             for _, part in parts
         ]
-        pack = pack_with_lessons if takes_lessons else pack_trees
         batches = []
         for group in plan_packs(sizes, limit):
-            owners = tuple(parts[n][0] for n in group)
-            batches.append((owners, pack([parts[n][1] for n in group], device=self.device)))
+            owners, chosen = zip(*(parts[n] for n in group), strict=True)
+            batch = pack_trees(chosen, device=self.device, takes_lessons=takes_lessons)
+            batches.append((owners, batch))
         return batches
 
     def _scores_of(
@@ -256,6 +255,7 @@ class Learner:
     def _is_learned(self, tree: Tree) -> bool:
         if _has_signal(tree) or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
             return True
+        # Without an advantage, the KL term alone still pulls to the reference.
         return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
 
     def _packs(self, trees: Sequence[Tree], part: Sequence[int]) -> list[_Pack]:
@@ -281,7 +281,7 @@ class Learner:
     ) -> list[_Pack]:
         """Returns the packs with their old log-probabilities, for steps of later epochs."""
         # Of all packs of the step at once: each pack's loss is then a share of one sum, so neither
-        # the split into packs nor their order changes what the gradients add up to.
+        # the split into packs nor their order changes the sum of the gradients.
         denominators = self._denominators([trees[index] for index in part])
         done = []
         for pack in packs:
@@ -321,6 +321,7 @@ class Learner:
 
     def _factors(self, batch: TreeBatch, denominators: Denominators) -> torch.Tensor:
         """[N] the factor of every contribution of each trajectory."""
+        # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
         owners = batch.trajectories[batch.carries_loss]
         lengths = torch.bincount(owners, minlength=len(batch.paths)).to(torch.float64)
         weights = torch.tensor(
@@ -346,6 +347,8 @@ class Learner:
             shaping_factor(path.leaf.retrieved_frac, settings.shaping_weight)
             for path in batch.paths
         ]
+        # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
+        # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
         terms = clipped_surrogate(
             new,
@@ -357,6 +360,7 @@ class Learner:
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
+        # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.
         if settings.engine_ratio_cap is not None:
             sampled_at = batch.sampling_logprobs.index_select(0, tokens)
             weights, is_capped = engine_correction(

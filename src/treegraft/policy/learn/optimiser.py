@@ -43,6 +43,7 @@ class MasterAdamW:
         """Moves the gradients of one backward pass to the masters."""
         if self._masters is self._weights:
             return
+        # In float32: a bfloat16 sum loses addends that are some hundred times smaller.
         for weight, master in zip(self._weights, self._masters, strict=True):
             if weight.grad is None:
                 continue
@@ -62,8 +63,11 @@ class MasterAdamW:
             lr = self._settings.lr * min(1.0, (self.num_steps + 1) / warm if warm else 1.0)
         self.num_steps += 1
         self.last_lr = lr
+        # No group of the step had anything to learn from. AdamW would move all the same, by weight
+        # decay and by the moments of earlier steps.
         if all(master.grad is None for master in self._masters):
             return 0.0
+        # Here and not in `collect`: the limit is on the sum over all micro-batches.
         norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm))
         for group in self._adam.param_groups:
             group["lr"] = lr
@@ -89,7 +93,7 @@ class MasterAdamW:
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restores `state()`; a KeyError names what is missing."""
+        """Restores `state()`; a KeyError names the missing entry."""
         self.num_steps = int(state["num_steps"])
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):

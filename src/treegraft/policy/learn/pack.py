@@ -12,9 +12,9 @@ A token that k trajectories share is scored once and contributes k times, each t
 trajectory's own advantage, so every published objective comes out as if the trajectories had been
 trained apart.
 
-Learning from grafts puts one more node beside each graft: what its agent wrote, as the policy would
-write it at that place. It sees the path above the graft, takes the positions that follow it, and
-nothing else sees it.
+Learning from grafts puts one more node beside each graft: its text as the policy would write it at
+that place. It sees the path above the graft, takes the positions that follow it, and nothing else
+sees it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class PackedTree:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lessons:
-    """What other agents wrote in the grafts of a batch. L lesson tokens, D contributions."""
+    """The texts of other agents in the grafts of a batch. L lesson tokens, D contributions."""
 
     packed: torch.Tensor
     """[L] packed index of each token."""
@@ -167,6 +167,8 @@ class _Packer:
         positions: dict[str, int] = {}
         unique: dict[str, range] = {}
         lessons = lesson_steps(tree) if self.takes_lessons else {}
+        # Depth first, by ordinals: everything below a step then follows it without a gap, so that
+        # two numbers say who sees it. It also makes the sums' order that of the tree alone.
         steps = (
             sorted([*tree.steps, *lessons.values()], key=lambda step: step.ordinals)
             if lessons
@@ -178,7 +180,13 @@ class _Packer:
             parent = by_id[step.parent] if step.parent is not None else None
             first = positions[parent.id] + len(parent.token_ids) if parent is not None else 0
             positions[step.id] = first
-            before = _last_token_before(step, by_id, offsets)
+            # The first token of every child is predicted by the last one above it, wherever that is
+            # packed; a step of ours that failed has no tokens and is passed over.
+            before = None
+            while parent is not None and before is None:
+                if parent.token_ids:
+                    before = offsets[parent.id] + len(parent.token_ids) - 1
+                parent = by_id[parent.parent] if parent.parent is not None else None
             is_lesson = step.ordinals[-1] < 0
             unique[step.id] = (self._add_lesson if is_lesson else self._add_step)(
                 step, first, before
@@ -199,6 +207,7 @@ class _Packer:
         index = iter(unique)
         advantage = credit(step, path.leaf)
         for is_sampled, carries in zip(step.sampled_mask, step.loss_mask, strict=True):
+            # Also those without loss: diagnostics and the record go over every sampled token.
             if is_sampled:
                 self.tokens.append(next(index))
                 self.trajectories.append(len(self.paths))
@@ -301,7 +310,7 @@ def lesson_steps(tree: Tree) -> dict[str, Step]:
 
 
 def _source(step: Step, offset: int, index: int, before: int | None) -> int:
-    """Packed index of what predicts the step's token `index`."""
+    """Packed index of the token that predicts the step's token `index`."""
     source = offset + index - 1 if index else before
     if source is None:
         raise ValueError(
@@ -309,17 +318,6 @@ def _source(step: Step, offset: int, index: int, before: int | None) -> int:
             " predict it"
         )
     return source
-
-
-def _last_token_before(step: Step, by_id: dict[str, Step], offsets: dict[str, int]) -> int | None:
-    """Packed index of the last token of the nearest ancestor that has any; None where there is
-    none."""
-    parent = step.parent
-    while parent is not None:
-        if by_id[parent].token_ids:
-            return offsets[parent] + len(by_id[parent].token_ids) - 1
-        parent = by_id[parent].parent
-    return None
 
 
 def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[Node, ...]:
@@ -344,26 +342,18 @@ def _is_below(step: Step, ancestor: Step) -> bool:
     return step.ordinals[: len(ancestor.ordinals)] == ancestor.ordinals
 
 
-def pack_trees(trees: Sequence[Tree], *, device: torch.device | str = "cpu") -> TreeBatch:
+def pack_trees(
+    trees: Sequence[Tree], *, device: torch.device | str = "cpu", takes_lessons: bool = False
+) -> TreeBatch:
     """Returns one batch that holds all `trees`, in the order given.
+
+    Args:
+        takes_lessons: with those of the grafts that a trajectory with positive advantage and loss
+            holds.
 
     Raises:
         ValueError: no trees, or a sampled token with nothing before it.
     """
-    return _pack(trees, device, takes_lessons=False)
-
-
-def pack_with_lessons(trees: Sequence[Tree], *, device: torch.device | str = "cpu") -> TreeBatch:
-    """Returns the same with `lessons`: those of the grafts that a trajectory with positive
-    advantage and loss holds.
-
-    Raises:
-        ValueError: as in `pack_trees`.
-    """
-    return _pack(trees, device, takes_lessons=True)
-
-
-def _pack(trees: Sequence[Tree], device: torch.device | str, *, takes_lessons: bool) -> TreeBatch:
     if not trees:
         raise ValueError("pack_trees: got no trees; at least one is needed")
     packer = _Packer(takes_lessons=takes_lessons)
@@ -416,12 +406,9 @@ def num_lesson_tokens(tree: Tree) -> int:
 
 def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> list[Tree]:
     """Returns the tree whole where it fits `max_tokens`, else trees of some of its leaves each,
-    which together have all of them.
+    which together have all of them; a single path that is longer goes alone.
 
-    Neighbouring leaves stay together as long as their unique tokens fit; a single path that is
-    longer goes alone. Since the loss is a sum over contributions, whose weights and denominators do
-    not depend on packs, the gradient is that of the whole tree; the price is that tokens above a
-    cut run once per part.
+    The gradient is that of the whole tree; the price is that tokens above a cut run once per part.
     """
     size = num_tree_tokens(tree) + (num_lesson_tokens(tree) if with_lessons else 0)
     if size <= max_tokens or len(tree.leaves) < 2:
@@ -430,6 +417,9 @@ def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> li
         step.id: len(step.token_ids) + (len(step.lesson_ids) if with_lessons else 0)
         for step in tree.steps
     }
+    # The loss is a sum over contributions, whose weights and denominators do not depend on packs:
+    # any division of the leaves is exact. Neighbours share most of their path, so they stay
+    # together.
     parts: list[tuple[list[Leaf], set[str]]] = []
     size = 0
     for leaf in tree.leaves:
@@ -452,13 +442,11 @@ def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> li
 
 def plan_packs(sizes: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Returns groups of indices whose sizes fit `max_tokens`, by first-fit decreasing; a larger
-    single one goes alone.
-
-    Indices ascend within a group and groups by their first index, so the plan depends on the sizes
-    alone.
-    """
+    single one goes alone. Indices ascend within a group, and groups by their first index."""
     packs: list[list[int]] = []
     room: list[int] = []
+    # Largest first: small ones fill the gaps. Ties by index, and all sorted again at the end, since
+    # gradients are summed in this order, and one seed has to give the same bits.
     for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
         place = next((n for n, left in enumerate(room) if sizes[index] <= left), None)
         if place is None:

@@ -58,6 +58,7 @@ def chunked_scores(
     for rows, wanted, scale in zip(
         hidden.split(chunk), targets.split(chunk), temperatures.split(chunk), strict=True
     ):
+        # A single chunk's logits may stay for the backward pass; those of several would add up.
         if len(rows) < len(hidden) and hidden.requires_grad:
             parts.append(checkpoint(_scores, head, rows, wanted, scale, use_reentrant=False))
         else:
@@ -121,6 +122,7 @@ class _TokenScores(torch.autograd.Function):
         ):
             log_p = (part.float() / scale).sub_(lse_)
             found = log_p.exp()
+            # No objective here has a term in the entropies, so theirs is rarely asked for.
             if grads[1] is None:
                 found.mul_(-of_logprob)
             else:
@@ -210,6 +212,7 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
     kinds = {rope.get("rope_type")} | {
         value.get("rope_type") for value in rope.values() if isinstance(value, dict)
     }
+    # The probe below is too short to show it.
     if kinds & {"dynamic", "longrope"}:
         return (
             f"its position scaling ({', '.join(sorted(kind for kind in kinds if kind))}) depends on"
@@ -235,6 +238,7 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
             ).last_hidden_state[0]
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({str(error).splitlines()[0]})"
+    # A layer of another kind (linear attention, convolution) ignores ours without an error.
     if plan[0].num_calls != config.num_hidden_layers:
         return f"{plan[0].num_calls} of its {config.num_hidden_layers} layers called our attention"
     gap = float(

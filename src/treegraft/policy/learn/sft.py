@@ -1,8 +1,8 @@
 """Warm-up: supervised fine-tuning on traces, with a dial for how willing the agent is to go on.
 
 A demonstration is a tree of one path, so it goes through the same packing and the same scores as
-reinforcement learning. Loss falls on what the agent wrote; the token that decides between going on
-and answering can be left out (skill without propensity) or shown with a chosen frequency
+reinforcement learning. Loss falls on the agent's own tokens; the token that decides between going
+on and answering can be left out (skill without propensity) or shown with a chosen frequency
 (propensity without touching skill).
 """
 
@@ -76,8 +76,19 @@ class Demonstrations:
     def _demonstrate(
         self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
     ) -> Tree:
+        """The demonstration as a tree; by keyed coins it decides, is cut short and holds grafts."""
+        frac = self._settings.decision_frac
         try:
-            return self._demonstration(task, steps, key)
+            # With a share of 0, decisions are learned like all other tokens. Else a demonstration
+            # shows decisions, and answers as early as continue_prob says, or has them masked: the
+            # expert's own decisions would teach the expert's willingness.
+            masks_decisions = frac > 0.0 and keyed_unit(self._seed, "kind", *key) >= frac
+            if frac > 0.0 and not masks_decisions:
+                steps = self._shortened(task, steps, key)
+            grafts = self._grafts(len(steps), key)
+            return demonstration_tree(
+                self._format, task, steps, masks_decisions=masks_decisions, grafts=grafts
+            )
         except DataError:
             raise
         except ValueError as error:
@@ -86,20 +97,9 @@ class Demonstrations:
                 if self._file is None
                 else f"'{self._settings.traces}', {task.id}"
             )
-            raise DataError(f"warmup.traces {place}: {error} Mend it or leave it out.") from error
-
-    def _demonstration(
-        self, task: Task, steps: tuple[StepContent, ...], key: tuple[int, int]
-    ) -> Tree:
-        frac = self._settings.decision_frac
-        masks_decisions = False
-        if frac > 0.0:
-            masks_decisions = keyed_unit(self._seed, "kind", *key) >= frac
-            steps = steps if masks_decisions else self._shortened(task, steps, key)
-        grafts = self._grafts(len(steps), key)
-        return demonstration_tree(
-            self._format, task, steps, masks_decisions=masks_decisions, grafts=grafts
-        )
+            raise DataError(
+                f"warmup.traces {place}: {error} Correct it or leave it out."
+            ) from error
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
         """Which steps are shown as retrieved: coins, never the first or last step and never two in
@@ -189,8 +189,8 @@ def read_traces(path: str) -> list[Demonstration]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"warmup.traces '{path}', line {number}: got {error!r}; expected a question and a"
-                " list of steps, each with thought, calls, observations or answer. Mend the line"
-                " or leave it out."
+                " list of steps, each with thought, calls, observations or answer. Correct"
+                " the line or leave it out."
             ) from error
     if not found:
         raise DataError(f"warmup.traces '{path}': the file has no rows")

@@ -1,11 +1,11 @@
 """The model's own format: turns, tool calls and results as its chat template writes them.
 
-    <think> ... </think> text              what the agent writes in one turn: a thought, then
+    <think> ... </think> text              one turn of the agent: a thought, then
     <tool_call>{"name": ...}</tool_call>   one or more calls, in whatever marks the template has, or
     ... \\boxed{...}                        the answer: a turn without calls
     <retrieve> ... </retrieve>             another agent's steps, at the beginning of a turn
 
-Tokens are appended and never rendered again: `ChatTemplate` says what comes between two turns. Text
+Tokens are appended and never rendered again: `ChatTemplate` gives the text between two turns. Text
 from elsewhere is encoded so that it holds no mark and no special token.
 """
 
@@ -41,9 +41,9 @@ from treegraft.rollout.formats.template import (
 
 RETRIEVE = ("<retrieve>", "</retrieve>")
 SHOWN_RESULT = ("<result>", "</result>")
-"""What results stand in within a graft; the template's own marks may be whole turns."""
+"""The marks of results within a graft; the template's own may be whole turns."""
 WITHHELD = "withheld"
-"""What stands for foreign text that a tokenizer turns into special tokens however it is written."""
+"""Replaces foreign text that a tokenizer turns into special tokens however it is written."""
 _DECODER = json.JSONDecoder()
 _PLAIN = str.maketrans(dict.fromkeys("<>[]|{}", " "))
 
@@ -97,7 +97,7 @@ class ChatFormat(MarkedFormat):
         )
         dialect = self._dialect = self._template.dialect
         self._foreign_marks = (*RETRIEVE, *SHOWN_RESULT, *sorted(dialect.result_marks))
-        """What the agent must not write."""
+        """Marks that the agent must not write."""
         own = {
             THINK_OPENING,
             THINK_CLOSING,
@@ -108,7 +108,7 @@ class ChatFormat(MarkedFormat):
         special = {self._decode([token]) for token in self._end_ids} | set(
             getattr(tokenizer, "all_special_tokens", ())
         )
-        # What marks the agent's own calls it may write, even where the tokenizer counts it among
+        # The marks of its own calls the agent may write, even where the tokenizer counts it among
         # its special tokens.
         self._specials = Specials(tokenizer, sorted((marks - special) | own), self._end_ids)
         longest_first = sorted(marks, key=len, reverse=True)
@@ -120,7 +120,7 @@ class ChatFormat(MarkedFormat):
         self._check_reading(tools)
 
     def _check_reading(self, tools: Sequence[Tool]) -> None:
-        """What the format writes it must read back."""
+        """Raises SettingError where the format could not read its own steps back."""
         thought = "a" if self._dialect.keeps_thoughts else ""
         contents = [StepContent(thought="a", answer="b")]
         for tool in tools[:1]:
@@ -143,10 +143,11 @@ class ChatFormat(MarkedFormat):
     def _prompt_text(self, question: str) -> str:
         return self._template.prompt(question)
 
-    # What the agent wrote
+    # Steps of the agent
 
     def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
-        """Returns what one turn says: a thought and calls or an answer, or which rule it broke.
+        """Returns the content of one turn, a thought and calls or an answer, or which rule it
+        broke.
 
         A turn that ran out of tokens before its end token breaks no rule; `is_complete` is False
         for it.
@@ -193,7 +194,7 @@ class ChatFormat(MarkedFormat):
         return StepContent(thought=thought, answer=answer)
 
     def _joined(self, thought: str, text: str) -> str:
-        """The thought with what else was written before a call or an answer."""
+        """The thought with the other text before a call or an answer."""
         closing = self._dialect.closing
         for mark in (
             THINK_OPENING,
@@ -245,7 +246,7 @@ class ChatFormat(MarkedFormat):
         return ToolCall(name, _json(arguments), problem)
 
     def read_text(self, text: str) -> StepContent | None:
-        """Returns what one whole turn written in the template's marks says, results included; None
+        """Returns the content of one whole turn in the template's marks, results included; None
         where it is not one."""
         ends = [
             (text.find(end), end)
@@ -299,13 +300,13 @@ class ChatFormat(MarkedFormat):
         except ValueError:
             return text
 
-    # What others wrote, and what the agent would have written
+    # Results, foreign steps, and steps as the agent would have written them
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
-        """Returns what follows the agent's turn: the rest of that, the results as tokens, and the
-        opening of its next turn.
+        """Returns the text that follows the agent's turn: the rest of that, the results as tokens,
+        and the opening of its next turn.
 
-        Never raises: what cannot be encoded is replaced.
+        Never raises: a text that cannot be encoded is replaced.
         """
         return tuple(
             self._harmless_ids(
@@ -343,6 +344,9 @@ class ChatFormat(MarkedFormat):
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
         """The tokens of a text with foreign parts, each passed through what `render` is given, so
         that none forges anything."""
+        # The whole text is rendered at once, since a template may change its parts by each other;
+        # so marks are counted against those of a text that surely holds none. Each attempt keeps
+        # less of the foreign text: a normaliser can make marks of other characters.
         plain = self._encode(render(lambda _: "x"))
         for safe in (self.sanitized, _plain_text, lambda _: WITHHELD):
             ids = self._encode(render(safe))
@@ -365,23 +369,13 @@ class ChatFormat(MarkedFormat):
         """
         ids = self._encode(self._turn_text(content))
         parsed = self.parse_step(ids)
-        said, answer = (
-            parsed.content,
-            (
-                None
-                if content.answer is None
-                else normal_answer(clean(content.answer, keep_controls=True))
-            ),
-        )
-        is_same = (said.thought, said.answer) == (
-            clean(content.thought, keep_controls=True).strip(),
-            answer,
-        )
-        if (
-            parsed.violation is not None
-            or not is_same
-            or not self._same_calls(said.calls, content.calls)
-        ):
+        said, answer = parsed.content, None
+        if content.answer is not None:
+            answer = normal_answer(clean(content.answer, keep_controls=True))
+        thought = clean(content.thought, keep_controls=True).strip()
+        calls, wanted = ([self._arguments(call) for call in one.calls] for one in (said, content))
+        is_same = (said.thought, said.answer, calls) == (thought, answer, wanted)
+        if parsed.violation is not None or not is_same:
             reason = parsed.violation or "it is read back as something else"
             raise ValueError(
                 f"the turn {self._decode(ids)[:80]!r} cannot be written in the chat template:"
@@ -425,14 +419,9 @@ class ChatFormat(MarkedFormat):
             found = {names[0]: found}
         return call.name, found
 
-    def _same_calls(self, ours: Sequence[ToolCall], theirs: Sequence[ToolCall]) -> bool:
-        return [self._arguments(call) for call in ours] == [
-            self._arguments(call) for call in theirs
-        ]
-
 
 def _split_thought(text: str) -> tuple[str | None, str, bool]:
-    """What stands in think tags at the beginning (None: nothing), what follows, and whether the
+    """The text in think tags at the beginning (None: no tags), the text after it, and whether the
     thought is closed."""
     if not text.lstrip().startswith(THINK_OPENING):
         return None, text, True

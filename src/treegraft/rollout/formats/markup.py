@@ -24,7 +24,7 @@ class ParsedStep:
     violation=None)"""
 
     content: StepContent
-    """What the step says; after a violation no more than its thought."""
+    """The step's content; after a violation no more than its thought."""
     violation: str | None
     """Which rule the step broke; None where it broke none."""
 
@@ -237,7 +237,7 @@ def clean(text: str, *, keep_controls: bool = False) -> str:
 
 
 def boxed(text: str) -> str | None:
-    """Returns what stands in the last \\boxed{} whose braces balance (escaped braces do not count),
+    """Returns the text in the last \\boxed{} whose braces balance (escaped braces do not count),
     or None."""
     openings: list[tuple[int, bool]] = []
     last: tuple[int, int] | None = None
@@ -278,7 +278,7 @@ def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], 
 
 
 def _input_of(tool: Tool) -> str:
-    """What stands between the tags of a tool that takes more than a text."""
+    """A sentence on the input of a tool that takes more than a text."""
     signature = signature_of(tool)
     if signature.text_parameter is not None or not signature.schema.get("properties"):
         return ""

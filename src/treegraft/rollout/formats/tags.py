@@ -41,7 +41,7 @@ _NEXT_RESULT = re.compile(rf"\s*<{RESULT}>(.*?)</{RESULT}>", re.DOTALL)
 
 @dataclass(slots=True)
 class _Reading:
-    """What has been read of a step so far."""
+    """The part of a step that has been read."""
 
     thought: str | None = None
     name: str | None = None
@@ -119,10 +119,11 @@ class TagsFormat(MarkedFormat):
             )
         )
 
-    # What the agent wrote
+    # Steps of the agent
 
     def parse_step(self, token_ids: Sequence[int]) -> ParsedStep:
-        """Returns what one step says: a thought and a call or an answer, or which rule it broke.
+        """Returns the content of one step, a thought and a call or an answer, or which rule it
+        broke.
 
         A step that ran out of tokens breaks no rule; `is_complete` is False for it.
         """
@@ -156,8 +157,8 @@ class TagsFormat(MarkedFormat):
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
 
     def parse_text(self, text: str) -> ParsedStep:
-        """Returns what one step says that comes as text, from a server or a file; by the rules of
-        `parse_step`.
+        """Returns the content of a step that comes as text, from a server or a file; by the rules
+        of `parse_step`.
 
         A call may be followed by its results in their tags, which no sampled step may.
         """
@@ -180,7 +181,7 @@ class TagsFormat(MarkedFormat):
         return ParsedStep(replace(content, observations=observations), None)
 
     def read_text(self, text: str) -> StepContent | None:
-        """Returns what one whole step written in our tags says, results included; None where it is
+        """Returns the content of one whole step in our tags, results included; None where it is
         not one."""
         parsed = self.parse_text(text)
         return parsed.content if parsed.is_complete else None
@@ -191,13 +192,24 @@ class TagsFormat(MarkedFormat):
         position = 0
         while reading.name is None:
             opening = self._tag.search(text, position)
-            self._check_gap(
-                text[position : opening.start() if opening else len(text)], is_last=opening is None
+            outside = text[position : opening.start() if opening else len(text)].strip()
+            # A step that ran out of tokens may end inside an opening tag.
+            may_become_tag = opening is None and any(
+                f"<{name}>".startswith(outside) for name in self._names
             )
+            if outside and not may_become_tag:
+                raise Violation("text outside tags")
             if opening is None:
                 return
             name = opening[2]
-            self._check_opening(opening, reading)
+            if name in NOT_THE_AGENTS:
+                raise Violation(f"{opening[0]} is not the agent's to write")
+            if opening[1]:
+                raise Violation(f"{opening[0]} without <{name}>")
+            if name == THINK and reading.thought is not None:
+                raise Violation("a second thought")
+            if name != THINK and self._require_think and reading.thought is None:
+                raise Violation(f"no thought before <{name}>")
             closing = self._tag.search(text, opening.end())
             if closing is None:
                 return
@@ -212,29 +224,11 @@ class TagsFormat(MarkedFormat):
             else:
                 reading.name, reading.body, reading.end = name, body, position
 
-    def _check_gap(self, gap: str, *, is_last: bool) -> None:
-        outside = gap.strip()
-        if not outside:
-            return
-        may_become_tag = is_last and any(f"<{name}>".startswith(outside) for name in self._names)
-        if not may_become_tag:
-            raise Violation("text outside tags")
-
-    def _check_opening(self, tag: re.Match[str], reading: _Reading) -> None:
-        if tag[2] in NOT_THE_AGENTS:
-            raise Violation(f"{tag[0]} is not the agent's to write")
-        if tag[1]:
-            raise Violation(f"{tag[0]} without <{tag[2]}>")
-        if tag[2] == THINK and reading.thought is not None:
-            raise Violation("a second thought")
-        if tag[2] != THINK and self._require_think and reading.thought is None:
-            raise Violation(f"no thought before <{tag[2]}>")
-
-    # What others wrote, and what the agent would have written
+    # Results, foreign steps, and steps as the agent would have written them
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
-        """Returns the results as tokens, each between result tags. Never raises: what cannot be
-        encoded is replaced."""
+        """Returns the results as tokens, each between result tags. Never raises: a text that cannot
+        be encoded is replaced."""
         ids: list[int] = []
         for observation in observations:
             ids += self._encode(f"\n<{RESULT}>\n")
@@ -277,7 +271,7 @@ class TagsFormat(MarkedFormat):
         safe = self.sanitized(text)
         ids = self._encode_text(safe)
         if self._is_forged(ids):
-            # A normaliser made of harmless characters what the text itself did not hold.
+            # A normaliser made a mark of harmless characters.
             ids = self._encode_text(self.sanitized(safe.encode("ascii", "replace").decode()))
         if self._is_forged(ids):
             ids = self._encode_text(safe.translate({ord("<"): " ", ord(">"): " "}))
@@ -303,7 +297,11 @@ class TagsFormat(MarkedFormat):
         whose braces do not balance.
         """
         text = self._step_text(content)
-        ids = self._encode_own(text)
+        # Split, so that no text becomes a special token; but where our tags are special tokens of
+        # the tokenizer, that would tear them apart.
+        split = not self._specials.is_markup_special
+        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
+        ids = list(ids)
         parsed = self.parse_step(ids)
         if (
             parsed.violation is not None
@@ -315,13 +313,6 @@ class TagsFormat(MarkedFormat):
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
             ids.append(self._tokenizer.eos_token_id)
         return self._spans(ids, content.observations)
-
-    def _encode_own(self, text: str) -> list[int]:
-        # Where our tags are special tokens of the tokenizer, splitting those would tear them apart.
-        split = not self._specials.is_markup_special
-        return list(
-            self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
-        )
 
     def _step_text(self, content: StepContent) -> str:
         texts = [content.thought, content.answer or "", *(call.body for call in content.calls)]
@@ -360,7 +351,7 @@ def read_trajectory(text: str) -> tuple[StepContent, ...]:
 
     More lenient than the format itself, since nothing is scored here: any paired tag that results
     follow is a tool call, text outside tags belongs to the thought, an answer needs no box, and
-    what stands in retrieve tags was not that agent's.
+    text in retrieve tags was not that agent's.
 
     Raises:
         ValueError: neither a call with its result nor an answer.

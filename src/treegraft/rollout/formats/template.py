@@ -3,10 +3,10 @@
     prompt | the agent's turn, its end token | rest of that turn, results, opening of the next turn
     | the agent's turn ...
 
-What the agent samples is never rendered again, so between two of its turns stands the difference of
-two renderings around a fixed dummy turn. Whether that difference exists, and what calls and results
-look like, is found out once, from conversations of probe words; a template without it is refused
-with the reason.
+The agent's own tokens are never rendered again: the text between two of its turns is the difference
+between two renderings around a fixed dummy turn. Whether that difference exists, and how calls and
+results are written, is found out once, from conversations of probe words; a template without it is
+refused with the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treegraft.core.interfaces import Tokenizer
 
 THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
 MARK = re.compile(r"</?[A-Za-z_][\w.-]*>|<[|\uff5c][^<>\s]+[|\uff5c]>|\[/?[A-Z][A-Z_]+\]")
-"""What templates mark turns, calls and results with."""
+"""The marks that templates put around turns, calls and results."""
 
 _TOOL, _PARAMETER, _VALUE, _THOUGHT, _RESULT, _ANSWER = (
     "zqtool",
@@ -50,7 +50,7 @@ class Dialect:
     writes_several: bool = False
     """A turn may hold several calls."""
     keeps_thoughts: bool = True
-    """What is written before a call stays where it is."""
+    """Text before a call stays where it is."""
     tags_thoughts: bool = True
     """A thought stands in think tags, elsewhere it is plain text."""
     opens_thought: bool = False
@@ -129,7 +129,7 @@ class ChatTemplate:
         return turn[:end]
 
     def results(self, texts: Sequence[str], *, opens: bool = True) -> str:
-        """Returns what stands between the agent's end token and its next turn: the results, and
+        """Returns the text between the agent's end token and its next turn: the results, and
         that turn's opening if `opens`."""
         start = [*self._start("?"), self._dummy]
         # Rendered anew each time: a template may write the date.

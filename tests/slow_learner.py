@@ -1,0 +1,220 @@
+"""Example trees, and each published objective one trajectory and one token at a time: the slow
+implementation that the learner is tested against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.trees import Part, build_tree
+from torch.nn.attention.flex_attention import flex_attention
+
+from treegraft.algo.advantages import assign_credit
+from treegraft.core.types import LEARNING_RULES, Origin, Status, Trajectory, Tree
+from treegraft.policy.learn import scores as scores_module
+from treegraft.policy.learn.learner import Learner, token_scores
+from treegraft.policy.learn.pack import TreeBatch
+from treegraft.policy.learn.tree_attention import PackedPlan
+from treegraft.settings.config import LearnSettings, LossSettings
+
+Weights = list[torch.Tensor]
+
+BRANCHING = Part.of(
+    "ppppp",
+    Part.of(
+        "sstt",
+        Part.of(
+            "sstrf",
+            Part("ss", reward=1.0),
+            Part("sSs", reward=0.0),
+            Part("s", reward=-1.0, status=Status.TRUNCATED),
+        ),
+        Part("sss", reward=0.25, temperature=0.7),
+        temperature=1.3,
+    ),
+    Part("ssss", reward=1.0),
+    Part.of("st", Part("", status=Status.FAILED)),
+    Part("ss", reward=-1.0, status=Status.FORMAT_VIOLATION),
+)
+FLAT = Part.of("pp", Part("sss", reward=0.5), Part("s", reward=0.5))
+"""A group without variance."""
+
+
+def example_trees(count: int = 2, **credit: Any) -> list[Tree]:
+    parts = [
+        BRANCHING,
+        FLAT,
+        Part.of("ppp", Part("sts", reward=1.0), Part("ss", reward=0.0)),
+        BRANCHING,
+    ][:count]
+    return [
+        assign_credit(build_tree(part, task_id=f"t/{n}", seed=n), **credit)
+        for n, part in enumerate(parts)
+    ]
+
+
+# ---------------------------------------------------------------------- the slow way
+
+
+def plain_scores(model: Any, path: Trajectory) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies of a trajectory's sampled tokens, from its own forward pass
+    with whole logits."""
+    temperatures = [step.temperature or 1.0 for step in path.steps for _ in step.token_ids]
+    logits = model(input_ids=torch.tensor([path.token_ids]), use_cache=False).logits[0].float()
+    logprobs, entropies = [], []
+    for place, is_sampled in enumerate(path.sampled_mask):
+        if is_sampled:
+            row = torch.log_softmax(logits[place - 1] / temperatures[place], dim=-1)
+            logprobs.append(row[path.token_ids[place]])
+            entropies.append(-(row.exp() * row).sum())
+    empty = logits.new_zeros(0)
+    return (torch.stack(logprobs), torch.stack(entropies)) if logprobs else (empty, empty)
+
+
+def slow_loss(
+    model: Any,
+    trees: Sequence[Tree],
+    loss: LossSettings,
+    constant: float,
+    old: Any = None,
+    reference: Any = None,
+) -> torch.Tensor:
+    """The published objectives, one trajectory and one token at a time.
+
+    Args:
+        old: a frozen model that gives the old log-probabilities; None takes the present ones.
+    """
+    total = torch.zeros((), dtype=torch.float32)
+    paths = [path for tree in trees for path in tree.trajectories()]
+    counted = [path for path in paths if LEARNING_RULES[path.status].in_denominator]
+    num_groups = sum(
+        any(LEARNING_RULES[leaf.status].in_denominator for leaf in tree.leaves) for tree in trees
+    )
+    token_mean = sum(
+        path.leaf.weight * sum(sum(step.loss_mask) for step in path.steps) for path in counted
+    )
+    for path in paths:
+        mask = [m for m, sampled in zip(path.loss_mask, path.sampled_mask, strict=True) if sampled]
+        if not any(mask):
+            continue
+        length = sum(mask)
+        if loss.aggregation == "token-mean":
+            factor = path.leaf.weight / token_mean
+        elif loss.aggregation == "sequence-mean":
+            factor = path.leaf.weight / length / num_groups
+        else:
+            factor = path.leaf.weight / constant / num_groups
+        logprobs = plain_scores(model, path)[0]
+        with torch.no_grad():
+            before = logprobs.detach() if old is None else plain_scores(old, path)[0]
+            anchor = None if reference is None else plain_scores(reference, path)[0]
+        advantage = path.leaf.advantage or 0.0
+        origins = path.origins[len(path.prompt_ids) :]
+        sampled_at = [
+            p
+            for p, sampled in zip(path.sampling_logprobs, path.sampled_mask, strict=True)
+            if sampled
+        ]
+        shaping = 1 + loss.shaping_weight * origins.count(Origin.RETRIEVED) / len(origins)
+        for index, has_loss in enumerate(mask):
+            if not has_loss:
+                continue
+            ratio = shaping * torch.exp(logprobs[index] - before[index])
+            bounded = torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
+            objective = torch.minimum(ratio * advantage, bounded * advantage)
+            if loss.dual_clip is not None and advantage < 0:
+                objective = torch.maximum(objective, torch.tensor(loss.dual_clip * advantage))
+            if loss.engine_ratio_cap is not None:
+                objective = objective * min(
+                    math.exp(float(before[index]) - sampled_at[index]), loss.engine_ratio_cap
+                )
+            if anchor is not None:
+                gap = anchor[index] - logprobs[index]
+                objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
+            total = total - factor * objective
+    return total
+
+
+def gradient_of(model: Any) -> torch.Tensor:
+    return torch.cat(
+        [
+            torch.zeros(w.numel()) if w.grad is None else w.grad.float().flatten()
+            for w in model.parameters()
+        ]
+    )
+
+
+def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Relative norm of the difference."""
+    return float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
+
+
+class Descent:
+    """Plain gradient descent in the optimiser's place: a step that shows the gradient as it is."""
+
+    def __init__(self, model: Any, lr: float) -> None:
+        self.model, self.last_lr = model, lr
+        self.gradients: list[torch.Tensor] = []
+
+    def collect(self) -> None:
+        """Gradients add up where they are."""
+
+    def step(self) -> float:
+        self.gradients.append(gradient_of(self.model))
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                if weight.grad is not None:
+                    weight -= self.last_lr * weight.grad
+                weight.grad = None
+        return float(self.gradients[-1].norm())
+
+
+def make_learner(
+    model: Any, loss: LossSettings | None = None, lr: float = 0.0, **learn: Any
+) -> tuple[Learner, Descent]:
+    learner = Learner(
+        model, LearnSettings(lr=lr, **learn), loss or LossSettings(), length_constant=7
+    )
+    descent = Descent(model, lr)
+    learner.optimiser = descent  # type: ignore[assignment]
+    return learner, descent
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "kernels": {},
+    "dense": {"compile_kernels": False, "dense_limit": 1024},
+    "flash": {"compile_kernels": False, "dense_limit": 0},
+    "flex": {"flex": flex_attention},
+}
+"""Ways of attending over a tree."""
+
+
+def attend_by(kind: str, patch: pytest.MonkeyPatch) -> None:
+    """Makes the learner attend over trees in one way, however large they are."""
+    patch.setattr(scores_module, "PackedPlan", lambda batch, **_: PackedPlan(batch, **WAYS[kind]))
+    # Not compiled FlexAttention runs backward on a CPU as well, though it says no.
+    patch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+
+
+def assert_scores_equal(model: Any, batch: TreeBatch, atol: float = 1e-5) -> None:
+    with torch.no_grad():
+        logprobs, entropies = token_scores(model, batch)
+        for path, ours, spread in zip(
+            batch.paths,
+            batch.per_trajectory(logprobs),
+            batch.per_trajectory(entropies),
+            strict=True,
+        ):
+            expected = plain_scores(model, path)
+            torch.testing.assert_close(ours, expected[0], atol=atol, rtol=0)
+            torch.testing.assert_close(spread, expected[1], atol=atol, rtol=0)
+
+
+def shift_weights(model: Any) -> None:
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)

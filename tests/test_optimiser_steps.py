@@ -1,0 +1,210 @@
+"""Optimiser steps: passes, records and metrics, float32 masters (law 6: the optimiser's state), and
+adapters."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.families import build_model
+from tests.slow_learner import (
+    example_trees,
+    make_learner,
+    plain_scores,
+)
+
+from treegraft.policy.learn import learner as learner_module
+from treegraft.policy.learn.learner import Learner, plain_weights, split_evenly
+from treegraft.policy.learn.optimiser import MasterAdamW
+from treegraft.policy.load import with_adapters
+from treegraft.settings.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+
+
+def test_the_record_holds_old_logprobs_and_ratios() -> None:
+    tree = example_trees(1)[0]
+    model = build_model("llama")
+    learner, _ = make_learner(model, lr=0.2, num_epochs=2)
+    twin = copy.deepcopy(build_model("llama"))
+    learned, _ = learner.learn([tree])
+    for path in learned[0].trajectories():
+        ours = [
+            v
+            for step in path.steps
+            for v, s in zip(step.old_logprobs or (), step.sampled_mask, strict=True)
+            if s
+        ]
+        with torch.no_grad():
+            torch.testing.assert_close(
+                torch.tensor(ours), plain_scores(twin, path)[0], atol=1e-5, rtol=0
+            )
+        for step in path.steps:
+            assert all(
+                r == 1.0 for r, s in zip(step.ratios or (), step.sampled_mask, strict=True) if not s
+            )
+    ratios = [r for step in learned[0].steps for r in step.ratios or ()]
+    assert any(abs(ratio - 1.0) > 1e-3 for ratio in ratios)
+
+
+@pytest.mark.parametrize(
+    ("minibatches", "epochs", "num_passes"), [(1, 1, 1), (1, 2, 2), (2, 1, 1 + 2), (2, 2, 1 + 4)]
+)
+def test_the_first_step_needs_no_pass_before_it(
+    minibatches: int, epochs: int, num_passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each minibatch of each epoch, and one more for the old log-probabilities of every
+    minibatch but the first."""
+    calls = []
+    plain = learner_module.packed_hidden
+    monkeypatch.setattr(
+        learner_module,
+        "packed_hidden",
+        lambda *args, **options: calls.append(1) or plain(*args, **options),
+    )
+    learner, _ = make_learner(
+        build_model("llama"), lr=0.1, num_minibatches=minibatches, num_epochs=epochs
+    )
+    trees, _ = learner.learn([example_trees(1)[0], example_trees(4)[3]])
+    assert len(calls) == num_passes
+    assert all(
+        step.old_logprobs is not None
+        for tree in trees
+        for step in tree.steps
+        if any(step.loss_mask)
+    )
+
+
+def test_a_tiny_step_survives_in_bfloat16() -> None:
+    """1000 steps of 1e-6 relative are 1e-3: nothing in bfloat16 (its unit is 2^-8), all of it in
+    the float32 masters."""
+    model = torch.nn.Linear(4, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimiser = MasterAdamW(model, LearnSettings(lr=1e-6, max_grad_norm=1e9))
+    for _ in range(1000):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimiser.collect()
+        optimiser.step()
+    # AdamW on a constant gradient moves by lr each step.
+    torch.testing.assert_close(
+        optimiser.state()["master.weight"], torch.full((1, 4), 0.999), atol=2e-5, rtol=0
+    )
+    assert model.weight.dtype == torch.bfloat16
+    for _ in range(3000):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimiser.collect()
+        optimiser.step()
+    assert float(model.weight[0, 0].detach()) == pytest.approx(0.996, abs=2**-8 / 2)
+
+
+def test_adamw_by_hand() -> None:
+    """One step from zero moments moves by lr · g / (|g| + eps) after clipping to norm 1; warm-up
+    halves the first of two."""
+    model = torch.nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -1.0]]))
+    optimiser = MasterAdamW(
+        model, LearnSettings(lr=0.1, lr_warmup_steps=2, weight_decay=0.5, max_grad_norm=1.0)
+    )
+    model.weight.grad = torch.tensor([[3.0, -4.0]])
+    optimiser.collect()
+    assert optimiser.step() == pytest.approx(5.0)
+    assert optimiser.last_lr == pytest.approx(0.05)
+    # w (1 - lr · decay) - lr · sign(g)
+    torch.testing.assert_close(
+        model.weight.detach(), torch.tensor([[0.975 - 0.05, -0.975 + 0.05]]), atol=1e-6, rtol=0
+    )
+    assert optimiser.step() == 0.0  # no gradient: nothing moves, the count goes on
+    assert optimiser.num_steps == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
+    trees = example_trees(3)
+
+    def learner_of() -> Learner:
+        return Learner(
+            build_model("llama", dtype=dtype),
+            LearnSettings(lr=1e-3),
+            LossSettings(),
+            length_constant=7,
+        )
+
+    whole = learner_of()
+    whole.learn(trees)
+    state = {name: tensor.clone() for name, tensor in whole.state().items()}
+    resumed = learner_of()
+    resumed.load_state(state)
+    for learner in (whole, resumed):
+        learner.learn(trees)
+    ours, theirs = resumed.state(), whole.state()
+    assert ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            resumed.weights().tensors.values(), whole.weights().tensors.values(), strict=True
+        )
+    )
+
+
+def test_lora_weights_are_those_of_merge_and_unload() -> None:
+    model = with_adapters(
+        build_model("llama"), ModelSettings(lora=LoraSettings(rank=2, alpha=8)), seed=1
+    )
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:  # B starts at zero
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+    ours = {name: tensor.clone() for name, tensor in plain_weights(model).items()}
+    plain_names = build_model("llama").state_dict().keys()
+    merged = model.merge_and_unload().state_dict()
+    assert ours.keys() == merged.keys() == plain_names
+    for name, tensor in merged.items():
+        torch.testing.assert_close(ours[name], tensor, atol=1e-6, rtol=1e-6)
+    assert any(
+        not torch.equal(ours[name], build_model("llama").state_dict()[name]) for name in ours
+    )
+
+
+@pytest.mark.parametrize("is_checkpointing", [False, True])
+def test_lora_learns_its_adapters_only(is_checkpointing: bool) -> None:
+    settings_ = ModelSettings(lora=LoraSettings(rank=2), gradient_checkpointing=is_checkpointing)
+    model = with_adapters(build_model("llama"), settings_, seed=1)
+    learner = Learner(model, LearnSettings(lr=1e-2), LossSettings(), length_constant=7)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    _, metrics = learner.learn(example_trees(3))
+    moved = {
+        name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])
+    }
+    assert moved and all("lora_" in name for name in moved)
+    assert metrics["learn/grad_norm"] > 0
+
+
+def test_minibatches_are_cut_evenly() -> None:
+    assert split_evenly(7, 3) == [(0, 1), (2, 3), (4, 5, 6)]
+    assert split_evenly(2, 3) == [(), (0,), (1,)]
+    assert split_evenly(4, 1) == [(0, 1, 2, 3)]
+
+
+def test_metrics_are_per_contribution() -> None:
+    """BRANCHING: loss tokens on paths 2+2+2, 2+2+2, (2+2+1), (2+3), 4, 2; the failed leaf's shared
+    token has none of its own."""
+    tree = example_trees(1)[0]
+    learner, _ = make_learner(build_model("llama"))
+    _, metrics = learner.learn([tree])
+    assert metrics["learn/num_contributions"] == 6 + 6 + 5 + 5 + 4 + 2
+    path_tokens = [5 + 4 + 5 + 2, 5 + 4 + 5 + 3, 5 + 4 + 5 + 1, 5 + 4 + 3, 5 + 4, 5 + 2, 5 + 2]
+    assert metrics["learn/unique_frac"] == pytest.approx(
+        metrics["learn/num_unique_tokens"] / sum(path_tokens)
+    )
+    assert metrics["learn/num_unique_tokens"] == 5 + 4 + 5 + 2 + 3 + 1 + 3 + 4 + 2 + 2
+    assert (
+        metrics["learn/ratio_max"] == 1.0
+        and metrics["learn/clip_frac"] == 0.0
+        and metrics["learn/approx_kl"] == 0.0
+    )
