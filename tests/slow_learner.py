@@ -18,7 +18,7 @@ from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner, token_scores
 from treegraft.policy.learn.pack import TreeBatch
 from treegraft.policy.learn.tree_attention import PackedPlan
-from treegraft.settings.config import LearnSettings, LossSettings
+from treegraft.settings.policy import LearnSettings, LossSettings
 
 Weights = list[torch.Tensor]
 

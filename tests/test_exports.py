@@ -29,19 +29,11 @@ NAMES = (
 )
 
 SIGNATURES = {
-<<<<<<< HEAD
-    "pack_trees": ["trees", "*device"],
+    "pack_trees": ["trees", "*device", "*takes_lessons"],
     "token_scores": ["model", "batch", "*vocab_chunk"],
     "group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
     "retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
     "combined_advantages": [
-=======
-    "treegraft.policy.learn.pack:pack_trees": ["trees", "*device", "*takes_lessons"],
-    "treegraft.policy.learn.learner:token_scores": ["model", "batch", "*vocab_chunk"],
-    "treegraft.algo.advantages:group_advantages": ["rewards", "*scale='std'", "*eps=1e-06"],
-    "treegraft.algo.rapo:retrieval_reward": ["entropy_before", "entropy_after", "*variant='paper'"],
-    "treegraft.algo.rapo:combined_advantages": [
->>>>>>> h-policy
         "outcome_advantages",
         "retrieval_rewards",
         "weight=0.2",

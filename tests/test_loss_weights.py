@@ -23,7 +23,7 @@ from treegraft.algo.advantages import assign_credit
 from treegraft.core.types import Status
 from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn.pack import split_tree
-from treegraft.settings.config import LossSettings
+from treegraft.settings.policy import LossSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

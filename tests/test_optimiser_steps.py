@@ -18,7 +18,7 @@ from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn.learner import Learner, plain_weights, split_evenly
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.load import with_adapters
-from treegraft.settings.config import LearnSettings, LoraSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

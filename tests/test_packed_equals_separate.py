@@ -30,7 +30,7 @@ from treegraft.policy.learn import learner as learner_module
 from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import token_scores
 from treegraft.policy.learn.pack import pack_trees
-from treegraft.settings.config import LossSettings
+from treegraft.settings.policy import LossSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -20,7 +20,7 @@ from treegraft.policy.learn import scores as scores_module
 from treegraft.policy.learn.learner import Learner, token_scores
 from treegraft.policy.learn.pack import pack_trees
 from treegraft.policy.load import with_adapters
-from treegraft.settings.config import LearnSettings, LossSettings, ModelSettings
+from treegraft.settings.policy import LearnSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """ARPO's mathematics: branching probabilities, and advantages of shared steps."""
-=======
-"""ARPO's mathematics: when to branch, and the advantage of a step that trajectories share."""
->>>>>>> h-policy
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """RAPO's mathematics: retrieval rewards, combined advantages and importance shaping."""
-=======
-"""RAPO's mathematics: how much a graft helped, and its effect on advantages and ratios."""
->>>>>>> h-policy
 
 from __future__ import annotations
 

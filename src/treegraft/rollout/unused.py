@@ -1,9 +1,4 @@
-<<<<<<< HEAD
 """The shares of planned branches and grafts that were never made."""
-=======
-"""How far an explorer's possibilities were used: branches and grafts that were planned and never
-came."""
->>>>>>> h-policy
 
 from __future__ import annotations
 
