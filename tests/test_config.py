@@ -487,7 +487,7 @@ def test_project_file_agrees_with_the_package() -> None:
     heads = [
         line
         for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
-        if line.startswith("## [")
+        if line.startswith("## [") and "Unreleased" not in line
     ]
     assert heads[0].startswith(f"## [{treegraft.__version__}]")
     assert dir(treegraft) == sorted(treegraft.__all__)
