@@ -21,6 +21,7 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
+from treegraft.settings.load import load_config
 from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks.rewards import (
     RewardScorer,
@@ -273,7 +274,6 @@ def test_names_and_import_paths() -> None:
     [
         ({"funcs": ["exact_mach"]}, "Did you mean 'exact_match'"),
         ({"funcs": ["f1", "math"], "weights": [1.0]}, "1 entries for the 2"),
-        ({"funcs": []}, "empty"),
         ({"funcs": ["f1", "f1"]}, "twice"),
         ({"funcs": ["treegraft.core.types:ROOT_ID"]}, "expected a function"),
         ({"funcs": ["treegraft.core.types:nothing_of_the_kind"]}, "nothing_of_the_kind"),
@@ -282,3 +282,8 @@ def test_names_and_import_paths() -> None:
 def test_bad_settings(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
         build_rewards(RewardSettings(**settings))
+
+
+def test_a_recipe_without_reward_functions_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"reward\.funcs.*at least 1"):
+        load_config({"reward": {"funcs": []}})

@@ -106,10 +106,6 @@ def build_rewards(settings: RewardSettings) -> list[tuple[str, RewardFunc, float
             more or fewer weights than functions.
     """
     weights = [1.0] * len(settings.funcs) if settings.weights is None else settings.weights
-    if not settings.funcs:
-        raise SettingError(
-            "reward.funcs is empty; name at least one reward function, e.g. 'hierarchical'"
-        )
     if len(weights) != len(settings.funcs):
         raise SettingError(
             f"reward.weights has {len(weights)} entries for the {len(settings.funcs)} functions of"
