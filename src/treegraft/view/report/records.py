@@ -18,7 +18,7 @@ from typing import Any
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.view.runs import Run
 
-Line = Mapping[str, float]
+MetricsLine = Mapping[str, float]
 NOT_SETTINGS = ("run.name", "run.dir", "run.seed")
 """Settings in which runs of one method may differ."""
 SAMPLED = "eval/accuracy_sampled"
@@ -39,7 +39,7 @@ class Record:
     """None: not recorded."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """By dotted name, without those that only name a run."""
-    lines: Sequence[Line] = ()
+    lines: Sequence[MetricsLine] = ()
     """One line of metrics an update, in order, numbers only; costs are those since the line
     before."""
     num_eval: int | None = None
