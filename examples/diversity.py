@@ -30,8 +30,7 @@ def text_of(path: Trajectory) -> str:
 
 def distances(vectors: np.ndarray) -> np.ndarray:
     """Returns [n, n] cosine distances of unit vectors, 0..2."""
-    found: np.ndarray = np.clip(1 - vectors @ vectors.T, 0, 2)
-    return found
+    return np.asarray(np.clip(1 - vectors @ vectors.T, 0, 2))
 
 
 def radius_of(matrices: Sequence[np.ndarray]) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from treegraft.runs.health_rules import RULES, History, Line, Rule, number
+from treegraft.runs.health_rules import RULES, History, MetricsLine, Rule, number
 from treegraft.settings.health import HealthSettings
 
 PREFIX = "health/"
@@ -43,7 +43,7 @@ class HealthWarning:
         return f"held-out {found}" if self.rule.name == "failed" and self.subject else found
 
 
-def recorded(line: Line) -> list[HealthWarning]:
+def recorded(line: MetricsLine) -> list[HealthWarning]:
     """Returns the warnings that were written into a line of metrics."""
     found = []
     for key in sorted(line):
@@ -68,7 +68,7 @@ class Monitor:
     as the window holds.
     """
 
-    def __init__(self, settings: HealthSettings, lines: Sequence[Line] = ()) -> None:
+    def __init__(self, settings: HealthSettings, lines: Sequence[MetricsLine] = ()) -> None:
         """Args:
         lines: of metrics, from before a resume.
         """
@@ -83,7 +83,7 @@ class Monitor:
         """The names of the warnings that have begun and are not over."""
         return list(self._last)
 
-    def take(self, line: Line) -> tuple[list[HealthWarning], list[HealthWarning], list[str]]:
+    def take(self, line: MetricsLine) -> tuple[list[HealthWarning], list[HealthWarning], list[str]]:
         """Takes the metrics of an update.
 
         Returns:

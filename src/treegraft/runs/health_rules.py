@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-Line = Mapping[str, Any]
-Found = Mapping[str, float]
+MetricsLine = Mapping[str, Any]
+Findings = Mapping[str, float]
 """The findings of a rule: a number by subject, such as a tool's name; "" for the whole run."""
 
 
@@ -22,10 +22,10 @@ class History:
     first_entropy: float | None = None
     tools: dict[str, tuple[float, float, int]] = field(default_factory=dict)
     """Calls, failed calls and updates with a call, by tool, before the latest line."""
-    recent: deque[Line] = field(default_factory=deque)
+    recent: deque[MetricsLine] = field(default_factory=deque)
     """The lines of the latest updates that sampled, at most `window`, the latest one included."""
 
-    def begin(self, line: Line) -> None:
+    def begin(self, line: MetricsLine) -> None:
         """Takes in the line before the rules look at it."""
         if self.first_entropy is None:
             self.first_entropy = number(line, "learn/entropy")
@@ -34,7 +34,7 @@ class History:
             while len(self.recent) > self.window:
                 self.recent.popleft()
 
-    def end(self, line: Line) -> None:
+    def end(self, line: MetricsLine) -> None:
         """Takes in the parts with which only later lines are compared."""
         for name, (calls, share) in tools_of(line).items():
             before = self.tools.get(name, (0.0, 0.0, 0))
@@ -48,13 +48,13 @@ class History:
         return sum(known) / len(known) if len(known) == self.window else None
 
 
-def number(line: Line, key: str) -> float | None:
+def number(line: MetricsLine, key: str) -> float | None:
     """Returns a finite metric of a line, None where there is none."""
     value = line.get(key)
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def tools_of(line: Line) -> dict[str, tuple[float, float]]:
+def tools_of(line: MetricsLine) -> dict[str, tuple[float, float]]:
     """Returns calls and share of failed ones by tool, of tools that were called."""
     start, end = "tools/", "_failure_frac"
     names = [
@@ -70,10 +70,10 @@ def tools_of(line: Line) -> dict[str, tuple[float, float]]:
 
 # ---------------------------------------------------------------------- conditions
 
-Check = Callable[[History, Line, float], Found]
+Check = Callable[[History, MetricsLine, float], Findings]
 
 
-def _whole(value: float | None, is_wrong: Callable[[float], bool]) -> Found:
+def _whole(value: float | None, is_wrong: Callable[[float], bool]) -> Findings:
     return {"": value} if value is not None and is_wrong(value) else {}
 
 
@@ -85,20 +85,20 @@ def _from(key: str) -> Check:
 def _mean_from(key: str) -> Check:
     """The mean of the window is at the limit or above."""
 
-    def check(history: History, line: Line, limit: float) -> Found:
+    def check(history: History, line: MetricsLine, limit: float) -> Findings:
         return _whole(history.mean(key) if key in line else None, lambda value: value >= limit)
 
     return check
 
 
-def _no_tool_calls(history: History, line: Line, limit: float) -> Found:
+def _no_tool_calls(history: History, line: MetricsLine, limit: float) -> Findings:
     has_tools = any(key.startswith("tools/") and key.endswith("_calls") for key in line)
     return _whole(
         history.mean("rollout/tool_calls_mean") if has_tools else None, lambda value: value <= limit
     )
 
 
-def _entropy_collapse(history: History, line: Line, limit: float) -> Found:
+def _entropy_collapse(history: History, line: MetricsLine, limit: float) -> Findings:
     now, first = number(line, "learn/entropy"), history.first_entropy
     # A group that is skipped has no entropy: 0 would be the absence of a measurement.
     if now is None or not first or number(line, "learn/num_contributions") == 0:
@@ -106,7 +106,7 @@ def _entropy_collapse(history: History, line: Line, limit: float) -> Found:
     return _whole(now / first, lambda value: value <= limit)
 
 
-def _movement(line: Line) -> float | None:
+def _movement(line: MetricsLine) -> float | None:
     """The learning rate, 0 without a gradient; None where no group had variance, which is another
     warning.
 
@@ -120,32 +120,32 @@ def _movement(line: Line) -> float | None:
     return None if norm is None or rate is None else (rate if norm > 0 else 0.0)
 
 
-def _policy_still(history: History, line: Line, limit: float) -> Found:
+def _policy_still(history: History, line: MetricsLine, limit: float) -> Findings:
     moved = [_movement(one) for one in history.recent]
     known = [value for value in moved if value is not None]
     is_full = len(known) == history.window and "learn/grad_norm" in line
     return _whole(max(known) if is_full else None, lambda value: value <= limit)
 
 
-def _failed(history: History, line: Line, limit: float) -> Found:
+def _failed(history: History, line: MetricsLine, limit: float) -> Findings:
     shares = {"": number(line, "rollout/failed_frac"), "eval": number(line, "eval/failed_frac")}
     return {
         subject: share for subject, share in shares.items() if share is not None and share > limit
     }
 
 
-def _engine_drift(history: History, line: Line, limit: float) -> Found:
+def _engine_drift(history: History, line: MetricsLine, limit: float) -> Findings:
     gap, allowed = number(line, "learn/engine_gap"), number(line, "learn/engine_gap_limit")
     return _whole(gap, lambda value: allowed is not None and value > limit * allowed)
 
 
-def _one_sign(history: History, line: Line, limit: float) -> Found:
+def _one_sign(history: History, line: MetricsLine, limit: float) -> Findings:
     return _whole(
         number(line, "learn/positive_frac"), lambda value: max(value, 1.0 - value) >= limit
     )
 
 
-def _tool_failing(history: History, line: Line, limit: float) -> Found:
+def _tool_failing(history: History, line: MetricsLine, limit: float) -> Findings:
     found = {}
     for name, (calls, share) in tools_of(line).items():
         before_calls, before_failures, num_updates = history.tools.get(name, (0.0, 0.0, 0))
@@ -160,11 +160,11 @@ def _tool_failing(history: History, line: Line, limit: float) -> Found:
     return found
 
 
-def _tool_broken(history: History, line: Line, limit: float) -> Found:
+def _tool_broken(history: History, line: MetricsLine, limit: float) -> Findings:
     return {name: share for name, (_, share) in tools_of(line).items() if share >= limit}
 
 
-def _not_finite(history: History, line: Line, limit: float) -> Found:
+def _not_finite(history: History, line: MetricsLine, limit: float) -> Findings:
     count = sum(isinstance(value, float) and not math.isfinite(value) for value in line.values())
     return _whole(float(count), lambda value: value > limit)
 
@@ -443,4 +443,3 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
 )
-BY_NAME: Mapping[str, Rule] = {rule.name: rule for rule in RULES}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,25 +67,14 @@ class Filter:
         return [n for n, leaf in enumerate(group["leaves"]) if self.of_leaf(leaf)]
 
 
-def _needle(text: str) -> Callable[[bytes], bool]:
-    """Returns a test on the raw line that is true at least where `_snippet` finds the text."""
-    wanted = text.lower()
-    # Lines hold characters as they are, or escaped where one line has a lone surrogate; letters
-    # beyond ASCII change their case in ways that bytes do not follow. Those lines are parsed.
-    if not wanted.isascii():
-        return lambda line: True
-    escaped = json.dumps(wanted)[1:-1].encode()
-    return lambda line: escaped in line.lower()
-
-
 def _snippet(tree: Tree, text: str) -> str | None:
-    """Returns a text where it occurs with its surroundings; None where it does not occur."""
-    wanted = text.lower()
-    for said in texts(tree):
-        place = said.lower().find(wanted)
+    """Returns a lower-case text with its surroundings where it occurs first; None where it does
+    not."""
+    for one in texts(tree):
+        place = one.lower().find(text)
         if place >= 0:
             first = max(0, place - 60)
-            return ("…" if first else "") + said[first : place + len(wanted) + 60]
+            return ("…" if first else "") + one[first : place + len(text) + 60]
     return None
 
 
@@ -97,17 +86,17 @@ def _candidates(
         for group in run.groups(file.name)[first:]:
             yield int(group["n"]), group
         return
-    may_match = _needle(wanted.text)
+    text = wanted.text.lower()
+    escaped = json.dumps(text)[1:-1].encode()
     for number, line in run.raw_lines(file.name, first):
-        tree = None
-        if may_match(line):
+        found = None
+        # Bytes tell without parsing that a line does not have the text. Letters beyond ASCII change
+        # their case in ways that bytes do not follow; for those each line is parsed.
+        if not text.isascii() or escaped in line.lower():
             tree = parse_tree(line, f"'{file.name}', line {number + 1}")
-        snippet = None if tree is None else _snippet(tree, wanted.text)
-        found = (
-            None
-            if tree is None or snippet is None
-            else summarise(tree) | {"file": file.name, "n": number, "snippet": snippet}
-        )
+            snippet = _snippet(tree, text)
+            if snippet is not None:
+                found = summarise(tree) | {"file": file.name, "n": number, "snippet": snippet}
         yield number, found
 
 

@@ -23,6 +23,19 @@ _STYLES = {
     "tool": "blue",
 }
 
+_COLUMNS = {
+    "reward": "reward_mean",
+    "min": "reward_min",
+    "max": "reward_max",
+    "correct": "num_correct",
+    "leaves": "num_leaves",
+    "branches": "num_branches",
+    "grafts": "num_grafts",
+    "errors": "num_errors",
+    "longest": "longest",
+}
+"""Columns of a list of groups, and their keys in `pages.summarise`."""
+
 
 def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
     """Returns the name of a file of trees: of an update, of an evaluation after one, or the newest
@@ -91,43 +104,21 @@ def _list(run: Run, file: str) -> Table:
         padding=(0, 1, 0, 0),
         header_style="dim",
     )
-    for name in (
-        "group",
-        "reward",
-        "min",
-        "max",
-        "correct",
-        "leaves",
-        "branches",
-        "grafts",
-        "errors",
-        "longest",
-    ):
-        table.add_column(
-            name, justify="right", no_wrap=True, min_width=len(name)
-        )  # in 80 columns the question gives way
+    for name in ("group", *_COLUMNS):
+        # In 80 columns the question gives way.
+        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("question", overflow="ellipsis", no_wrap=True)
     for row in run.groups(file):
-        rewards = [_number(row[name]) for name in ("reward_mean", "reward_min", "reward_max")]
-        counts = [
-            str(row[name])
-            for name in (
-                "num_correct",
-                "num_leaves",
-                "num_branches",
-                "num_grafts",
-                "num_errors",
-                "longest",
-            )
-        ]
-        table.add_row(
-            str(row["n"]), *rewards, *counts, Text(plain(" ".join(row["question"].split()), 200))
-        )
+        numbers = [_number(row[key]) for key in _COLUMNS.values()]
+        question = plain(" ".join(row["question"].split()), 200)
+        table.add_row(str(row["n"]), *numbers, Text(question))
     return table
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3g}"
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
 def _drawing(tree: Tree) -> Drawing:

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from treegraft.view.report.records import Line, Record
+from treegraft.view.report.records import MetricsLine, Record
 
 LEVEL = 0.95
 _Z = 1.959963984540054
@@ -76,7 +76,7 @@ def wilson(share: float, num: int) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def values_at(lines: Sequence[Line], key: str) -> dict[int, float]:
+def values_at(lines: Sequence[MetricsLine], key: str) -> dict[int, float]:
     """Returns a metric by update, where it was recorded."""
     return {int(line["update"]): line[key] for line in lines if key in line}
 
@@ -105,7 +105,7 @@ def accuracy_band(records: Sequence[Record], key: str) -> list[Point]:
     ]
 
 
-def spent(lines: Sequence[Line], cost: str) -> dict[int, float]:
+def spent(lines: Sequence[MetricsLine], cost: str) -> dict[int, float]:
     """Returns by update the sum of a cost until then; lines without it count as 0."""
     total, found = 0.0, {}
     for line in lines:

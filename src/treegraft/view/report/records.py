@@ -19,7 +19,7 @@ from treegraft.core.errors import CheckpointError, DataError
 from treegraft.settings.config import renamed, settings_with
 from treegraft.view.runs import Run
 
-Line = Mapping[str, float]
+MetricsLine = Mapping[str, float]
 SAMPLED = "eval/accuracy_sampled"
 _CURVE_ONLY = ("update", "accuracy")
 
@@ -38,7 +38,7 @@ class Record:
     """None: not recorded."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """By dotted name, without those that only name a run."""
-    lines: Sequence[Line] = ()
+    lines: Sequence[MetricsLine] = ()
     """One line of metrics an update, in order, numbers only; costs are those since the line
     before."""
     num_eval: int | None = None
