@@ -186,7 +186,7 @@ BAD = {
         "{%- set content = message.content if loop.last else"
         " message.content.split('</think>')[-1] %}",
     ),
-    "drops what stands before a tool call": QWEN25.replace(
+    "drops text before a tool call": QWEN25.replace(
         _CONTENT, "{%- set content = message.content.split('</think>')[-1] %}"
     ),
     "leaves out the agent's tool calls": QWEN25.replace("message.tool_calls or []", "[]"),

@@ -69,7 +69,7 @@ class StopReason(StrEnum):
 
 
 class EntropyKind(StrEnum):
-    """What `entropies` hold."""
+    """The kind of numbers that `entropies` hold."""
 
     EXACT = "exact"
     """Over the full vocabulary, of softmax(logits / T)."""

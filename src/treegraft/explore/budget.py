@@ -47,11 +47,11 @@ class Allocation(Protocol):
     """Turns the proposals of a tree's leaves into grants."""
 
     def open_start(self, leaf: Hashable, ordinal: int) -> None:
-        """Says that a first-level rollout has begun."""
+        """Notes that a first-level rollout has begun."""
         ...
 
     def open_branch(self, leaf: Hashable, grant: Grant) -> None:
-        """Says that one of a grant's children has begun."""
+        """Notes that one of a grant's children has begun."""
         ...
 
     def propose(
@@ -62,7 +62,7 @@ class Allocation(Protocol):
         ...
 
     def end(self, leaf: Hashable) -> None:
-        """Says that a leaf has ended."""
+        """Notes that a leaf has ended."""
         ...
 
     def advance(self) -> list[Grant]:

@@ -318,7 +318,7 @@ class _Growth:
             else StepContent(thought=_as_text(values))
         )
         lesson: tuple[int, ...] = ()
-        # Nothing is taught of a graft that was cut: nobody was shown the whole of it.
+        # Nothing is taught of a graft that was cut: the agent was not shown the whole of it.
         if is_step and not cause.num_cut:
             with suppress(ValueError):  # a step that the policy could not have written
                 spans = self._g.format.render_step(content)
@@ -381,7 +381,7 @@ class _Growth:
         if num_probed is not None:
             # The path as it stands now: a branch begins beside the step, not behind it.
             propose = _Once(partial(self._propose, path, path.copy(), step_id))
-            # Nothing in this step's tokens matters to the decision, so nobody has to wait for them.
+            # Nothing in this step's tokens matters to the decision, so it need not wait for them.
             if num_probed == 0 or path.after is Origin.RETRIEVED:
                 propose(())
         with self._g.watch.waiting("engine"):
@@ -476,7 +476,7 @@ class _Once:
         try:
             self(probe)
         except Exception as error:
-            # This is a callback, where nobody would catch it; the call that comes with the
+            # This is a callback, where it would be lost; the call that comes with the
             # completion raises it on the leaf's own task.
             self._error = error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from treegraft.core.interfaces import Explorer
-from treegraft.core.types import Origin, Step, Tree
+from treegraft.core.types import Origin, Tree
 
 
 def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:
@@ -25,22 +25,9 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
     # Only explorers that retrieve say which first-level rollouts may.
     is_hybrid = getattr(explorer, "is_hybrid", None)
     if is_hybrid is not None:
-        hybrid = [
-            path.steps
-            for tree in trees
-            for path in tree.trajectories()
-            if is_hybrid(_start(path.steps))
-        ]
+        paths = [path.steps for tree in trees for path in tree.trajectories()]
+        hybrid = [steps for steps in paths if is_hybrid(steps[1].ordinals[1])]
+        grafted = [any(step.origin is Origin.RETRIEVED for step in steps) for steps in hybrid]
         if hybrid:
-            metrics["graft/unused_frac"] = sum(not _has_graft(steps) for steps in hybrid) / len(
-                hybrid
-            )
+            metrics["graft/unused_frac"] = grafted.count(False) / len(hybrid)
     return metrics
-
-
-def _start(steps: Sequence[Step]) -> int:
-    return steps[1].ordinals[1]
-
-
-def _has_graft(steps: Sequence[Step]) -> bool:
-    return any(step.origin is Origin.RETRIEVED for step in steps)

@@ -75,7 +75,7 @@ class Node:
     num_users: int = 0
     """Rows whose path goes through it."""
     is_forgotten: bool = False
-    """Nobody will ask below it again."""
+    """No request below it will come again."""
 
     @property
     def is_full(self) -> bool:
@@ -229,7 +229,7 @@ class PathCache:
             wanted = list(path_ids[at : min(at + BLOCK, limit)])
             best, common = None, 0
             for child in node.children:
-                # Of equals a tail that nobody uses: it can be taken over, others must be copied.
+                # Of equals a tail without users: it can be taken over, others must be copied.
                 length = common_length(child.token_ids, wanted)
                 if length > common or (
                     length
@@ -280,7 +280,7 @@ class PathCache:
         assert node.parent is not None
         node.parent.children.append(node)
         self._idle.pop(node.parent, None)
-        # Below a forgotten path nobody asks again, so this block will go when its row ends.
+        # No request below a forgotten path comes again, so the block goes when its row ends.
         node.num_users, node.is_forgotten = 1, node.parent.is_forgotten
         row.nodes.append(node)
         self._note(row)

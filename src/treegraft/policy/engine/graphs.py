@@ -47,7 +47,7 @@ class DecodingPlan:
         self._gathered: Gathered | None = None
 
     def fill(self, ids: torch.Tensor, positions: torch.Tensor, used: torch.Tensor) -> None:
-        """Takes over a step of `len(used)` rows; the rows that are left do what the first one does,
+        """Takes over a step of `len(used)` rows; the rows that are left repeat the first one,
         to the same places."""
         count, blocks = used.shape
         self.ids[:count], self.ids[count:] = ids[:count], ids[0]

@@ -71,7 +71,7 @@ class NativeEngine:
     """Samples from its own copy of the weights, refreshed by `publish`."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, settings: EngineSettings) -> None:
-        """Takes over `model` (nobody else may run it).
+        """Takes over `model`, which must not be run elsewhere.
 
         Raises:
             ModelError: the model's attention or head cannot be run piece by piece.
@@ -231,7 +231,7 @@ class NativeEngine:
         """Hands something to the thread; where that has ended in the meantime, its sender is told
         at once."""
         # Put first and looked at second: the other way round, the thread could end in between and
-        # nobody would ever answer.
+        # the item would never be answered.
         self._inbox.put(item)
         if self._is_over.is_set():
             self._dismiss()
@@ -509,7 +509,7 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
 
 
 def _post(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    """Runs `act` on the event loop; nobody listens any more where the loop is closed."""
+    """Runs `act` on the event loop; a closed loop has no caller left to tell."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(act)
 

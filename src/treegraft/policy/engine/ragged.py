@@ -147,7 +147,9 @@ class RaggedPlan:
         """The same with torch's operators, over copies of the paths' blocks laid side by side."""
         heads, count, width = query.shape
         if self._gathered is None:
-            self._gathered = self._gather_plan(query.device)
+            single = [segment for segment in self._segments if segment.count == 1]
+            groups = [single, *([segment] for segment in self._segments if segment.count > 1)]
+            self._gathered = [self._gather(group, query.device) for group in groups if group]
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         output = query.new_zeros(count, heads, width)
         for tokens, part in self._gathered:
@@ -162,11 +164,6 @@ class RaggedPlan:
             return None
         slots = torch.tensor([segment.row.slot for segment in self._segments])
         return self._table[slots, : int(self._positions.max()) // BLOCK + 1].long()
-
-    def _gather_plan(self, device: torch.device) -> list[tuple[torch.Tensor, Gathered]]:
-        single = [segment for segment in self._segments if segment.count == 1]
-        groups = [single, *([segment] for segment in self._segments if segment.count > 1)]
-        return [self._gather(group, device) for group in groups if group]
 
     def _gather(self, group: list[Segment], device: torch.device) -> tuple[torch.Tensor, Gathered]:
         """Rows of the batch, for segments of equal length; with more than one of them, of a single

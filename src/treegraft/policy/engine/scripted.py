@@ -1,4 +1,4 @@
-"""A fake engine that writes what a list or a function says: for tests, examples and docs, no
+"""A fake engine whose text comes from a list or a function: for tests, examples and docs, no
 weights needed."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ScriptedEngine:
         entropy: float | Callable[[str], float] = 0.5,
         latency_s: Callable[[], float] | None = None,
     ) -> None:
-        """Takes what to reply; every sampled token gets the same `logprob` and `entropy` (nats).
+        """Takes the replies; every sampled token gets the same `logprob` and `entropy` (nats).
 
         Args:
             entropy: for all tokens, or a function of the decoded path for those sampled after it.

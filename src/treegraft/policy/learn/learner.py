@@ -90,7 +90,7 @@ class Learner:
     def __init__(
         self, model: Any, learn: LearnSettings, loss: LossSettings, *, length_constant: int
     ) -> None:
-        """Takes over `model` (nobody else may train it).
+        """Takes over `model`, which must not be trained elsewhere.
 
         Args:
             length_constant: divisor of "sequence-sum" in tokens, used where loss.length_constant is
@@ -147,7 +147,16 @@ class Learner:
         be scored here, at the temperature they were sampled at. Trees without such a step come back
         as they are, at no cost.
         """
-        wanted = [_inexact_neighbours(tree) for tree in trees]
+        wanted = [
+            {
+                step.id
+                for path in tree.trajectories()
+                for pair in graft_neighbours(path.steps)
+                for step in pair
+                if step.entropy_kind is not EntropyKind.EXACT
+            }
+            for tree in trees
+        ]
         done = list(trees)
         chosen = [n for n, names in enumerate(wanted) if names]
         for indices, batch in self._batches(trees, chosen, takes_lessons=False):
@@ -436,14 +445,6 @@ def _has_signal(tree: Tree) -> bool:
         for step in path.steps
         if any(step.loss_mask)
     )
-
-
-def _inexact_neighbours(tree: Tree) -> set[str]:
-    """Ids of the steps beside grafts whose entropies the engine knew in part only."""
-    pairs = (pair for path in tree.trajectories() for pair in graft_neighbours(path.steps))
-    return {
-        step.id for pair in pairs for step in pair if step.entropy_kind is not EntropyKind.EXACT
-    }
 
 
 def _check_head(model: nn.Module) -> None:

@@ -330,16 +330,14 @@ def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[No
     starts = [offsets[step.id] for step in heads] + [end]
     nodes = []
     for index, step in enumerate(heads):
-        below = next(
-            (n for n in range(index + 1, len(heads)) if not _is_below(heads[n], step)), len(heads)
-        )
+        # Everything below a step follows it; its subtree ends where the first other one begins.
+        depth = len(step.ordinals)
+        below = index + 1
+        while below < len(heads) and heads[below].ordinals[:depth] == step.ordinals:
+            below += 1
         if starts[index] < starts[index + 1]:
             nodes.append(Node(starts[index], starts[index + 1], starts[below]))
     return tuple(nodes)
-
-
-def _is_below(step: Step, ancestor: Step) -> bool:
-    return step.ordinals[: len(ancestor.ordinals)] == ancestor.ordinals
 
 
 def pack_trees(

@@ -271,7 +271,10 @@ def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demons
 def _batches(learner: Learner, trees: Sequence[Tree]) -> Iterator[TreeBatch]:
     """Demonstrations packed under the token budget; those of a pack share the beginning that their
     prompts share."""
-    shared = _common_length([tree.root.token_ids for tree in trees])
+    prompts = [tree.root.token_ids for tree in trees]
+    # Short of their last token, so that each path keeps a prompt of its own.
+    limit = min(map(len, prompts)) - 1
+    shared = next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)
     if shared < MIN_SHARED:
         shared = 0
     room = max(1, learner.settings.max_pack_tokens - shared)
@@ -319,9 +322,3 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
         ]
     steps.sort(key=lambda step: step.ordinals)
     return Tree(task=trees[0].task, group_id="warmup", steps=tuple(steps), leaves=tuple(leaves))
-
-
-def _common_length(prompts: Sequence[Sequence[int]]) -> int:
-    """How many leading tokens all prompts share, short of their last one."""
-    limit = min(len(prompt) for prompt in prompts) - 1
-    return next((n for n in range(limit) if len({prompt[n] for prompt in prompts}) > 1), limit)

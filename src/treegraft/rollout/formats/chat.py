@@ -342,8 +342,8 @@ class ChatFormat(MarkedFormat):
         return "\n".join(lines)
 
     def _harmless_ids(self, render: Callable[[Callable[[str], str]], str]) -> list[int]:
-        """The tokens of a text with foreign parts, each passed through what `render` is given, so
-        that none forges anything."""
+        """The tokens of a text with foreign parts, each passed through the function that
+        `render` is given, so that none forges anything."""
         # The whole text is rendered at once, since a template may change its parts by each other;
         # so marks are counted against those of a text that surely holds none. Each attempt keeps
         # less of the foreign text: a normaliser can make marks of other characters.

@@ -206,13 +206,13 @@ class ChatTemplate:
             raise _refusal(f"it has no place for tool calls and results: {error}") from error
         if _THOUGHT in last and _THOUGHT not in earlier:
             raise _refusal(
-                "it drops the thoughts of earlier turns, so what the agent wrote would not stay"
+                "it drops the thoughts of earlier turns, so the agent's own text would not stay"
             )
         if _THOUGHT in last:
             return
         if self._require_think:
             raise _refusal(
-                "it drops what stands before a tool call, and format.require_think asks for a"
+                "it drops text before a tool call, and format.require_think asks for a"
                 " thought there; set it to false"
             )
         self.dialect = replace(self.dialect, keeps_thoughts=False)
