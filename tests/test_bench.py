@@ -1,4 +1,4 @@
-"""`treegraft bench`: each part from end to end with a tiny model, and the arithmetic of its
+"""`python -m benchmarks.speed`: each part from end to end with a tiny model, and the arithmetic of its
 rows."""
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from benchmarks.speed.update import Shape, multiplication_ratio
 from tests.tiny import tiny, write_recipe
 from typer.testing import CliRunner
 
+from treegraft.cli.main import app as command_line
 from treegraft.cli.profile import Line, Recorder
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.policy.kernels.engine import kernels_for
@@ -396,7 +397,7 @@ def test_a_profile_sums_to_the_wall_time(tmp_path: Path) -> None:
     settings |= {"buffer": {"path": "expert", "encoder": "hashing"}}
     recipe, file = write_recipe(tmp_path / "recipe.json", settings), tmp_path / "profile.json"
     result = CliRunner().invoke(
-        bench_app,
+        command_line,
         ["profile", str(recipe), "--updates", "2", "--json", str(file)],
         catch_exceptions=False,
     )

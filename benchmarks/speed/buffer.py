@@ -83,7 +83,7 @@ class Stock:
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
-    """Returns the parts of `treegraft bench buffer`."""
+    """Returns the parts of `python -m benchmarks.speed buffer`."""
     parts = {"search": _search, "file": _file, "kinds": _kinds, "embedding": _embedding}
     return {name: partial(part, stage) for name, part in parts.items()}
 

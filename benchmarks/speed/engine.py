@@ -33,7 +33,7 @@ ROWS = (1, 4, 8, 16, 64, 256)
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
-    """Returns the parts of `treegraft bench engine`."""
+    """Returns the parts of `python -m benchmarks.speed engine`."""
     groups: dict[str, Case] = {
         f"group {rows}": partial(_group, stage, rows) for rows in stage.pick(GROUPS, (3, 5))
     }

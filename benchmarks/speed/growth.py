@@ -37,7 +37,7 @@ NUM_QUERIES = 64
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
-    """Returns the parts of `treegraft bench growth`."""
+    """Returns the parts of `python -m benchmarks.speed growth`."""
     return {
         "learning group": partial(_learning, stage, "group", _group_trees),
         "learning depth": partial(_learning, stage, "depth", _depth_trees),

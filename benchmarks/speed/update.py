@@ -108,7 +108,7 @@ QUICK = {"3.3": Shape(1, 32, 8, 8), "1": Shape(3, 8, 1, 8)}
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
-    """Returns the parts of `treegraft bench update`."""
+    """Returns the parts of `python -m benchmarks.speed update`."""
     shapes = stage.pick(SHAPES, QUICK)
     found: dict[str, Case] = {}
     for dtype in ("float32", "bfloat16"):

@@ -34,7 +34,7 @@ _WORDS = "river king stone light water paper music garden winter bridge"
 
 
 def cases(stage: Stage) -> Mapping[str, Case]:
-    """Returns the parts of `treegraft bench whole`."""
+    """Returns the parts of `python -m benchmarks.speed whole`."""
     found: dict[str, Case] = {
         f"trl {num}": partial(_against_trl, stage, num) for num in stage.pick(LENGTHS, (8,))
     }
