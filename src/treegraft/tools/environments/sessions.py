@@ -12,8 +12,8 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Awaitable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self, TypeVar
@@ -114,7 +114,7 @@ class TreeEnvironments:
     async def __aexit__(self, *_: object) -> None:
         """Closes all environments of the tree; those that do not end in time are left behind, with
         a warning."""
-        for begun in self._begun:
+        for begun in self._begun:  # those that no trajectory has opened
             begun.cancel()
         await asyncio.gather(*self._begun, return_exceptions=True)
         try:
@@ -134,11 +134,7 @@ class TreeEnvironments:
 
     async def prepare(self, num: int) -> Task:
         """Begins `num` trajectories at once; returns the task with the observation of the first
-        that began.
-
-        All trajectories of a tree have one prompt, so an environment that begins otherwise is
-        refused when it is opened.
-        """
+        that began."""
         self._begun = [asyncio.create_task(self.begin()) for _ in range(num)]
         # In their order, not in that of arrival: the prompt must not depend on timing.
         for begun in self._begun:
@@ -250,8 +246,7 @@ class EnvironmentSession:
         """
         if call.name not in self.tree.names or call.problem is not None:
             return await self.tree.runner.call(call, self.tree.task)
-        await self._settle()
-        async with self._lock:
+        async with self._settled():
             try:
                 return await self._act(call)
             except BaseException as error:
@@ -284,7 +279,7 @@ class EnvironmentSession:
                 text = as_text(await self.live.call(call.name, call.body, self.tree.task))
             except ToolUnavailable:
                 raise
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit) as error:  # an error is a result, which a replay repeats
                 reason = str(error) if isinstance(error, ToolError) else describe(error)
                 outcomes.append(f"error: {reason}")
                 raise
@@ -293,6 +288,7 @@ class EnvironmentSession:
 
         observation = await self.tree.runner.call(call, self.tree.task, act, is_repeat=is_repeat)
         if not outcomes:
+            # The deadline: the method may still be at work on the state.
             self.tree.run.usage.num_failures += 1
             self._broken = (
                 f"environment '{self.tree.kind.name}': {call.name} did not end within"
@@ -307,6 +303,7 @@ class EnvironmentSession:
         """Returns the present state as a point."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
+        # Now and not when a branch opens: the number of copies must not depend on timing.
         copy = self.tree.before_the_end(self._copy())
         self._copies.append(copy)
         return _CopyPoint(self.tree, copy, self.history)
@@ -317,14 +314,17 @@ class EnvironmentSession:
                 raise ToolUnavailable(self._broken)
             return await self.tree.fork(self.live)
 
-    async def _settle(self) -> None:
-        """Waits for the copies, before a call changes the state. Raises `ToolUnavailable` where the
-        state is unknown."""
+    @asynccontextmanager
+    async def _settled(self) -> AsyncIterator[None]:
+        """Holds the lock once all copies are made, so that a call may change the state. Raises
+        `ToolUnavailable` where the state is unknown."""
         if self._copies:
+            # Before the lock, which each of them takes.
             await asyncio.wait(self._copies)
-            self._copies.clear()
-        if self._broken is not None:
-            raise ToolUnavailable(self._broken)
+        async with self._lock:
+            if self._broken is not None:
+                raise ToolUnavailable(self._broken)
+            yield
 
     async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
         """Returns a session in which another agent's calls have been made with the very results
@@ -361,8 +361,7 @@ class EnvironmentSession:
         anything but a finite number or None."""
         if not self.tree.kind.has_reward:
             return None
-        await self._settle()
-        async with self._lock:
+        async with self._settled():
             value = await self.tree.run.bounded(self.live.reward(), "get_reward")
         if value is None:
             return None
@@ -384,8 +383,10 @@ class EnvironmentSession:
             self.tree.before_the_end(self._end())
 
     async def _end(self) -> None:
+        # Also a call that still runs is waited for, and the copies of its state.
         with suppress(ToolUnavailable):
-            await self._settle()
+            async with self._settled():
+                pass
         self.tree.free(self.live, is_broken=self._broken is not None)
 
 
@@ -410,6 +411,7 @@ class _FreshPoint:
         try:
             if tree.refusal is not None:
                 raise ToolUnavailable(tree.refusal)
+            # All trajectories of a tree share one prompt, which holds the first observation.
             if first != tree.first:
                 tree.run.usage.num_mismatches += 1
                 raise ToolUnavailable(
@@ -436,6 +438,7 @@ class _CopyPoint:
         self._tree, self._copy, self._history = tree, copy, history
         self._lock = asyncio.Lock()
         self._num_left = 0
+        """Branches still to be opened."""
 
     def reserve(self, num: int) -> None:
         self._num_left += num
