@@ -38,14 +38,17 @@ def arguments_from(body: str, signature: Signature, name: str) -> dict[str, Any]
     """
     if signature.text_parameter is not None:
         return {signature.text_parameter: body}
-    try:
-        arguments = json.loads(body) if body.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise ToolError(
-            f"{name} needs a JSON object of its arguments; this is not JSON: {error}"
-        ) from None
+    needs = f"{name} needs a JSON object of its arguments"
+    arguments = read_json(body, needs) if body.strip() else {}
     if not isinstance(arguments, dict):
-        raise ToolError(
-            f"{name} needs a JSON object of its arguments; got {type(arguments).__name__}"
-        )
+        raise ToolError(f"{needs}; got {type(arguments).__name__}")
     return arguments
+
+
+def read_json(body: str, needs: str) -> Any:
+    """Returns a call's body as JSON. Raises `ToolError`, which begins with `needs`, for other
+    texts."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{needs}; this is not JSON: {error}") from None
