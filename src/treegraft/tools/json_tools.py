@@ -17,6 +17,7 @@ def tag_of(name: str) -> str:
     """Returns a server's name of a tool in lower-case letters and underscores, as a tag needs it:
     readFile2 gives read_file_two."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    # Spelled out, not dropped: two tools may differ by a digit alone.
     spelled = re.sub(r"[0-9]", lambda digit: f"_{_DIGITS[int(digit[0])]}_", parted)
     return re.sub(r"[^a-z]+", "_", spelled.lower()).strip("_") or "tool"
 
@@ -24,6 +25,7 @@ def tag_of(name: str) -> str:
 def signature_from(schema: Mapping[str, Any]) -> Signature:
     """Returns the signature of a tool with this JSON schema; a single text is a call's whole
     body."""
+    # A single text needs no JSON around it, which small models write badly.
     properties = schema.get("properties") or {}
     single = next(iter(properties)) if len(properties) == 1 else ""
     described = properties.get(single)

@@ -84,9 +84,7 @@ class McpServer:
             ) from error
         self.settings = settings
         self._env = {name: _variable(name, settings) for name in settings.env}
-        self._token = (
-            None if settings.token_env is None else _variable(settings.token_env, settings)
-        )
+        self._token = settings.token_env and _variable(settings.token_env, settings)
         self._client: Any = None
         self._error = ""
         # A file, not a pipe, which nobody would empty; open as long as the connection.
@@ -100,6 +98,7 @@ class McpServer:
             target=self._run, daemon=True, name=f"treegraft-mcp-{settings.name}"
         )
         self._thread.start()
+        # The thread is a daemon, so an exit without `close` would leave the server's process.
         atexit.register(self.close)
         try:
             described = self._listed.result(settings.start_timeout_s)
@@ -132,6 +131,7 @@ class McpServer:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
+        # Over a restart; the toolbox's deadline bounds the wait.
         await self._connected.wait()
         client = self._client
         if client is None:
@@ -153,11 +153,12 @@ class McpServer:
             if result.is_error:
                 raise ToolError(text or "the call failed")
             return text
+        # Not made again: the server may have acted on it before it ended.
         raise ToolError(f"the server of {tag_of(name)} ended during the call")
 
     def _lose(self, client: Any, reason: str) -> None:
         """Gives up a connection that ended by itself; the supervisor opens another."""
-        if self._client is client:
+        if self._client is client:  # not yet given up by another call
             self._client, self._error = None, reason
             self._connected.clear()
             self._changed.set()

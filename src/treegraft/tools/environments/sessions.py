@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -151,7 +151,7 @@ class TreeEnvironments:
         """Returns the beginning of the first-level rollout of this ordinal: one begun already, or a
         fresh one."""
         begun = self._begun[ordinal] if ordinal < len(self._begun) else None
-        return _FreshPoint(self, None, begun)
+        return _FreshPoint(self, begun=begun)
 
     def refuse(self, reason: str) -> None:
         """Makes every later opening of a session fail for this reason."""
@@ -390,24 +390,22 @@ class EnvironmentSession:
         self.tree.free(self.live, is_broken=self._broken is not None)
 
 
+@dataclass(slots=True)
 class _FreshPoint:
     """A state of a fresh environment: the beginning, or that after a replay of `history`."""
 
-    def __init__(
-        self,
-        tree: TreeEnvironments,
-        history: Sequence[_Action] | None,
-        begun: asyncio.Task[tuple[LiveEnvironment, str]] | None = None,
-    ) -> None:
-        self._tree, self._history, self._begun = tree, history, begun
+    tree: TreeEnvironments
+    history: Sequence[_Action] | None = None
+    begun: asyncio.Task[tuple[LiveEnvironment, str]] | None = None
 
     def reserve(self, num: int) -> None: ...
 
     async def open(self) -> Session:
-        self._tree.run.usage.num_replays += self._history is not None
-        begun = self._tree.begin() if self._begun is None else asyncio.shield(self._begun)
-        live, first = await begun
-        tree, session = self._tree, EnvironmentSession(self._tree, live)
+        tree = self.tree
+        tree.run.usage.num_replays += self.history is not None
+        # Shielded: the tree's end closes an environment whose opener gives up.
+        live, first = await (asyncio.shield(self.begun) if self.begun else tree.begin())
+        session = EnvironmentSession(tree, live)
         try:
             if tree.refusal is not None:
                 raise ToolUnavailable(tree.refusal)
@@ -419,35 +417,32 @@ class _FreshPoint:
                     f" {tree.first!r:.80} for the tree's first trajectory; expected a beginning"
                     " that depends on the row alone."
                 )
-            await session.repeat(self._history or ())
+            await session.repeat(self.history or ())
         except BaseException:
             session.release()
             raise
         return session
 
 
+@dataclass(slots=True)
 class _CopyPoint:
     """A state kept as a copy."""
 
-    def __init__(
-        self,
-        tree: TreeEnvironments,
-        copy: asyncio.Task[LiveEnvironment],
-        history: Sequence[_Action],
-    ) -> None:
-        self._tree, self._copy, self._history = tree, copy, history
-        self._lock = asyncio.Lock()
-        self._num_left = 0
-        """Branches still to be opened."""
+    tree: TreeEnvironments
+    copy: asyncio.Task[LiveEnvironment]
+    history: Sequence[_Action]
+    num_left: int = 0
+    """Branches still to be opened."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def reserve(self, num: int) -> None:
-        self._num_left += num
+        self.num_left += num
 
     async def open(self) -> Session:
         # One after another: the last branch takes the copy itself, and then changes it.
-        async with self._lock:
-            live = await asyncio.shield(self._copy)
-            self._num_left -= 1
-            if self._num_left:
-                live = await self._tree.fork(live)
-        return EnvironmentSession(self._tree, live, self._history)
+        async with self.lock:
+            live = await asyncio.shield(self.copy)
+            self.num_left -= 1
+            if self.num_left:
+                live = await self.tree.fork(live)
+        return EnvironmentSession(self.tree, live, self.history)
