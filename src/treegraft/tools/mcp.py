@@ -20,6 +20,7 @@ from typing import Any
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
+from treegraft.core.text import describe
 from treegraft.core.types import Task
 from treegraft.settings.tools import McpSettings
 from treegraft.tools.json_tools import arguments_from, signature_from, tag_of
@@ -147,7 +148,7 @@ class McpServer:
                 f"the server answered in an unknown shape: {str(error).splitlines()[0]}"
             ) from None
         except Exception as error:  # any error of the transport once the other end is gone
-            self._lose(client, f"{type(error).__name__}: {error}")
+            self._lose(client, describe(error))
         else:
             text = _text_of(result)
             if result.is_error:
@@ -171,7 +172,7 @@ class McpServer:
             self._loop.run_until_complete(self._supervise())
         except (Exception, asyncio.CancelledError) as error:
             # Reported to the constructor if it still waits for the list, else to later calls.
-            self._error = f"{type(error).__name__}: {error}"
+            self._error = describe(error)
         finally:
             if not self._listed.done():
                 self._listed.set_exception(ToolUnavailable(self._error or "it ended at once"))
@@ -193,7 +194,7 @@ class McpServer:
                 cause: BaseException = error
                 while isinstance(cause, BaseExceptionGroup) and cause.exceptions:
                     cause = cause.exceptions[0]  # the SDK's tasks wrap it in groups
-                self._error = f"{type(cause).__name__}: {cause}"
+                self._error = describe(cause)
                 if not self._listed.done():
                     raise
             if self._is_closing:

@@ -180,7 +180,7 @@ class Toolbox:
             try:
                 await asyncio.wait_for(entry.tool.close(), deadline_s)
             except Exception as error:
-                _log.warning("tool '%s' did not close: %s: %s", name, type(error).__name__, error)
+                _log.warning("tool '%s' did not close: %s", name, describe(error))
         if self._store is not None:
             self._store.close()
 

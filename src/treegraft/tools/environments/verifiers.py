@@ -20,6 +20,7 @@ from pydantic import Field
 
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Signature, Tool
+from treegraft.core.text import describe
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
@@ -244,8 +245,7 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
         return load_environment(config)
     except Exception as error:  # a taskset's module may raise anything on import
         raise SettingError(
-            f"{place}: taskset '{options.taskset}' cannot be loaded: {type(error).__name__}:"
-            f" {error}"
+            f"{place}: taskset '{options.taskset}' cannot be loaded: {describe(error)}"
         ) from error
 
 
@@ -265,9 +265,8 @@ def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
             name = f"{options.taskset}/{index}"
             tasks.append(Task(id=name, question=question, reference=(), columns={INDEX: index}))
     except Exception as error:  # a taskset may fail as it likes
-        reason = f"{type(error).__name__}: {str(error).strip()}"
         raise DataError(
-            f"{place}: the tasks of '{options.taskset}' cannot be read: {reason}"
+            f"{place}: the tasks of '{options.taskset}' cannot be read: {describe(error).strip()}"
         ) from error
     return tasks
 

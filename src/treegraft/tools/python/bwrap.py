@@ -106,8 +106,8 @@ def find_problem() -> str | None:
         return f"bubblewrap is missing: there is no 'bwrap' on the path. Do: {_INSTALL}."
     if not seccomp.is_known():
         return (
-            "bubblewrap sandboxes are known for x86_64 and aarch64 processors only; take"
-            " tools.python.backend = 'monty'."
+            "bubblewrap sandboxes need an x86_64 or aarch64 processor; take tools.python.backend ="
+            " 'monty'."
         )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -115,6 +115,8 @@ def find_problem() -> str | None:
     limits = SandboxLimits(
         max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100
     )
+    # Tried, not asked for: kernels, containers and security modules each forbid it in a way of
+    # their own.
     try:
         sandbox = Sandbox(limits, packages=())
     except ToolUnavailable as error:
@@ -144,13 +146,13 @@ class Sandbox:
         with tempfile.TemporaryFile() as messages:
             with theirs:
                 try:
-                    self._process, self._first_pid = _launch(
-                        limits, packages, theirs.fileno(), messages.fileno()
-                    )
+                    ends = theirs.fileno(), messages.fileno()
+                    self._process, first_pid = _launch(limits, packages, *ends)
                 except BaseException:
                     self._control.close()
                     raise
-            self._end = weakref.finalize(self, _end, self._process, self._control, self._first_pid)
+            # Also at the exit of an interpreter that forgets `close`.
+            self._end = weakref.finalize(self, _end, self._process, self._control, first_pid)
             is_ready = False
             with suppress(OSError):
                 is_ready = self._control.recv(1) == READY

@@ -253,7 +253,7 @@ def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
     warnings.simplefilter("ignore")
     seed()
     kind, text = _outcome(code, settings["max_output_chars"])
-    with suppress(BaseException):
+    with suppress(BaseException):  # the code may have closed or replaced them
         sys.stdout.flush()
         sys.stderr.flush()
     result = f"{kind}\n{text}".encode("utf-8", errors="replace")
@@ -284,6 +284,7 @@ def _outcome(code: str, max_chars: int) -> tuple[str, str]:
 
 def _evaluate(code: str, max_chars: int) -> str:
     """Returns the last expression's value as text, empty where there is none or it is None."""
+    # A module, not a bare dict: pickle and dataclasses look classes up in `sys.modules`.
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     tree = ast.parse(code, "<python>")
