@@ -25,7 +25,7 @@ from treegraft.core.interfaces import (
     TreeScorer,
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
-from treegraft.core.plugins import pick
+from treegraft.core.plugins import pick, with_members
 from treegraft.core.types import Task
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.rollout.formats.build import build_format, use_template
@@ -317,14 +317,8 @@ def _build_engine(
 
         return NativeEngine(model, tokenizer, config.engine)
     make = pick(kind, {"native": None}, "engine.kind")
-    engine = make(tokenizer=tokenizer, settings=config.engine, model_path=str(model_path))
-    if not isinstance(engine, Engine):
-        wanted = [name for name in dir(Engine) if not name.startswith("_")]
-        missing = [name for name in wanted if not hasattr(engine, name)]
-        raise SettingError(
-            f"engine.kind: '{kind}' gives a {type(engine).__name__} without {', '.join(missing)};"
-            " expected an engine with every member of treegraft.core.interfaces.Engine."
-        )
+    made = make(tokenizer=tokenizer, settings=config.engine, model_path=str(model_path))
+    engine: Engine = with_members(made, Engine, kind, "engine.kind")
     return engine
 
 
