@@ -29,7 +29,7 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     for entry in settings.use:
         found = pick(entry, TOOLS, "tools.use")
         tool = found(settings) if entry in TOOLS else _as_tool(found, entry)
-        if tool.name in tools:
+        if tool.name in names:
             is_own = tool.name in own_names
             reason = "the tasks bring a tool of that name" if is_own else "it is there already"
             raise SettingError(
