@@ -198,9 +198,8 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
     first = "#updates tbody tr:first-child td:first-child"
     assert text(page, first) == "update 4" and page.locator("tr.warned").count() == 1
     badge = page.locator("tr.warned .badge")
-    assert (
-        "failed" in badge.inner_text()
-        and "To do: The failed leaves" in badge.get_attribute("title")
+    assert "failed" in badge.inner_text() and "To do: The failed leaves" in badge.get_attribute(
+        "title"
     )
     # What an update learned is not said of the evaluation after it.
     cells = (
