@@ -153,8 +153,8 @@ def _tiny_shape(config: Config) -> ModelShape:
     tiny, world = config.model.tiny, config.tasks.search_world
     vocab = world.num_entities + world.num_relations + _TINY_WORDS
     head_dim = tiny.hidden_size // tiny.num_heads
-    # By columns of width hidden_size: query and output, key and value, the three of the feed-forward
-    # part, two norms; embeddings and head are not tied.
+    # In columns of width hidden_size: query and output, key and value, the three matrices of the
+    # feed-forward part, two norms; embeddings and head are not tied.
     width = 2 * tiny.hidden_size + 2 * tiny.num_kv_heads * head_dim
     layer = width + 3 * tiny.intermediate_size + 2
     return ModelShape(
