@@ -39,16 +39,13 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
             else "no modules.json and no config.json; expected a saved sentence-transformers model"
         )
         raise ModelError(f"{kind} '{path}': the folder has {expected}")
-    if _is_meant_as_folder(path):
-        raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
-    return path, None
-
-
-def _is_meant_as_folder(path: str) -> bool:
-    """Whether a path that leads nowhere is hardly a hub id, which is NAME or OWNER/NAME."""
+    # A hub id is NAME or OWNER/NAME; anything else was meant as a folder. RUNS/NAME looks like a
+    # hub id, but is more likely a run that is not there.
     owner, _, rest = path.partition("/")
     is_beside_runs = bool(rest) and any(Path(owner).glob("*/checkpoints"))
-    return path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs
+    if path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs:
+        raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
+    return path, None
 
 
 def _neighbours(folder: Path) -> str:
