@@ -39,6 +39,7 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             f"tasks.kind '{settings.kind}' could not be called with seed, num_train, num_eval and"
             f" tasks.options ({', '.join(settings.options) or 'none'}): {error}"
         ) from error
+    # Checked by hand, since isinstance() with a Protocol does not say which method is missing.
     missing = [name for name in _METHODS if not callable(getattr(source, name, None))]
     if missing:
         raise SettingError(

@@ -107,6 +107,7 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
     """A list of objects, or lines of objects."""
     with _opened(path) as file:
         text = file.read()
+    # Many files of lines are named .json.
     if text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
         yield from _read_jsonl(path)
         return
@@ -136,6 +137,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
         ) from error
     number = 0
     try:
+        # In batches: row groups of published files are often larger than memory.
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 for values in batch.to_pylist():

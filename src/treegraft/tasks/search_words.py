@@ -169,6 +169,7 @@ class English:
                 f' "{self._sample}".'
             )
         if len(relations) > 1:
+            # The innermost relation, whose entity is known already.
             raise ToolError(
                 f'One relation at a time: look up "{self.query(entity, relations[-1])}" first.'
             )
