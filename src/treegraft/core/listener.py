@@ -144,7 +144,7 @@ def serve(
             app,
             log_level="warning",
             access_log=False,
-            ws="none",
+            ws="none",  # else uvicorn looks for a library of websockets
             timeout_graceful_shutdown=grace_s,
         )
     )

@@ -63,6 +63,7 @@ def _neighbours(folder: Path) -> str:
 
 
 def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
+    # By its metadata: an import would run the package's code.
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError as error:

@@ -126,6 +126,7 @@ class DatasetSource(OpenTasks):
                     scan.last.append(task)
                     if len(scan.tasks) < num_first:
                         scan.tasks.append(task)
+            # A file without use is a mistake in the settings, even where the others are fine.
             if scan.num_usable == num_before:
                 _refuse_source(spec, defects, settings)
         return scan

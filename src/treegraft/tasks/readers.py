@@ -64,6 +64,7 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
     taken: Counter[str] = Counter()
     for spec in dict.fromkeys(specs):
         name = spec.removeprefix(HUB).replace(":", "/") if spec.startswith(HUB) else Path(spec).stem
+        # Two files of one name would give two tasks the same id.
         taken[name] += 1
         names[spec] = name if taken[name] == 1 else f"{name}-{taken[name]}"
     return names
@@ -71,6 +72,7 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
 
 def _resolve(spec: str) -> Path:
     expanded = os.path.expanduser(os.path.expandvars(spec))
+    # A variable that is not set is left as it stands.
     if "$" in expanded:
         raise DataError(
             f"'{spec}' names an environment variable that is not set; set it, or write the path out"

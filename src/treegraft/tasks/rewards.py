@@ -244,6 +244,7 @@ _Outcome = float | str | None
 def _checked(value: Any) -> _Outcome:
     if value is None:
         return None
+    # Numbers of numpy and torch are fine too.
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -255,7 +256,7 @@ def written_text(trajectory: Trajectory) -> str:
     """Returns the agent's own text: thoughts, calls as "name: body", and the answer; no tool text,
     no grafted steps."""
     parts: list[str] = []
-    for step in trajectory.steps[1:]:
+    for step in trajectory.steps[1:]:  # the first is the prompt
         if step.origin is Origin.POLICY:
             parts.append(step.content.thought)
             parts += [f"{call.name}: {call.body}" for call in step.content.calls]
@@ -298,6 +299,7 @@ async def _call(function: RewardFunc, columns: Mapping[str, Any]) -> Any:
             accepted = {name: values for name, values in columns.items() if name in parameters}
     except (TypeError, ValueError):  # some callables written in C have no signature
         pass
+    # An object with an async __call__ is no coroutine function itself.
     call = getattr(function, "__call__", None)  # noqa: B004
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
         return await function(**accepted)

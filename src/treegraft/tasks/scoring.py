@@ -286,12 +286,14 @@ def _normalise_math(text: str) -> str:
     text = _THOUSANDS.sub("", _unwrap(text))
     text = _TEXT_COMMAND.sub(r"\1", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    # TeX takes single digits without braces: \\frac12 is one half.
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*\{(-?\w+)\}\s*\{(\w+)\}", r"\1/\2", text)
     text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
     text = re.sub(r"_\{(\d+|\w)\}", r"_\1", text)
     text = re.sub(r"\\(?:left|right|big|Big|displaystyle)(?![A-Za-z])|\\[!,;: ]", "", text)
     text = re.sub(r"\^\s*\{?\\circ\}?|°", "", text)
+    # .5 is 0.5, 2.50 is 2.5, and 3. is 3.
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"(\d\.\d*?)0+(?!\d)", r"\1", text)
     text = re.sub(r"(?<=\d)\.(?!\d)", "", text)

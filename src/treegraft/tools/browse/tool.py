@@ -40,6 +40,7 @@ class BrowseTool:
 
         Raises `SettingError` where a package is missing.
         """
+        # Looked up without an import, which only the child processes need.
         for package in ("protego", "pypdf", "trafilatura"):
             if importlib.util.find_spec(package) is None:
                 raise SettingError(
@@ -131,9 +132,11 @@ def cut(text: str, max_chars: int) -> Iterator[str]:
 
 def _parts(text: str, max_chars: int) -> Iterator[str]:
     for line in text.splitlines():
+        # Chinese sentences end without a space behind them.
         for sentence in re.split(r"(?<=[.!?])\s+|(?<=[。！？])", " ".join(line.split())):
             rest = sentence
             while len(rest) > max_chars:
+                # A space just behind the limit ends a word too.
                 space = rest.rfind(" ", 0, max_chars + 1)
                 place = space if space > 0 else max_chars
                 yield rest[:place]
