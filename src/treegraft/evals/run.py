@@ -16,13 +16,14 @@ from treegraft.core.types import Task, Tree
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
 from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
-from treegraft.evals.scores import answer_of, suite_scorer
+from treegraft.evals.scores import suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
