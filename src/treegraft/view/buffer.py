@@ -46,7 +46,7 @@ class BufferView:
     def note(self) -> dict[str, Any]:
         """Returns the content of buffer.json; empty where the run had no buffer."""
         found = None
-        with suppress(FileNotFoundError, ValueError):
+        with suppress(OSError, ValueError):
             found = json.loads((self._run_dir / "buffer.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
 
@@ -54,7 +54,7 @@ class BufferView:
         """Returns the buffer's file; None where there is none or it is outside the run folder."""
         if self._named is not None:
             return self._named
-        # A run folder may come from elsewhere, and its buffer.json may name any file of this machine.
+        # A run folder may come from elsewhere: its buffer.json must not open other files.
         inside = self._run_dir.resolve()
         named = self.note().get("path", "buffer/traces.sqlite")
         path = (inside / str(named)).resolve()
