@@ -125,9 +125,11 @@ def paired(own: Sequence[Record], base: Sequence[Record], key: str) -> list[floa
     """Returns for each seed that both have the difference of their last accuracies, at the last
     update that both evaluated."""
     # Runs of one seed share tasks and initial weights, so their difference has less variance.
-    by_seed = {one.seed: values_at(one.lines, key) for one in base if one.seed is not None}
+    by_seed = {one.seed: values_at(one.lines, key) for one in base}
     found = []
     for record in own:
+        if record.seed is None:
+            continue
         mine, theirs = values_at(record.lines, key), by_seed.get(record.seed, {})
         if shared := set(mine) & set(theirs):
             found.append(mine[max(shared)] - theirs[max(shared)])

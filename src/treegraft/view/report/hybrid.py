@@ -84,8 +84,8 @@ class TreeMeans:
     def __init__(self) -> None:
         self.values: dict[tuple[str, str], dict[int, list[float]]]
         self.values = defaultdict(lambda: defaultdict(list))
-        """(measure, kind) -> update -> one value per trajectory; of kind "gap" one for each tree with
-        both kinds: the mean reward of its hybrid trajectories less that of the others."""
+        """(measure, kind) -> update -> one value per trajectory; of kind "gap" one for each tree
+        with both kinds: the mean reward of its hybrid trajectories less that of the others."""
 
     def add(self, update: int, tree: Tree) -> None:
         """Counts the trajectories of a tree; those lost to failures of ours count nowhere."""
