@@ -11,7 +11,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -156,7 +157,7 @@ class _Lines(ABC):
             # A command to copy: a question of many lines would not survive that.
             is_short = question is not None and len(question) <= 80
             asked = shlex.quote(plain(question or "")) if is_short else '"question"'
-            places["checkpoint"] = checkpoint_dir
+            places["checkpoint"] = str(checkpoint_dir)
             places["ask it"] = f"treegraft run {shlex.quote(str(checkpoint_dir))} {asked}"
         for name, place in places.items():
             self._say(f"  {name:<11}{place}")
@@ -337,3 +338,14 @@ def make_display(file: TextIO | None = None) -> Display:
     lines elsewhere."""
     stream = file if file is not None else sys.stdout
     return RichDisplay(Console(file=stream)) if stream.isatty() else PlainDisplay(stream)
+
+
+@contextmanager
+def display_on(file: TextIO | None) -> Iterator[Display]:
+    """Holds the progress display on a stream, None for standard output, and gives the terminal back
+    whatever happens, so that an error is readable."""
+    display = make_display(file)
+    try:
+        yield display
+    finally:
+        display.close()

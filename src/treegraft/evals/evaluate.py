@@ -65,9 +65,6 @@ async def evaluate(
 ) -> Evaluation:
     """Returns the evaluation of the engine's present policy on `tasks`.
 
-    Noise depends on the seed, the task and the sample alone, not on the update, so that two
-    policies meet the same draws.
-
     Args:
         watch: is kept up to date with what is being waited for.
         on_progress: called with (trees done, trees in all, what is being waited for).
@@ -75,6 +72,7 @@ async def evaluate(
     watch = Watch() if watch is None else watch
     settings, seed = parts.config.eval, parts.config.run.seed
     passes = [("greedy", 0.0, 1)] if settings.greedy else []
+    # Temperature 1: pass@k is that of the policy itself.
     if settings.num_samples:
         passes.append(("sampled", 1.0, settings.num_samples))
     found: dict[str, list[Tree]] = {}
@@ -89,6 +87,7 @@ async def evaluate(
 
         found[kind] = await grower.grow_all(
             tasks,
+            # The update is no part of it: two policies meet the same draws.
             noise_key=(seed, f"eval-{kind}"),
             group_prefix=f"eval-{update}-{kind}",
             max_live_trees=parts.num_trees_at_once(num_leaves),

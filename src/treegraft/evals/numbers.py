@@ -121,6 +121,7 @@ def correctness(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory
     """Returns the test of a trajectory's correctness: the judge's verdict where it is the measure,
     else the rule."""
     if measure == "judge" and verdicts is not None:
+        # An answer without a readable verdict counts as not correct.
         return lambda path: verdicts.of(path) == Verdict.CORRECT
     return lambda path: bool(path.leaf.is_correct)
 

@@ -106,6 +106,7 @@ def evaluate_suite(
         EngineError: every trajectory of a set failed, or the judge cannot be reached; what is done
             is kept.
     """
+    # All that can be refused comes before the folder is made and the model loaded.
     temperature = plan.settled_temperature()
     names = parse_names(plan.suite)
     judge = None if plan.judge is None else Judge(plan.judge)
@@ -122,6 +123,7 @@ def evaluate_suite(
     work = _Suite(config, place, plan, temperature, sets, folder, display or NoDisplay())
     try:
         is_stopped = run_to_end(work.main(judge), on_interrupt=work.stop.ask)
+        # Also after a stop: the numbers of what is done.
         report = work.report(checkpoint)
         if report is not None:
             folder.write_report(report.as_dict())

@@ -109,6 +109,7 @@ class CheckpointAgent:
         return Attempt(contents=contents, error=error)
 
     async def _grow(self, task: Task) -> Tree:
+        # Here and not per attempt: a tree's samples fit in the engine together.
         async with self._gate:
             return await self._grower.grow(
                 task, noise_key=(self._seed, "buffer"), group_id=f"buffer/{task.id}"

@@ -26,7 +26,32 @@ OUTAGES = 32
 
 
 @dataclass(slots=True)
-class BuildReport:
+class StoredCounts:
+    """Counts of trajectories and traces on their way into a buffer."""
+
+    num_too_low: int = 0
+    """Trajectories whose reward was not above the minimum."""
+    num_surplus: int = 0
+    """Good trajectories that were not among the best of their task."""
+    num_new: int = 0
+    """Traces that the buffer did not have."""
+    num_duplicates: int = 0
+    """Traces that it had already."""
+    num_keys_cut: int = 0
+    """Keys that were longer than the encoder reads, and lost their beginning."""
+
+    def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
+        """Adds traces; in one transaction as long as they are no more than the buffer's CHUNK."""
+        num_cut_before = buffer.num_keys_cut
+        # Without traces the encoder is not needed, and need not be loaded.
+        num_new = buffer.add(traces) if traces else 0
+        self.num_new += num_new
+        self.num_duplicates += len(traces) - num_new
+        self.num_keys_cut += buffer.num_keys_cut - num_cut_before
+
+
+@dataclass(slots=True)
+class BuildReport(StoredCounts):
     """Counts of a build so far; earlier contents of the buffer are left out."""
 
     num_tasks: int = 0
@@ -36,18 +61,8 @@ class BuildReport:
     num_attempts: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     """Attempts without an answer or a reward, by reason."""
-    num_too_low: int = 0
-    """Trajectories whose reward was not above the minimum."""
-    num_surplus: int = 0
-    """Good trajectories that were not among the best of their task."""
     num_kept: int = 0
     """Trajectories whose steps went into the buffer."""
-    num_new: int = 0
-    """Traces that the buffer did not have."""
-    num_duplicates: int = 0
-    """Traces that it had already."""
-    num_keys_cut: int = 0
-    """Keys that were longer than the encoder reads, and lost their beginning."""
     num_tokens: int = 0
     """Of the kept steps, each as a graft with its markup, equal ones of a task once."""
     num_too_long: int = 0
@@ -69,7 +84,6 @@ class _Builder:
     agent: Agent
     scorer: TreeScorer
     format: Format
-    buffer: TraceBuffer
     report: BuildReport
     num_samples: int
     num_best: int
@@ -169,14 +183,6 @@ class _Builder:
             self.report.num_too_long += limit is not None and length > limit
         return traces
 
-    def store(self, traces: Sequence[Trace]) -> None:
-        """Adds them; in one transaction as long as they are no more than the buffer's CHUNK."""
-        num_cut_before = self.buffer.num_keys_cut
-        num_new = self.buffer.add(traces) if traces else 0
-        self.report.num_new += num_new
-        self.report.num_duplicates += len(traces) - num_new
-        self.report.num_keys_cut += self.buffer.num_keys_cut - num_cut_before
-
 
 async def build_traces(
     tasks: Sequence[Task],
@@ -219,7 +225,6 @@ async def build_traces(
         agent=agent,
         scorer=scorer,
         format=format,
-        buffer=buffer,
         report=report,
         num_samples=num_samples,
         num_best=num_best,
@@ -251,7 +256,8 @@ async def build_traces(
                     work.cancel()
                 builder.count_failures(attempts)
                 traces = builder.traces(task, builder.best(task, attempts, tree))
-                await asyncio.get_running_loop().run_in_executor(thread, builder.store, traces)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(thread, report.store, buffer, traces)
                 report.num_tasks += 1
                 if on_progress is not None:
                     on_progress(report.num_tasks, len(todo), report)

@@ -56,8 +56,8 @@ class RowTable:
     ) -> None:
         """Adds rows after the present ones, a column each."""
         start, end = len(self.rows), len(self.rows) + len(ids)
-        # Doubled, so that a buffer that grows by chunks is not copied for each of them. Readers hold
-        # views of the old rows, which are never written to again.
+        # Doubled, so that a buffer that grows by chunks is not copied for each of them. Readers
+        # hold views of the old rows, which are never written to again.
         if end > len(self._reserved):
             grown = _zeros(max(end, 2 * len(self._reserved), 1024), vectors.shape[1])
             for name in Rows.__slots__:

@@ -208,13 +208,14 @@ class TraceFile:
 
     def to_trace(self, row: Sequence[Any]) -> Trace:
         """Returns the trace of a row of `COLUMNS`. Raises DataError for one that does not parse."""
-        key, value, *facts, terminal, trajectory, version = row
+        key, value, reward, source, task_id, position, terminal, trajectory, version = row
         try:
             content = content_from_json(json.loads(value))
             text = json.loads(key)
         except (ValueError, TypeError, KeyError) as error:
             raise self.damage(f"a stored trace does not parse: {error}") from error
-        return Trace(text, content, *facts, bool(terminal), trajectory, version)
+        place = (source, task_id, position)
+        return Trace(text, content, reward, *place, bool(terminal), trajectory, version)
 
     def vectors(self, after: int, last: int, num: int, dim: int) -> npt.NDArray[np.float32]:
         """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
@@ -244,9 +245,9 @@ class TraceFile:
 
     def back_up(self, path: Path) -> None:
         """Copies the file, also while others read and write it."""
-        with self._lock, self._translated_errors():
-            with closing(sqlite3.connect(path)) as target:
-                self._connection.backup(target)
+        target = closing(sqlite3.connect(path))
+        with self._lock, self._translated_errors(), target as copy:
+            self._connection.backup(copy)
 
     def close(self) -> None:
         """Folds the write-ahead log into the file and closes it. A second call does nothing."""
