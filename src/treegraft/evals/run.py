@@ -24,8 +24,8 @@ from treegraft.rollout.loop import Watch
 from treegraft.runs.run import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
-from treegraft.tasks.fields import (nested_columns)
-from treegraft.tasks.rewards import (answer_of)
+from treegraft.tasks.fields import nested_columns
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
