@@ -60,11 +60,9 @@ def encoder_name(name: str) -> str:
     Raises:
         SettingError: neither a built-in encoder nor a folder, a hub id or a package.
     """
-    if name in ("hashing", "minilm"):
-        return name
     if name in (MINILM_HUB, f"pypi:{MINILM_PACKAGE}"):
         return "minilm"
-    if name.startswith("pypi:"):
+    if name in ("hashing", "minilm") or name.startswith("pypi:"):
         return name
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
         return str(Path(name).expanduser().resolve())
