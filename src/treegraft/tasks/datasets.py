@@ -194,6 +194,7 @@ _KEPT = (_OTHER_REFERENCE, _CONTROL)
 def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefects) -> Task | None:
     """Returns the row as a task; None, after counting the defect, where it cannot be used."""
     wanted = (settings.question_column, settings.reference_column, settings.category_column)
+    # A column that the settings leave empty counts as found, without a value.
     found = [find_value(row.values, [column]) if column else ("", None) for column in wanted]
     if None in found:
         defects.add(_NO_COLUMN, row.number)
@@ -221,6 +222,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         question=str(question),
         reference=accepted,
         category="" if category is None else str(category),
+        # Question and reference have fields of their own; rewards get the others by name.
         columns={column: one for column, one in row.values.items() if column not in wanted[:2]},
     )
 
@@ -242,6 +244,7 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
 
 
 def _digest(*texts: str) -> bytes:
+    # JSON may hold lone surrogates, which UTF-8 refuses.
     return hashlib.blake2b(
         "\x1f".join(texts).encode("utf-8", "surrogatepass"), digest_size=16
     ).digest()
