@@ -178,9 +178,9 @@ def math_equal(
     if not is_mathematical(reference):
         return _same_text(prediction, reference)
     # As inline mathematics; of a bare text math-verify would take the last number in it.
-    predicted, expected = (text if "$" in text else f"${text}$" for text in (predicted, expected))
+    one, other = (text if "$" in text else f"${text}$" for text in (predicted, expected))
     # "unparsed" leaves the strings, which differ.
-    return shared_pool().compare(predicted, expected, deadline_s) == "equal"
+    return shared_pool().compare(one, other, deadline_s) == "equal"
 
 
 def is_correct(prediction: str, reference: str | Sequence[str]) -> bool:
@@ -255,7 +255,7 @@ def _unwrap(text: str) -> str:
     final full stop."""
     before = None
     text = text.translate(_CHARACTERS).replace("**", "^").replace(r"\$", "").strip()
-    # Until nothing changes: wrappings nest, as in $\boxed{5}.$
+    # Until nothing changes: wrappings nest, as in $\\boxed{5}.$
     while text != before:
         before = text
         text = text.removesuffix(".").strip()
@@ -286,7 +286,7 @@ def _normalise_math(text: str) -> str:
     text = _THOUSANDS.sub("", _unwrap(text))
     text = _TEXT_COMMAND.sub(r"\1", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
-    # TeX takes single digits without braces: \frac12 is one half.
+    # TeX takes single digits without braces: \\frac12 is one half.
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*\{(-?\w+)\}\s*\{(\w+)\}", r"\1/\2", text)
     text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
