@@ -137,6 +137,7 @@ class ChatClient:
         except TimeoutError as error:
             raise _TransientError(f"no reply within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
+            # The class alone: with ports and times in them, equal reasons could not be counted.
             raise _TransientError(f"no reply: {type(error).__name__}") from error
         status = response.status_code
         if status in _TRANSIENT or status >= 500:

@@ -1,5 +1,4 @@
-"""Where a server of ours listens, whom it answers, and how it ends; for the viewer and for a
-retrieval server.
+"""Sockets, Host headers and the end of our HTTP servers: the viewer and the retrieval server.
 
 A page in a browser can make its own name point to this machine (DNS rebinding); the names that a
 request may call a server by are therefore checked.
@@ -57,7 +56,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a server that listens there."""
+    """Returns whether a server on this address is reachable from this machine only."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

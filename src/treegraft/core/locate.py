@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, a hub id, or an installed package."""
+"""The location of a model: a folder, a hub id, or an installed package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARKS = {"model": ("config.json",), "encoder": ("modules.json", "config.json")}
 
 
 def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str, str | None]:
-    """Returns where a setting points: (folder or hub id, name of the GGUF file in it or None).
+    """Returns the location that a setting names: (folder or hub id, its GGUF file's name or None).
 
     Args:
         path: a folder, a hub id, or "pypi:PACKAGE".
@@ -49,7 +49,7 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
 
 
 def _neighbours(folder: Path) -> str:
-    """Returns what to say about the folders beside one that is missing."""
+    """Returns a hint for messages: the folders beside a missing one."""
     if not folder.parent.is_dir():
         return f", nor '{folder.parent}'"
     names = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())

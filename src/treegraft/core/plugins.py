@@ -1,5 +1,4 @@
-"""Names in recipes to the objects they stand for: names of ours, and import paths
-"package.module:name"."""
+"""From names in recipes to objects: built-in names, and import paths "package.module:name"."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
         setting: dotted name of the setting, for errors.
 
     Raises:
-        SettingError: an unknown name, which is told the nearest one; an import path to nothing.
+        SettingError: an unknown name, with the nearest known one; an import path to nothing.
     """
     if name in table:
         return table[name]

@@ -45,6 +45,7 @@ _CONCLUSIONS = (
     "It comes to {}.",
 )
 
+# Without **, since a power of small numbers can fill the memory.
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -76,7 +76,7 @@ class DatasetSource(OpenTasks):
             sentence
             for scan in scans
             for spec, defects in scan.defects.items()
-            for sentence in defects.told(spec)
+            for sentence in defects.summary(spec)
         ]
         if len(scans) == 2 and (num_shared := len(scans[0].questions & scans[1].questions)):
             sentences.append(
@@ -141,7 +141,7 @@ class _FileDefects(Defects):
     """Of the rows that lacked one that the settings name."""
     num_rows: int = 0
 
-    def told(self, spec: str) -> list[str]:
+    def summary(self, spec: str) -> list[str]:
         name = spec if spec.startswith(HUB) else spec.rpartition("/")[2]
         sentences = self.unreadable[:3]
         if len(self.unreadable) > 3:
@@ -192,8 +192,9 @@ _KEPT = (_OTHER_REFERENCE, _CONTROL)
 
 
 def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefects) -> Task | None:
-    """Returns the row as a task; None, and the defect counted, where it is of no use."""
+    """Returns the row as a task; None, after counting the defect, where it cannot be used."""
     wanted = (settings.question_column, settings.reference_column, settings.category_column)
+    # A column that the settings leave empty counts as found, without a value.
     found = [find_value(row.values, [column]) if column else ("", None) for column in wanted]
     if None in found:
         defects.add(_NO_COLUMN, row.number)
@@ -221,6 +222,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         question=str(question),
         reference=accepted,
         category="" if category is None else str(category),
+        # Question and reference have fields of their own; rewards get the others by name.
         columns={column: one for column, one in row.values.items() if column not in wanted[:2]},
     )
 
@@ -237,11 +239,12 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
                 f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
                 f" {', '.join(sorted(defects.columns))}"
             )
-    found = "; ".join(defects.told(spec)) or "every row repeats one of an earlier file"
+    found = "; ".join(defects.summary(spec)) or "every row repeats one of an earlier file"
     raise DataError(f"'{spec}' has no usable row among {defects.num_rows}: {found}")
 
 
 def _digest(*texts: str) -> bytes:
+    # JSON may hold lone surrogates, which UTF-8 refuses.
     return hashlib.blake2b(
         "\x1f".join(texts).encode("utf-8", "surrogatepass"), digest_size=16
     ).digest()

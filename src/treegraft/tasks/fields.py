@@ -18,8 +18,8 @@ REFERENCE_COLUMNS = (
 )
 """Where a reference is looked for."""
 
-# Tabs and line breaks belong to text; the others are mostly what a lost backslash leaves: a
-# backspace and "oxed".
+# Tabs and line breaks belong to text; the others mostly come from a lost backslash: "\boxed"
+# becomes a backspace and "oxed".
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 _MISSING = object()

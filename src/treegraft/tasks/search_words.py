@@ -207,6 +207,7 @@ Wording = Symbols | English
 def _question_of(parts: Sequence[str], wording: Wording) -> tuple[list[str], str] | None:
     *relations, entity = parts
     is_known = entity in wording.entities and set(relations) <= set(wording.relations)
+    # In the order of looking up; the text has the outermost first.
     return (relations[::-1], entity) if relations and is_known else None
 
 

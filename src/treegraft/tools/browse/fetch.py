@@ -104,26 +104,28 @@ class Fetcher:
     async def _rules(self, url: str) -> Protego:
         parts = urlsplit(url)
         site = f"{parts.scheme}://{parts.netloc}"
-        if site not in self._robots:
-            self._robots[site] = await self._read_rules(f"{site}/robots.txt")
-            if len(self._robots) > KEPT_ROBOTS:
-                self._robots.popitem(last=False)
-        return self._robots[site]
-
-    async def _read_rules(self, url: str) -> Protego:
+        if site in self._robots:
+            return self._robots[site]
+        place, rules = f"{site}/robots.txt", b""
         for _ in range(self._settings.max_redirects + 1):
-            status, headers, body = await self._get(url, is_page=False)
+            status, headers, body = await self._get(place, is_page=False)
             if status in _REDIRECTS and "location" in headers:
-                url = _checked(urljoin(url, headers["location"]))
+                place = _checked(urljoin(place, headers["location"]))
                 continue
             if status >= 500 or status == 429:
                 # RFC 9309, 2.3.1.4: a site whose rules cannot be read now is not visited now; it is
                 # asked again next time.
                 raise NotFetched(
-                    f"{url} answered with status {status}, so the site is left alone for now"
+                    f"{place} answered with status {status}, so the site is left alone for now"
                 )
-            return read_robots(body if status == 200 else b"", self._agent)
-        return read_robots(b"", self._agent)
+            # Any other status means that there are no rules (2.3.1.3), and so do too many
+            # redirects (2.3.1.2).
+            rules = body if status == 200 else b""
+            break
+        self._robots[site] = read_robots(rules, self._agent)
+        if len(self._robots) > KEPT_ROBOTS:
+            self._robots.popitem(last=False)
+        return self._robots[site]
 
     async def _get(self, url: str, *, is_page: bool) -> tuple[int, httpx.Headers, bytes]:
         """Returns status, headers and body; a page that cannot be read is an error, and the rest of

@@ -106,6 +106,7 @@ def read_call(body: str) -> tuple[str, str]:
     else:
         url, *rest = re.split(r"[ \n]", text, maxsplit=1)
         query = "".join(rest)
+    # Addresses copied out of a text come in brackets or quotes.
     url = str(url).strip("<>\"'")
     if not url:
         raise ToolError(

@@ -1,4 +1,4 @@
-"""What the child processes of `extract` do: read a page. Run by file path, never imported."""
+"""Reads pages in the child processes of `extract`. Run by file path, never imported."""
 
 from __future__ import annotations
 

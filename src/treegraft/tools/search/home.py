@@ -1,5 +1,5 @@
-"""Where the index of a corpus lies: built once, found again while the corpus is the same, safe to
-kill at any moment.
+"""Folders for the indexes of a corpus. An index is built once and found again while the corpus is
+the same; a build may be killed at any moment.
 
     CORPUS.jsonl.dense/          beside the corpus, or elsewhere
         current.json             size, time and checksum of the corpus, and the folder of its index

@@ -160,8 +160,8 @@ def open_corpus(
 
 
 class CorpusSearch:
-    """Search over a corpus in this process; queries that come in while a search is under way are
-    searched for together after it."""
+    """Search over a corpus in this process; queries that arrive during a search are answered
+    together after it."""
 
     is_remote = False
 
