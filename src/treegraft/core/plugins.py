@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from types import ModuleType
+from inspect import get_annotations
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
@@ -42,6 +42,24 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
     return load_object(name)
 
 
+def with_members(found: Any, protocol: type, path: str, setting: str) -> Any:
+    """Returns `found`, an object of the user's, once it has every member of a protocol.
+
+    Raises:
+        SettingError: names the members that are missing.
+    """
+    members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
+    missing = sorted(
+        name for name in members if not name.startswith("_") and not hasattr(found, name)
+    )
+    if missing:
+        raise SettingError(
+            f"{setting}: '{path}' gives a {type(found).__name__} without {', '.join(missing)};"
+            f" expected every member of {protocol.__module__}.{protocol.__qualname__}."
+        )
+    return found
+
+
 def load_object(path: str) -> Any:
     """Returns the object at "package.module:name" (dots after the colon go into attributes).
 
@@ -53,25 +71,15 @@ def load_object(path: str) -> Any:
         part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
     ):
         raise SettingError(f"'{path}' is no import path; write 'package.module:name'.")
-    found: Any = _import(module_name, path)
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            raise SettingError(
-                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
-            )
-        found = getattr(found, attribute)
-    return found
-
-
-def _import(module_name: str, path: str) -> ModuleType:
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         # A console script does not see its working directory. Appended, it cannot shadow an
         # installed module.
         sys.path.append(directory)
     try:
-        return importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The module itself or a package around it, or one that it imports?
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise SettingError(
                 f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
@@ -84,3 +92,10 @@ def _import(module_name: str, path: str) -> ModuleType:
         raise SettingError(
             f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}"
         ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise SettingError(
+                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
+            )
+        found = getattr(found, attribute)
+    return found

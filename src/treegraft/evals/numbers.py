@@ -12,7 +12,6 @@ from treegraft.core.types import Status, Trajectory, Tree
 from treegraft.evals.judge import Verdict, verdict_key
 from treegraft.evals.scores import (
     Interval,
-    answer_of,
     bootstrap,
     calls_by_tool,
     num_sampled_tokens,
@@ -21,6 +20,7 @@ from treegraft.evals.scores import (
 )
 from treegraft.evals.suites import EvalSet, SetRule
 from treegraft.rollout.measure import pass_at_k
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

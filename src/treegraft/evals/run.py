@@ -16,7 +16,7 @@ from treegraft.core.types import Task, Tree
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
 from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
-from treegraft.evals.scores import answer_of, suite_scorer
+from treegraft.evals.scores import suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
@@ -25,6 +25,7 @@ from treegraft.runs.run import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
 from treegraft.tasks.fields import nested_columns
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ import numpy as np
 from treegraft.core.types import Trajectory
 from treegraft.tasks import scoring
 from treegraft.tasks.rewards import RewardScorer, answer_reward
-from treegraft.tasks.rewards import answer_of as answer_of
 
 NUM_RESAMPLES = 10_000
 """Draws of a bootstrap."""

@@ -14,8 +14,9 @@ from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.types import Tree
 from treegraft.evals.folder import EvalFolder
 from treegraft.evals.numbers import Verdicts, correctness, item_means, main_measure, main_score
-from treegraft.evals.scores import Interval, answer_of, bootstrap, stratified_bootstrap
+from treegraft.evals.scores import Interval, bootstrap, stratified_bootstrap
 from treegraft.evals.suites import SETS
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,14 @@ from treegraft.runs.health_rules import RULES, History, MetricsLine, Rule, numbe
 from treegraft.settings.health import HealthSettings
 
 PREFIX = "health/"
+_HEAD = """\
+# Warnings while training
+
+Generated from `src/treegraft/runs/health_rules.toml` by `python -m treegraft.runs.health`. The
+terminal reports a warning when it begins and when it ends. The lines of its updates in
+`metrics.jsonl` have it as `health/NAME`, and the viewer marks them. Limits are settings of the
+table `[health]`; the limit `"off"` turns a warning off.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +52,18 @@ class HealthWarning:
 
 
 def recorded(line: MetricsLine) -> list[HealthWarning]:
-    """Returns the warnings that were written into a line of metrics."""
-    found = []
-    for key in sorted(line):
-        if not key.startswith(PREFIX):
-            continue
-        name = key.removeprefix(PREFIX)
-        rule = next(
-            (rule for rule in RULES if name == rule.name or name.startswith(f"{rule.name}_")), None
-        )
-        value = number(line, key)
-        if rule is not None and value is not None:
-            found.append(HealthWarning(rule, name[len(rule.name) + 1 :], value))
-    return sorted(
-        found, key=lambda one: ([rule.name for rule in RULES].index(one.rule.name), one.subject)
-    )
+    """Returns the warnings that were written into a line of metrics, in the order of `RULES`."""
+    return [
+        HealthWarning(rule, key.removeprefix(begin).removeprefix("_"), value)
+        for rule in RULES
+        for begin in (f"{PREFIX}{rule.name}",)
+        for key in sorted(line)
+        if f"{key}_".startswith(f"{begin}_") and (value := number(line, key)) is not None
+    ]
 
 
 class Monitor:
-    """The warnings of a run under way: which begin and which end, so that each is said once.
-
-    One that comes and goes is said once too: it is over when it has not stood for as many updates
-    as the window holds.
-    """
+    """The warnings of a run under way: which begin and which end, so that each is said once."""
 
     def __init__(self, settings: HealthSettings, lines: Sequence[MetricsLine] = ()) -> None:
         """Args:
@@ -97,10 +94,12 @@ class Monitor:
             if (limit := getattr(self._settings, rule.name)) != "off"
             for subject, value in sorted(rule.check(self._history, line, limit).items())
         ]
-        self._history.end(line)
+        self._history.end(line)  # also where all rules are off: a resume may turn one on
         began = [warning for warning in found if warning.name not in self._last]
         update = int(line["update"])
         self._last |= {warning.name: update for warning in found}
+        # A warning that comes and goes would be said in every other update; so one is over only
+        # when it has not stood for as many updates as the window holds.
         window = self._settings.window
         over = [name for name, last in self._last.items() if update - last >= window]
         ends = [f"{name} is over: last seen in update {self._last.pop(name)}" for name in over]
@@ -118,35 +117,15 @@ def explained(warning: HealthWarning, update: int) -> str:
 
 
 def page() -> Iterator[str]:
-    """Returns the lines of the page of all warnings, in Markdown."""
-    defaults = HealthSettings()
-    meanings = {
-        name: " ".join((field.description or "").split())
-        for name, field in HealthSettings.model_fields.items()
-    }
-    yield "# Warnings while training"
-    yield ""
-    yield (
-        "Generated from `src/treegraft/runs/health_rules.py` by `python -m treegraft.runs.health`."
-        " The terminal reports"
-    )
-    yield (
-        "a warning when it begins and when it ends. The lines of its updates in `metrics.jsonl`"
-        " have it as `health/NAME`,"
-    )
-    yield "and the viewer marks them. Limits are settings of the table `[health]`; the limit"
-    yield '`"off"` turns a warning off.'
+    """Yields the lines of the page of all warnings, in Markdown."""
+    yield from _HEAD.splitlines()
     for rule in RULES:
-        yield ""
-        yield f"## {rule.name}"
-        yield ""
-        yield rule.meaning
-        yield ""
+        field = HealthSettings.model_fields[rule.name]
+        limit, meaning = field.get_default(), " ".join((field.description or "").split())
+        yield from ("", f"## {rule.name}", "", rule.meaning, "")
         yield f"* Likely causes: {'; '.join(rule.causes)}."
         yield f"* What to do: {rule.advice}"
-        yield (
-            f"* Limit: `health.{rule.name} = {getattr(defaults, rule.name)}`. {meanings[rule.name]}"
-        )
+        yield f"* Limit: `health.{rule.name} = {limit}`. {meaning}"
 
 
 if __name__ == "__main__":

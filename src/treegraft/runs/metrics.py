@@ -18,65 +18,47 @@ METRICS: Mapping[str, str] = {
     "reward/mean": "mean reward of scored leaves, with equal weight for each group",
     "reward/std": "mean over groups of the standard deviation of rewards within the group",
     "reward/{func}": "mean unweighted reward by this function over scored leaves",
-    "eval/accuracy": "share of held-out tasks answered correctly by one greedy trajectory, 0..1",
-    "eval/accuracy_sampled": (
-        "share of correct trajectories on held-out tasks at temperature 1, 0..1"
-    ),
-    "eval/pass_at_{k}": (
-        "share of tasks with a correct one among k trajectories at temperature 1 (unbiased), 0..1"
-    ),
+    "eval/accuracy": "share of held-out tasks that one greedy trajectory answers correctly, 0..1",
+    "eval/accuracy_sampled": "share of correct held-out trajectories at temperature 1, 0..1",
+    "eval/pass_at_{k}": "share of tasks that one of k sampled trajectories solves (unbiased), 0..1",
     "eval/accuracy_{category}": "eval/accuracy of this category, 0..1",
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",
     "rollout/tool_calls_mean": "mean tool calls of a trajectory",
     "rollout/steps_mean": "mean steps of a trajectory",
-    "rollout/retrieved_frac": ("share of grafted tokens among the tokens after the prompt"),
+    "rollout/retrieved_frac": "share of grafted tokens among the tokens after the prompt",
     "rollout/completed_frac": "share of trajectories with an answer in the expected format",
     "rollout/truncated_frac": "share of trajectories out of tokens, steps or tool calls",
     "rollout/violation_frac": "share of trajectories that broke the format",
-    "rollout/failed_frac": (
-        "share of trajectories that failed by no fault of the agent; they leave their groups"
-    ),
-    "rollout/accuracy": (
-        "share of scored trajectories that are correct: exact match or equal mathematics, 0..1"
-    ),
+    "rollout/failed_frac": "share that failed by no fault of the agent; they leave their groups",
+    "rollout/accuracy": "share of scored trajectories that match exactly or as mathematics, 0..1",
     "branch/num_branches": "branches opened by explorers",
     "branch/num_starts": "first-level rollouts, those that fill up the budget included",
     "branch/unused_frac": "share of the leaves meant for branches that became fresh starts",
     "graft/num_grafts": "attached steps of other agents",
     "graft/hybrid_frac": "share of trajectories with at least one graft",
     "graft/unused_frac": "share of trajectories without a graft among those that may retrieve",
-    "graft/answer_frac": (
-        "share of answers after a graft that occur first in a graft, in its words or its results"
-    ),
-    "graft/copied_frac": (
-        "share of them that occur in another agent's words and in no tool result"
-    ),
+    "graft/answer_frac": "share of answers after a graft that occur first in its words or results",
+    "graft/copied_frac": "share of them that occur in another agent's words and in no tool result",
     "graft/same_task_frac": "share of grafts from the same task",
     "graft/similarity_mean": "mean cosine between the history and the graft's key, -1..1",
     "graft/cut_frac": "share of grafts cut from the left because the token limit was near",
-    "graft/num_without_room": (
-        "retrieved steps that were not attached because the token limit was too near"
-    ),
+    "graft/num_without_room": "retrieved steps not attached because the token limit was too near",
     "graft/source_reward_mean": "mean reward of the trajectories from which the grafts come",
     "graft/reward_hybrid": "mean reward of trajectories with a graft",
     "graft/reward_on_policy": "mean reward of trajectories without a graft",
     "retrieve/num_asked": "requested retrievals",
-    "retrieve/num_keys_cut": ("histories cut at the beginning because the encoder reads no more"),
-    "retrieve/nothing_frac": ("share of retrievals without an eligible trace"),
-    "time/retrieve_s": (
-        "seconds of retrieval, embedding included; it runs beside the engine, not in addition to it"
-    ),
+    "retrieve/num_keys_cut": "histories cut at the beginning because the encoder reads no more",
+    "retrieve/nothing_frac": "share of retrievals without an eligible trace",
+    "time/retrieve_s": "seconds of retrieval with its embedding; it runs while the engine works",
     "buffer/num_traces": "traces in the Step-Trace Buffer",
     "buffer/num_own": "traces in it from the agent in training",
     "learn/loss": "loss, mean over optimiser steps",
     "learn/grad_norm": "norm of the gradient before clipping, mean over optimiser steps",
     "learn/lr": "learning rate of the last optimiser step",
     "learn/clip_frac": "share of contributions whose gradient was clipped",
-    "learn/engine_capped_frac": (
-        "share of contributions whose engine correction reached loss.engine_ratio_cap"
-    ),
+    "learn/engine_capped_frac": "share of contributions at the cap loss.engine_ratio_cap",
     "learn/entropy": "mean entropy of sampled tokens under the policy, in nats, per contribution",
     "learn/approx_kl": "mean k3 estimate of KL(old || new) per contribution, in nats",
     "learn/ratio_max": "largest ratio of new to old probability of a contribution",
@@ -84,25 +66,15 @@ METRICS: Mapping[str, str] = {
     "learn/unique_frac": "unique tokens per token of all trajectories",
     "learn/num_unique_tokens": "unique tokens in the forward pass, prompts included",
     "learn/num_contributions": "pairs of a loss token and a trajectory that contains it",
-    "learn/num_lesson_tokens": (
-        "tokens of grafts in the term for learning from grafts, each counted once"
-    ),
-    "learn/lesson_logprob": (
-        "mean log-probability of these tokens under the policy, in nats, per trajectory"
-    ),
+    "learn/num_lesson_tokens": "tokens of grafts that are learned from, each counted once",
+    "learn/lesson_logprob": "mean log-probability of these tokens, in nats, per trajectory",
     "learn/num_optimiser_steps": "optimiser steps of this update",
-    "learn/positive_frac": (
-        "share of positive advantages among the contributions with an advantage other than 0"
-    ),
-    "learn/skipped_groups_frac": ("share of groups without variance of reward, which are skipped"),
-    "learn/engine_gap": (
-        "mean |log-probability of the engine - of the learner| over canary tokens, in nats"
-    ),
-    "learn/engine_gap_limit": ("largest accepted learn/engine_gap, in nats"),
+    "learn/positive_frac": "share of positive advantages among the contributions where it is not 0",
+    "learn/skipped_groups_frac": "share of groups without variance of reward, which are skipped",
+    "learn/engine_gap": "mean |log-probability of engine - of learner| over canary tokens, in nats",
+    "learn/engine_gap_limit": "largest accepted learn/engine_gap, in nats",
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",
-    "eval/failed_frac": (
-        "share of held-out trajectories that failed by no fault of the agent; they count as wrong"
-    ),
+    "eval/failed_frac": "share of held-out trajectories lost to failures of ours, counted as wrong",
     "eval/tool_calls_mean": "mean tool calls of a held-out trajectory",
     "eval/accuracy_sampled_{category}": "eval/accuracy_sampled of this category, 0..1",
     "eval/gain": "eval/accuracy at the end minus that at the start, over the same tasks",
@@ -117,55 +89,40 @@ METRICS: Mapping[str, str] = {
     "time/publish_s": "seconds to publish the weights to the engine",
     "time/eval_s": "seconds of evaluation in this update",
     "time/update_s": "seconds of the whole update",
-    "time/cpu_s": ("CPU seconds of all threads of this process in the update, without evaluation"),
+    "time/cpu_s": "CPU seconds of all threads of this process in the update, without evaluation",
     "time/tool_{name}_s": "mean seconds of a call of this tool",
     "tools/{name}_calls": "calls of this tool",
     "tools/{name}_failure_frac": "share of its calls that returned an error",
     "time/tool_{name}_retries": "retries of calls whose service failed",
-    "time/tool_{name}_cached_frac": (
-        "share of its calls answered from the cache (empty after a resume)"
-    ),
+    "time/tool_{name}_cached_frac": "share of its calls answered from the cache (new after a resume)",
     "environment/num_opened": "environments created and reset, those for replays included",
     "environment/num_forks": "copies made of an environment's state",
     "environment/num_replays": "branches whose state was restored by repeating the calls",
     "environment/num_replayed_calls": "calls repeated for them",
-    "environment/num_mismatches": (
-        "resets and replayed results that differ from the recorded ones; each fails a trajectory"
-    ),
-    "environment/num_failures": (
-        "resets, copies, calls and rewards that failed or did not end in time"
-    ),
-    "environment/num_untrue_grafts": (
-        "retrieved steps that were not attached because the environment answers differently"
-    ),
+    "environment/num_mismatches": "resets and replays unlike the recorded; each fails a trajectory",
+    "environment/num_failures": "resets, copies, calls and rewards that failed or took too long",
+    "environment/num_untrue_grafts": "retrieved steps left out: the environment answers otherwise",
     "eval/environment_reward": "mean environment reward of held-out trajectories that have one",
-    "health/{name}": (
-        "this warning is active after this update, with the number that caused it; see"
-        " docs/warnings.md"
-    ),
+    "health/{name}": "number that caused this warning, active after this update (docs/warnings.md)",
     "warmup/loss": "supervised loss per token that carries loss, in nats",
-    "warmup/skill": (
-        "share of teacher-forced steps whose call or answer the policy predicts exactly, 0..1"
-    ),
-    "time/engine_evictions": (
-        "cached blocks evicted for lack of room and recomputed when needed (depends on timing)"
-    ),
-    "time/engine_rows_mean": ("mean rows of a forward pass of the engine (depends on timing)"),
+    "warmup/skill": "share of teacher-forced steps predicted exactly in call or answer, 0..1",
+    "time/engine_evictions": "cached blocks evicted and recomputed when needed (depends on timing)",
+    "time/engine_rows_mean": "mean rows of a forward pass of the engine (depends on timing)",
 }
 """Key or pattern -> one line with the unit."""
 
 
 @functools.cache
 def _patterns() -> list[tuple[re.Pattern[str], str]]:
-    # The literal text around {name} decides; longer patterns come first, so that the most specific
-    # one wins.
+    # Longer patterns first, so that the most specific one wins: "eval/accuracy_sampled_{category}"
+    # before "eval/accuracy_{category}".
     keys = sorted((key for key in METRICS if "{" in key), key=len, reverse=True)
     compiled = []
     for key in keys:
-        before, _, rest = key.partition("{")
-        _, _, after = rest.partition("}")
-        inner = r"\d+" if "{k}" in key else r"[^/]+"
-        compiled.append((re.compile(re.escape(before) + inner + re.escape(after)), METRICS[key]))
+        before, after = map(re.escape, re.split(r"\{\w+\}", key))
+        # A name may be any text but the slash that ends a group; {k} is a count.
+        inner = r"\d+" if "{k}" in key else "[^/]+"
+        compiled.append((re.compile(before + inner + after), METRICS[key]))
     return compiled
 
 

@@ -41,7 +41,6 @@ def _observation(observation: Observation, limit: int | None) -> Table:
         for mark, is_set in (
             ("error", observation.is_error),
             ("cut", observation.is_truncated),
-            ("cached", observation.is_cached),
         )
         if is_set
     ]
