@@ -178,9 +178,9 @@ def math_equal(
     if not is_mathematical(reference):
         return _same_text(prediction, reference)
     # As inline mathematics; of a bare text math-verify would take the last number in it.
-    sides = (text if "$" in text else f"${text}$" for text in (predicted, expected))
+    one, other = (text if "$" in text else f"${text}$" for text in (predicted, expected))
     # "unparsed" leaves the strings, which differ.
-    return shared_pool().compare(*sides, deadline_s) == "equal"
+    return shared_pool().compare(one, other, deadline_s) == "equal"
 
 
 def is_correct(prediction: str, reference: str | Sequence[str]) -> bool:
