@@ -1,5 +1,5 @@
-"""Runs an agent over evaluation sets; results are kept item by item, and the same call goes on where
-it stopped."""
+"""Runs an agent over evaluation sets; results are kept item by item, and the same call goes on
+where it stopped."""
 
 from __future__ import annotations
 
