@@ -22,7 +22,7 @@ from treegraft.core.text import plain
 
 if TYPE_CHECKING:
     from treegraft.traces.collect import StoredCounts
-    from treegraft.traces.fill import BufferBuild
+    from treegraft.traces.fill import AgentChoice, BufferBuild
 
 buffer_app = typer.Typer(
     name="buffer",
@@ -47,7 +47,11 @@ Encoder = Annotated[
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 
 MinReward = Annotated[float, typer.Option(help="Keep only trajectories with a reward above this.")]
+Keep = Annotated[int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")]
 # Options of `build`
+NumTasks = Annotated[
+    int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
+]
 Recipe = Annotated[
     str,
     typer.Argument(
@@ -108,13 +112,9 @@ def build(
     agent: Agent = "expert",
     model: ServedModel = None,
     samples: Annotated[int, typer.Option(min=1, help="Attempts per task.")] = 16,
-    keep: Annotated[
-        int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")
-    ] = 5,
+    keep: Keep = 5,
     min_reward: MinReward = 0.0,
-    num_tasks: Annotated[
-        int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
-    ] = None,
+    num_tasks: NumTasks = None,
     encoder: Encoder = None,
     source: Annotated[str | None, typer.Option(help="Name of the agent in the buffer.")] = None,
     temperature: Temperature = None,
@@ -145,12 +145,7 @@ def build(
         num_samples=samples,
         concurrency=concurrency,
     )
-    if choice.kind == "expert":
-        where = "with --agent expert (it is for a server or a model)"
-        refuse_idle(context, where, "--temperature")
-    if choice.kind != "endpoint":
-        where = f"with --agent {agent} (it is for a server's URL)"
-        refuse_idle(context, where, *_OF_SERVERS)
+    _refuse_other_agents(context, choice)
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
     with _no_empty_file(out):
         try:
@@ -175,6 +170,15 @@ def build(
             f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above {min_reward:g};"
             " look at the counts above."
         )
+
+
+def _refuse_other_agents(context: typer.Context, choice: AgentChoice) -> None:
+    if choice.kind == "expert":
+        where = "with --agent expert (it is for a server or a model)"
+        refuse_idle(context, where, "--temperature")
+    if choice.kind != "endpoint":
+        where = f"with --agent {choice.agent} (it is for a server's URL)"
+        refuse_idle(context, where, *_OF_SERVERS)
 
 
 def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
@@ -253,9 +257,7 @@ def import_traces(
         str | None,
         typer.Option(help="Name of the agent in the buffer. Default: the name of each file."),
     ] = None,
-    keep: Annotated[
-        int, typer.Option(min=1, help="Trajectories kept per task of a file, the best by reward.")
-    ] = 5,
+    keep: Keep = 5,
     min_reward: MinReward = 0.0,
     reward: Annotated[float, typer.Option(help="Reward of rows without one.")] = 1.0,
     reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",

@@ -223,7 +223,7 @@ class PlainDisplay(_Lines):
 
 
 class RichDisplay(_Lines):
-    """A live display: what is under way, the numbers of the latest updates, and one trajectory."""
+    """A live display: the work under way, the numbers of the latest updates, and one trajectory."""
 
     def __init__(
         self,

@@ -66,8 +66,8 @@ async def evaluate(
     """Returns the evaluation of the engine's present policy on `tasks`.
 
     Args:
-        watch: is kept up to date with what is being waited for.
-        on_progress: called with (trees done, trees in all, what is being waited for).
+        watch: kept up to date with the waits under way.
+        on_progress: called with (trees done, trees in all, the waits under way).
     """
     watch = Watch() if watch is None else watch
     settings, seed = parts.config.eval, parts.config.run.seed

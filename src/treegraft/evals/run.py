@@ -1,4 +1,4 @@
-"""Runs an agent over evaluation sets; what is done is kept item by item, and the same call goes on
+"""Runs an agent over evaluation sets; results are kept item by item, and the same call goes on
 where it stopped."""
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def evaluate_suite(
     work = _Suite(config, place, plan, temperature, sets, folder, display or NoDisplay())
     try:
         is_stopped = run_to_end(work.main(judge), on_interrupt=work.stop.ask)
-        # Also after a stop: the numbers of what is done.
+        # Also after a stop: the numbers of the finished items.
         report = work.report(checkpoint)
         if report is not None:
             folder.write_report(report.as_dict())
@@ -262,7 +262,7 @@ class _Suite:
             await judge.judge_all(asked, self._verdicts, keep, progress)
 
     def report(self, checkpoint: Path | str) -> SuiteNumbers | None:
-        """Returns the numbers of what is done; None where nothing is."""
+        """Returns the numbers of the finished items; None without one."""
         # In the order of the items, whatever the order of their ends.
         ordered = {
             one.name: [trees[task.id] for task in one.tasks if task.id in trees]

@@ -58,7 +58,7 @@ class AgentChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """An agent that can be asked, and what its answers are scored and stored with."""
+    """An agent that can be asked, with the format and the scorer of its answers."""
 
     agent: Agent
     format: Format

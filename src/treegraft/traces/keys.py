@@ -59,7 +59,7 @@ def split_steps(
 
     Args:
         contents: the steps in order, results included.
-        reward: what the trajectory earned.
+        reward: of the whole trajectory.
         source: which agent wrote it.
         trajectory: its name, unique within that source and task.
         policy_version: of the policy being trained, where that wrote it; None for other agents.
