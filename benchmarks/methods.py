@@ -201,8 +201,7 @@ def imitate(config: Config, place: Path) -> None:
     from treegraft.evals.evaluate import evaluate
     from treegraft.policy.learn.sft import demonstration_tree, imitation_step
     from treegraft.tasks.build import build_tasks
-    from treegraft.tools.search.encoders import build_encoder
-    from treegraft.traces.run_buffer import open_buffer
+    from treegraft.traces.run_buffer import RunBuffer
 
     lines: list[dict[str, float]] = []
 
@@ -211,17 +210,16 @@ def imitate(config: Config, place: Path) -> None:
         source = build_tasks(config.tasks, config.run.seed)
         async with assemble_training(config, source=source) as parts:
             tasks = {task.id: task for task in parts.train_tasks}
-            encoder = build_encoder(config.buffer.encoder)
-            with await open_buffer(
-                config, source, parts.scorer, parts.format, place, 0, encoder
-            ) as buffer:
+            held = RunBuffer(config, source, place)
+            async with held.opened(0, parts.scorer, parts.format):
+                assert held.buffer is not None
                 trees = [
                     demonstration_tree(
                         parts.format,
                         tasks[steps[0].task_id],
                         [step.value for step in steps if isinstance(step.value, StepContent)],
                     )
-                    for steps in buffer.trajectories()
+                    for steps in held.buffer.trajectories()
                 ]
             for update in range(NUM_UPDATES + 1):
                 began = time.process_time()

@@ -402,11 +402,15 @@ def test_foreign_names_are_joined_by_what_they_mean() -> None:
 
 
 def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
+    from treegraft.explore.build import EXPLORERS
+    from treegraft.runs.trackers import TRACKERS
     from treegraft.tasks.build import TASKS
     from treegraft.tasks.rewards import REWARDS
     from treegraft.tools.build import ENVIRONMENTS, TOOLS
 
     tables = {
+        "explore.explorers": EXPLORERS,
+        "track.trackers": TRACKERS,
         "tasks.kind": TASKS,
         "reward.funcs": REWARDS,
         "tools.use": TOOLS,

@@ -15,6 +15,7 @@ from tests.worlds import KeyDoor
 
 from treegraft.assemble import assemble
 from treegraft.core.errors import SettingError
+from treegraft.core.interfaces import Engine
 from treegraft.core.types import Status
 from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
 from treegraft.policy.engine.scripted import ScriptedEngine
@@ -292,3 +293,28 @@ class Searching(Unrewarded):
     def search(self, query: str) -> str:
         """Searches."""
         return query
+
+
+def make_nothing(**_: Any) -> object:
+    return object()
+
+
+def test_an_engine_without_its_members_is_refused_by_name() -> None:
+    config = load_config(tiny(engine={"kind": "tests.test_environment_runs:make_nothing"}))
+    with pytest.raises(SettingError, match=r"gives a object without capacity, close, complete"):
+        asyncio.run(assemble(config).__aenter__())
+
+
+def handed_over(**given: Any) -> ScriptedEngine:
+    assert sorted(given) == ["model_path", "settings", "tokenizer"]
+    return ScriptedEngine([], given["tokenizer"])
+
+
+def test_an_engine_of_your_own_gets_settings_and_a_path_but_no_model() -> None:
+    config = load_config(tiny(engine={"kind": "tests.test_environment_runs:handed_over"}))
+
+    async def engine() -> Engine:
+        async with assemble(config) as parts:
+            return parts.engine
+
+    assert type(asyncio.run(engine())) is ScriptedEngine

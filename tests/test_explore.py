@@ -12,13 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from treegraft.core.errors import SettingError
 from treegraft.core.types import Branch, BranchCause, Generate, Graft, Origin, PathView, Start, Step
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
+from treegraft.explore.build import build_explorer
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
-from treegraft.settings.explore import EntropySettings, GraftSettings
+from treegraft.settings.explore import EntropySettings, ExploreSettings, GraftSettings
 
 KEY = (0, "train", 1, "t/0", "0.0.0")
 
@@ -365,3 +367,19 @@ def test_arrival_orders_exhaustively_for_one_round() -> None:
             found += granted(rounds)
         outcomes.add(tuple(found))
     assert outcomes == {(((0, 0), 1), ((0, 2), 1))}
+
+
+class Forgetful:
+    """An explorer without most of its members."""
+
+    probe_tokens = None
+
+    def starts(self, max_leaves: int) -> Start:
+        return Start(max_leaves)
+
+
+def test_an_explorer_of_your_own_without_a_member_is_refused_by_name() -> None:
+    settings = ExploreSettings(explorers=["tests.test_explore:Forgetful"])
+    missing = "without after_probe, before_step, fill, is_hybrid; expected every member"
+    with pytest.raises(SettingError, match=missing):
+        build_explorer(settings, vocab_size=10)

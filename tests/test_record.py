@@ -4,7 +4,7 @@ checkpoint."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,17 @@ from tests.trees import Part, build_tree, recorded_trees
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import write_atomically
-from treegraft.core.types import BranchCause, BranchDecision, Task, Tree
+from treegraft.core.steps import observation_from
+from treegraft.core.types import (
+    BranchCause,
+    BranchDecision,
+    Observation,
+    StepContent,
+    Task,
+    ToolCall,
+    Trace,
+    Tree,
+)
 from treegraft.runs.record import (
     RunFolder,
     read_metrics,
@@ -182,3 +192,12 @@ def test_a_folder_in_the_way_is_refused_and_a_foreign_one_too(tmp_path: Path) ->
     assert (tmp_path / "run" / "config.json").read_text() == '{"a": 1}'
     with pytest.raises(CheckpointError, match="is not a run folder"):
         RunFolder.open(tmp_path)
+
+
+def test_observations_of_0_6_are_read_and_hashes_stay() -> None:
+    """The hash was computed by 0.6.0, whose observations had a field `is_cached`."""
+    seen = Observation(text="r2 of e9 is e41", is_error=False, is_truncated=False)
+    assert observation_from({**asdict(seen), "is_cached": False}) == seen
+    step = StepContent(calls=(ToolCall("search", "e9 r2"),), observations=(seen,))
+    trace = Trace("r5 of r2 of e9 ?", step, 1.0, "expert", "t", 0, False)
+    assert trace.content_hash == "486483c8d6affe7c3139eedd6ac1cd03"

@@ -56,7 +56,7 @@ def example_tree(thought: str = "look it up", result: str = "r2 of e9 is e41") -
     search = StepContent(
         thought=thought,
         calls=(ToolCall("search", "r2 of e9"),),
-        observations=(Observation(text=result, is_cached=True),),
+        observations=(Observation(text=result, is_truncated=True),),
     )
     root = Step(
         id="0",
@@ -108,7 +108,7 @@ def test_transcript_tells_each_step() -> None:
         "look it up",
         "search",
         "r2 of e9 is e41",
-        "[cached]",
+        "[cut]",
         "step 2",
         "e41",
     ):

@@ -179,9 +179,9 @@ def test_overview(page: Any, address: str) -> None:
         page, ".warnings"
     ) and "trajectories lost to failures of ours: 25.0%" in text(page, ".warnings")
     # What it means and what to do stand with it, and each update that it stood in is a way there.
-    assert "leave their groups" in text(
+    assert "removed from their groups" in text(
         page, ".warning"
-    ) and "To do: The error stands on the failed leaves" in text(page, ".warning")
+    ) and "To do: The failed leaves" in text(page, ".warning")
     assert page.locator(".warning a").first.get_attribute("href").endswith("update-000003")
     box = page.query_selector("[data-card='Reward'] .u-over").bounding_box()
     page.mouse.move(box["x"] + box["width"] - 2, box["y"] + 20)
@@ -198,9 +198,8 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
     first = "#updates tbody tr:first-child td:first-child"
     assert text(page, first) == "update 4" and page.locator("tr.warned").count() == 1
     badge = page.locator("tr.warned .badge")
-    assert (
-        "failed" in badge.inner_text()
-        and "To do: The error stands on the failed leaves" in badge.get_attribute("title")
+    assert "failed" in badge.inner_text() and "To do: The failed leaves" in badge.get_attribute(
+        "title"
     )
     # What an update learned is not said of the evaluation after it.
     cells = (

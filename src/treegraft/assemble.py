@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treegraft.core.errors import DataError, SettingError, nearest
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import (
     Capability,
     CreditRule,
@@ -25,7 +25,7 @@ from treegraft.core.interfaces import (
     TreeScorer,
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
-from treegraft.core.plugins import load_object
+from treegraft.core.plugins import pick, with_members
 from treegraft.core.types import Task
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.rollout.formats.build import build_format, use_template
@@ -139,7 +139,7 @@ async def assemble(
             world = _World(config, source)
             model, tokenizer = world.load_model(model_path, has_weights=_is_native(config))
             parts = world.parts(stack, model, model, tokenizer, model_path)
-        yield Parts(**parts)
+        yield parts
 
 
 @asynccontextmanager
@@ -187,7 +187,7 @@ async def assemble_training(
             if checkpoint is not None:
                 learner.load_state(load_checkpoint(checkpoint)[1])
         yield TrainingParts(
-            **parts,
+            **vars(parts),
             explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
             learner=learner,
             credit_rule=credit_rule,
@@ -240,8 +240,8 @@ class _World:
         sampled: Any,
         tokenizer: Any,
         model_path: Path | str | None,
-    ) -> dict[str, Any]:
-        """Returns the fields of `Parts`; what has to be closed goes onto the stack.
+    ) -> Parts:
+        """Returns the parts; those that have to be closed go onto the stack.
 
         Args:
             model: for its configuration alone.
@@ -273,16 +273,16 @@ class _World:
             None if self.kind is None else Environments(self.kind, config.environment),
         )
         stack.push_async_callback(toolbox.close)
-        return {
-            "config": config,
-            "source": self.tasks,
-            "tokenizer": tokenizer,
-            "format": form,
-            "max_prompt": max_prompt,
-            "toolbox": toolbox,
-            "engine": engine,
-            "scorer": self.scorer,
-        }
+        return Parts(
+            config=config,
+            source=self.tasks,
+            tokenizer=tokenizer,
+            format=form,
+            max_prompt=max_prompt,
+            toolbox=toolbox,
+            engine=engine,
+            scorer=self.scorer,
+        )
 
 
 def _is_native(config: Config) -> bool:
@@ -312,25 +312,13 @@ def _build_engine(
 ) -> Engine:
     """Returns the engine of a recipe. One of the user's loads its own weights from `model_path`."""
     kind = config.engine.kind
-    if kind == "native":
+    if _is_native(config):
         from treegraft.policy.engine.native import NativeEngine
 
         return NativeEngine(model, tokenizer, config.engine)
-    if ":" not in kind:
-        raise SettingError(
-            f"engine.kind is '{kind}'; expected \"native\" or an import path"
-            f" 'package.module:Engine'.{nearest(kind, ['native'])}"
-        )
-    engine = load_object(kind)(
-        tokenizer=tokenizer, settings=config.engine, model_path=str(model_path)
-    )
-    if not isinstance(engine, Engine):
-        wanted = [name for name in dir(Engine) if not name.startswith("_")]
-        missing = [name for name in wanted if not hasattr(engine, name)]
-        raise SettingError(
-            f"engine.kind: '{kind}' gives a {type(engine).__name__} without {', '.join(missing)};"
-            " expected an engine with every member of treegraft.core.interfaces.Engine."
-        )
+    make = pick(kind, {"native": None}, "engine.kind")
+    made = make(tokenizer=tokenizer, settings=config.engine, model_path=str(model_path))
+    engine: Engine = with_members(made, Engine, kind, "engine.kind")
     return engine
 
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from treegraft.cli.options import AsJson, display_on, refuse_idle, say, table
 from treegraft.core.errors import DataError, EngineError, SettingError
+from treegraft.core.text import plain
 
 if TYPE_CHECKING:
-    from treegraft.core.types import Trace
     from treegraft.traces.collect import BuildReport
     from treegraft.traces.fill import BufferBuild
     from treegraft.traces.imports import ImportReport
@@ -34,7 +34,6 @@ buffer_app = typer.Typer(
 MAX_PROBLEMS = 10
 """Lines of a file that could not be read and are named one by one."""
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 Encoder = Annotated[
     str | None,
     typer.Option(
@@ -46,7 +45,6 @@ Encoder = Annotated[
     ),
 ]
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
-
 
 # Options of `build`
 Recipe = Annotated[
@@ -104,8 +102,12 @@ KeyVariable = Annotated[
 ]
 
 
+_OF_SERVERS = ("--model", "--max-tokens", "--timeout-s", "--retries", "--api-key-env")
+
+
 @buffer_app.command()
 def build(
+    context: typer.Context,
     recipe: Recipe,
     out: Out,
     overrides: Overrides = None,
@@ -135,27 +137,42 @@ def build(
 
     The same command continues an earlier one: tasks that already have traces are skipped.
     """
-    from treegraft.cli.display import make_display
     from treegraft.settings.load import load_config
     from treegraft.traces.fill import AgentChoice, BufferBuild
 
     config = load_config(recipe, overrides or [])
-    asked = (model, source, temperature, max_tokens, timeout_s, retries, api_key_env)
-    choice = AgentChoice(agent, *asked, samples, concurrency)
+    choice = AgentChoice(
+        agent=agent,
+        model=model,
+        source=source,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        timeout_s=timeout_s,
+        max_retries=retries,
+        api_key_env=api_key_env,
+        num_samples=samples,
+        concurrency=concurrency,
+    )
+    if choice.kind == "expert":
+        where = "with --agent expert (it is for a server or a model)"
+        refuse_idle(context, where, "--temperature")
+    if choice.kind != "endpoint":
+        where = f"with --agent {agent} (it is for a server's URL)"
+        refuse_idle(context, where, *_OF_SERVERS)
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
     with _no_empty_file(out):
         try:
-            display = make_display(sys.stderr if as_json else None)
-            work.run(keep, min_reward, num_tasks, display=display)
+            with display_on(sys.stderr if as_json else None) as display:
+                work.run(keep, min_reward, num_tasks, display=display)
         except EngineError:
             _print_report(work, out, as_json)
             raise
     _print_report(work, out, as_json)
     report = work.report
     if work.is_stopped:
-        Console(stderr=True).print(
-            Text(f"stopped; the finished tasks are in {out}, and the same command goes on."),
-            soft_wrap=True,
+        say(
+            f"stopped; the finished tasks are in {out}, and the same command goes on.",
+            to_stderr=True,
         )
         raise typer.Exit(130)
     if not report.num_kept and not report.num_skipped:
@@ -169,8 +186,6 @@ def build(
 
 def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
     """Returns the most frequent reasons, each with its count."""
-    from treegraft.core.text import plain
-
     ordered = sorted(failures.items(), key=lambda item: (-item[1], item[0]))
     lines = [f"{count} x {plain(reason, 200)}" for reason, count in ordered[:most]]
     return lines + ([f"{len(ordered) - most} other reasons"] if len(ordered) > most > 1 else [])
@@ -218,13 +233,13 @@ def _kept_rows(report: BuildReport | ImportReport, num_kept: int) -> dict[str, s
 
 
 def _print_rows(title: str, rows: Mapping[str, str]) -> None:
-    Console().print(Text(title, "bold"), soft_wrap=True)
-    table = Table(box=None, padding=(0, 1), show_header=False)
-    table.add_column(no_wrap=True, style="dim")
-    table.add_column(overflow="fold")
+    say(title, "bold")
+    shown = table(show_header=False)
+    shown.add_column(no_wrap=True, style="dim")
+    shown.add_column(overflow="fold")
     for name, value in rows.items():
-        table.add_row(Text(name), Text(value))
-    Console().print(table)
+        shown.add_row(Text(name), Text(value))
+    Console().print(shown)
 
 
 @buffer_app.command("import")
@@ -270,11 +285,17 @@ def import_traces(
         report = import_files(
             files, buffer, source=source, columns=columns, num_best=keep, min_reward=min_reward
         )
+    problems = [str(problem) for problem in report.problems]
     if as_json:
-        problems = [str(problem) for problem in report.problems]
         print(json.dumps(asdict(report) | {"problems": problems}))
     else:
-        _print_import(report, str(into))
+        kept = report.num_trajectories - report.num_too_low - report.num_surplus
+        left_out = {"left out": f"{len(problems)} lines"} if problems else {}
+        _print_rows(str(into), _kept_rows(report, kept) | left_out)
+        for problem in problems[:MAX_PROBLEMS]:
+            say(plain(problem, 300), to_stderr=True)
+        if more := len(problems[MAX_PROBLEMS:]):
+            say(f"... and {more} more lines; --json lists all", to_stderr=True)
     if not report.num_new and not report.num_duplicates:
         raise DataError(
             f"nothing was imported into {into}; expected at least one trajectory with a reward"
@@ -299,22 +320,6 @@ def _encoder_for(path: Path, encoder: str | None) -> str | None:
     """Returns the encoder to open a buffer with: the chosen one, else None (its own) for a buffer
     that exists, and the papers' for a new one."""
     return encoder or (None if path.expanduser().exists() else "minilm")
-
-
-def _print_import(report: ImportReport, title: str) -> None:
-    from treegraft.core.text import plain
-
-    kept = report.num_trajectories - report.num_too_low - report.num_surplus
-    rows = _kept_rows(report, kept)
-    if report.problems:
-        rows["left out"] = f"{len(report.problems)} lines"
-    _print_rows(title, rows)
-    for problem in report.problems[:MAX_PROBLEMS]:
-        Console(stderr=True).print(Text(plain(str(problem), 300)), soft_wrap=True)
-    if len(report.problems) > MAX_PROBLEMS:
-        Console(stderr=True).print(
-            f"... and {len(report.problems) - MAX_PROBLEMS} more lines; --json lists all"
-        )
 
 
 @buffer_app.command()
@@ -399,14 +404,11 @@ def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
     if found.num_evicted:
         rows["evicted"] = f"{found.num_evicted}"
     _print_rows(str(buffer), rows)
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for name in ("source", "traces", "trajectories", "mean reward"):
-        table.add_column(name, justify="left" if name == "source" else "right")
+    agents = table("source", "traces", "trajectories", "mean reward")
     for name, one in found.sources.items():
-        table.add_row(
-            Text(name), str(one.num_traces), str(one.num_trajectories), f"{one.mean_reward:.3f}"
-        )
-    Console().print(table)
+        counts = (str(one.num_traces), str(one.num_trajectories))
+        agents.add_row(Text(name), *counts, f"{one.mean_reward:.3f}")
+    Console().print(agents)
 
 
 @buffer_app.command()
@@ -432,28 +434,21 @@ def search(
 ) -> None:
     """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
+    from treegraft.traces.keys import step_lines
 
     with TraceBuffer.open_as_built(buffer) as opened:
         (found,) = opened.search([text], num, allow_terminal=allow_terminal, sources=source or ())
     if as_json:
-        rows = [asdict(trace) | {"similarity": similarity} for trace, similarity in found]
-        print(json.dumps(rows))
+        print(json.dumps([asdict(trace) | {"similarity": score} for trace, score in found]))
         return
     if not found:
-        Console().print("nothing found")
+        say("nothing found")
     for trace, similarity in found:
-        _print_trace(trace, similarity)
-
-
-def _print_trace(trace: Trace, similarity: float) -> None:
-    from treegraft.core.text import plain
-    from treegraft.traces.keys import step_lines
-
-    place = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}"
-    title = plain(f"{place}, reward {trace.reward:g}")
-    value = trace.value
-    if not isinstance(value, str):
-        answer = [] if value.answer is None else [f"answer {value.answer}"]
-        value = "\n".join([*step_lines(value), *answer])
-    rows = {"history": plain(trace.key), "step": plain(value)}
-    _print_rows(f"{similarity:.3f}  {title}", rows)
+        place = f"{trace.source}, {trace.task_id or 'no task'}, step {trace.position}"
+        title = plain(f"{place}, reward {trace.reward:g}")
+        value = trace.value
+        if not isinstance(value, str):
+            answer = [] if value.answer is None else [f"answer {value.answer}"]
+            value = "\n".join([*step_lines(value), *answer])
+        rows = {"history": plain(trace.key), "step": plain(value)}
+        _print_rows(f"{similarity:.3f}  {title}", rows)

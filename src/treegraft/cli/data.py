@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from treegraft.cli.options import AsJson, say, table
 from treegraft.core.text import plain
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ data_app = typer.Typer(
 
 MAX_EXAMPLES = 5
 """Overlapping questions that are shown of each file; --json has all."""
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 @data_app.command()
@@ -76,32 +75,27 @@ def check(
 
 
 def _say(text: str, style: str = "") -> None:
-    Console().print(Text(" ".join(plain(text).split()), style), soft_wrap=True)
+    """Prints foreign text on one line."""
+    say(" ".join(plain(text).split()), style)
 
 
 def _print_file(file: FileDefects) -> None:
-    _say(
-        f"{file.source}: {file.num_rows} rows, question in {file.question_column}, reference in"
-        f" {file.reference_column}",
-        "bold",
-    )
+    columns = f"question in {file.question_column}, reference in {file.reference_column}"
+    _say(f"{file.source}: {file.num_rows} rows, {columns}", "bold")
     if not file.findings:
         _say("no defect found")
     for one in file.findings:
-        rows = ", ".join(map(str, one.rows[:MAX_EXAMPLES])) + (
-            ", ..." if len(one.rows) > MAX_EXAMPLES else ""
-        )
+        more = ["..."] if len(one.rows) > MAX_EXAMPLES else []
+        rows = ", ".join([*map(str, one.rows[:MAX_EXAMPLES]), *more])
         _say(f"- {len(one.rows)} x {one.kind} (row {rows}): {one.example[:100]}")
 
 
 def _print_contamination(one: Contamination, train: str) -> None:
-    counts = {
-        how: sum(overlap.how == how for overlap in one.overlaps)
-        for how in ("exact", "normalised", "near")
-    }
+    found = Counter(overlap.how for overlap in one.overlaps)
+    counts = ", ".join(f"{found[how]} {how}" for how in ("exact", "normalised", "near"))
     _say(
-        f"{one.source}: {len(one.overlaps)} of {one.num_questions} questions stand in {train} "
-        f"({', '.join(f'{count} {how}' for how, count in counts.items())})",
+        f"{one.source}: {len(one.overlaps)} of {one.num_questions} questions stand in {train}"
+        f" ({counts})",
         "bold red" if one.overlaps else "bold",
     )
     for overlap in one.overlaps[:MAX_EXAMPLES]:
@@ -133,21 +127,17 @@ def show(
         f" in {reference}",
         "bold",
     )
-    table = Table(box=None, padding=(0, 1), header_style="dim")
-    for name in ("column", "kind", "filled", "median", "95 %", "longest (characters)"):
-        table.add_column(name, justify="left" if name in ("column", "kind") else "right")
+    names = ("column", "kind", "filled", "median", "95 %", "longest (characters)")
+    columns = table(*names, num_left=2)
     for one in found.columns:
         lengths = (one.num_filled, one.length_median, one.length_p95, one.length_max)
-        table.add_row(Text(plain(one.name)), ", ".join(one.kinds), *map(str, lengths))
-    Console().print(table)
+        columns.add_row(Text(plain(one.name)), ", ".join(one.kinds), *map(str, lengths))
+    Console().print(columns)
     for row in found.rows:
         _say(f"row {row['row']}", "bold")
         for name, value in row["values"].items():
-            text = (
-                value
-                if isinstance(value, str)
-                else json.dumps(value, ensure_ascii=False, default=str)
-            )
+            is_text = isinstance(value, str)
+            text = value if is_text else json.dumps(value, ensure_ascii=False, default=str)
             shown = Text(f"  {plain(name)}: ", "dim") + Text(plain(text, 600))
             Console().print(shown, soft_wrap=True)
     for problem in found.problems[:MAX_EXAMPLES]:

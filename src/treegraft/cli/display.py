@@ -9,8 +9,10 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
 
@@ -21,15 +23,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from treegraft.cli.options import table
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
 from treegraft.view.transcript import _outcome, pick_sample, transcript
-
-# --- one trajectory as text -----------------------------------------------------------------------
-
-
-# --- numbers --------------------------------------------------------------------------------------
 
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -42,47 +40,31 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
     ("time", "time/update_s", "{:.1f}s"),
 )
 """The numbers that matter: heading, metric, how it is written."""
-
-
-def _cell(metrics: Mapping[str, float], key: str, form: str) -> str:
-    return form.format(metrics[key]) if key in metrics else "-"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
-
-
-def standing_warnings(metrics: Mapping[str, float]) -> str:
-    """Returns the names of the warnings that stand after an update, with commas; "" for none."""
-    return ", ".join(
-        plain(key.removeprefix("health/")) for key in metrics if key.startswith("health/")
-    )
-
-
 _MAX_CATEGORIES = 6
+"""More would push the other numbers of an evaluation off the screen."""
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def _standing_warnings(metrics: Mapping[str, float]) -> str:
+    """Returns the names of the warnings that stand after an update, with commas; "" for none."""
+    names = [key.removeprefix("health/") for key in metrics if key.startswith("health/")]
+    return ", ".join(map(plain, names))
 
 
 def _by_category(metrics: Mapping[str, float], name: str) -> str:
     """Returns " (1_hop 60%, 2_hops 31%)", or an empty string without categories."""
     start = f"eval/{name}_"
-    other = "eval/accuracy_sampled"
-    found = {
-        key: value
+    # "accuracy_sampled" begins like a category of "accuracy".
+    other = "eval/accuracy_sampled" if name == "accuracy" else "-"
+    parts = [
+        f"{plain(key.removeprefix(start))} {value:.0%}"
         for key, value in metrics.items()
-        if key.startswith(start) and (name != "accuracy" or not key.startswith(other))
-    }
-    parts = [f"{plain(key.removeprefix(start))} {value:.0%}" for key, value in found.items()]
-    more = len(parts) - _MAX_CATEGORIES
-    return (
-        f" ({', '.join([*parts[:_MAX_CATEGORIES], *([f'{more} more'] if more > 0 else [])])})"
-        if parts
-        else ""
-    )
-
-
-def _gain(metrics: Mapping[str, float], key: str) -> str:
-    return f"{metrics[key]:+.2f} [{metrics[f'{key}_low']:.2f}, {metrics[f'{key}_high']:.2f}]"
+        if key.startswith(start) and not key.startswith(other)
+    ]
+    if more := len(parts[_MAX_CATEGORIES:]):
+        parts[_MAX_CATEGORIES:] = [f"{more} more"]
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> str:
@@ -93,50 +75,24 @@ def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> 
     0.32]"
     """
     parts = []
-    has_greedy = "eval/accuracy" in metrics
-    for name, shown in (
-        ("accuracy", "accuracy"),
-        ("accuracy_sampled", "sampled" if has_greedy else "accuracy_sampled"),
-    ):
+    # Greedy accuracy is the main number where there is one; the sampled one stands in for it else.
+    main = "accuracy" if "eval/accuracy" in metrics else "accuracy_sampled"
+    for name in ("accuracy", "accuracy_sampled"):
         if f"eval/{name}" in metrics:
-            is_split = not is_brief and (name == "accuracy" or not has_greedy)
-            categories = _by_category(metrics, name) if is_split else ""
+            categories = "" if is_brief or name != main else _by_category(metrics, name)
+            shown = name if name == main else "sampled"
             parts.append(f"{shown} {metrics[f'eval/{name}']:.1%}{categories}")
-    prefix = "eval/pass_at_"
-    passes = sorted(
-        (int(key.removeprefix(prefix)), value)
-        for key, value in metrics.items()
-        if key.startswith(prefix) and not is_brief
-    )
-    parts += [f"pass@{k} {value:.1%}" for k, value in passes]
+    if not is_brief:
+        prefix = "eval/pass_at_"
+        ks = sorted(int(key.removeprefix(prefix)) for key in metrics if key.startswith(prefix))
+        parts += [f"pass@{k} {metrics[f'{prefix}{k}']:.1%}" for k in ks]
     for key, shown in (("eval/gain", "gain"), ("eval/gain_sampled", "sampled gain")):
         if f"{key}_high" in metrics:
-            parts.append(f"{shown} {_gain(metrics, key)}")
+            low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
+            parts.append(f"{shown} {metrics[key]:+.2f} [{low:.2f}, {high:.2f}]")
     if metrics.get("eval/failed_frac", 0.0) > 0:
         parts.append(f"failed {metrics['eval/failed_frac']:.1%}")
     return ", ".join(parts)
-
-
-def _where_to_look(run_dir: Path, checkpoint_dir: Path | None, question: str | None) -> list[str]:
-    """Returns what a finished run left behind, a line each."""
-    places = [
-        ("metrics", run_dir / "metrics.jsonl"),
-        ("trees", run_dir / "trees"),
-        ("checkpoint", checkpoint_dir),
-    ]
-    lines = [f"  {name:<11}{place}" for name, place in places if place is not None]
-    if checkpoint_dir is not None:
-        asked = (
-            shlex.quote(plain(question))
-            if question is not None and len(question) <= 80
-            else '"question"'
-        )
-        lines.append(f"  {'ask it':<11}treegraft run {shlex.quote(str(checkpoint_dir))} {asked}")
-    return lines
-
-
-def _question(sample: Trajectory | None) -> str | None:
-    return None if sample is None else sample.task.question
 
 
 def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
@@ -149,20 +105,66 @@ def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
     for step in trajectory.steps[1:]:
         content = step.content
         parts = [f"<think> {flat(content.thought)} </think>"] if content.thought.strip() else []
-        for place, call in enumerate(content.calls):
+        for call, seen in zip_longest(content.calls, content.observations[: len(content.calls)]):
             parts.append(f"<{plain(call.name)}> {flat(call.body)} </{plain(call.name)}>")
-            parts += [f"-> {flat(seen.text)}" for seen in content.observations[place : place + 1]]
+            # A call that ended the trajectory has no result.
+            parts += [] if seen is None else [f"-> {flat(seen.text)}"]
         if content.answer is not None:
             parts.append(f"<answer> {flat(content.answer)} </answer>")
         if step.violation is not None:
             parts.append(f"violation: {plain(step.violation)}")
-        lines.append(
-            "    " + ("  ".join(parts) or f"{len(step.token_ids)} tokens, nothing the format knows")
-        )
+        nothing = f"{len(step.token_ids)} tokens, nothing the format knows"
+        lines.append("    " + ("  ".join(parts) or nothing))
     return [*lines, f"    {_outcome(trajectory).plain}"]
 
 
-class PlainDisplay:
+# --- displays -------------------------------------------------------------------------------------
+
+
+class _Lines(ABC):
+    """The lines that both displays print."""
+
+    _sample: Trajectory | None = None
+
+    @abstractmethod
+    def _say(self, text: str, style: str = "") -> None:
+        """Prints a line."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+    def sample(self, tree: Tree) -> None:
+        self._sample = pick_sample(tree)
+
+    def warn(self, text: str) -> None:
+        self._say(f"warning: {plain(text)}", "yellow")
+
+    def note(self, text: str) -> None:
+        self._say(f"note: {plain(text)}")
+
+    def finished(
+        self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
+    ) -> None:
+        result = evaluation_line(metrics)
+        self._say(f"finished {run_dir}{f': {result}' if result else ''}", "bold green")
+        places = {"metrics": run_dir / "metrics.jsonl", "trees": run_dir / "trees"}
+        if checkpoint_dir is not None:
+            question = None if self._sample is None else self._sample.task.question
+            # A command to copy: a question of many lines would not survive that.
+            is_short = question is not None and len(question) <= 80
+            asked = shlex.quote(plain(question or "")) if is_short else '"question"'
+            places["checkpoint"] = checkpoint_dir
+            places["ask it"] = f"treegraft run {shlex.quote(str(checkpoint_dir))} {asked}"
+        for name, place in places.items():
+            self._say(f"  {name:<11}{place}")
+
+    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
+        self.close()
+        saved = " and saved" if is_saved else ""
+        self._say(f"interrupted{saved}; go on with: {resume_command}", "bold yellow")
+
+
+class PlainDisplay(_Lines):
     """Plain lines for a pipe or a log file: one for each update, evaluation and slow phase, and a
     trajectory now and then."""
 
@@ -175,18 +177,15 @@ class PlainDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file if file is not None else sys.stdout
-        self._every_s = every_s
-        self._clock = clock
-        self._last_phase_s = clock()
-        self._sample_every_s = sample_every_s
-        self._last_sample_s = float("-inf")
-        self._sample: Trajectory | None = None
+        self._every_s, self._sample_every_s, self._clock = every_s, sample_every_s, clock
+        self._last_phase_s, self._last_sample_s = clock(), float("-inf")
 
-    def _line(self, text: str) -> None:
+    def _say(self, text: str, style: str = "") -> None:
+        # Flushed, so that a log file can be followed.
         print(text, file=self._file, flush=True)
 
     def started(self, run_dir: Path, title: str, num_updates: int) -> None:
-        self._line(f"run {run_dir}: {title}, {num_updates} updates")
+        self._say(f"run {run_dir}: {title}, {num_updates} updates")
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
         # Only what takes long is worth a line; the first report of a phase that ends soon would be
@@ -194,54 +193,32 @@ class PlainDisplay:
         if self._clock() - self._last_phase_s < self._every_s:
             return
         self._last_phase_s = self._clock()
-        self._line(
-            f"  {name}"
-            f" {done}{f'/{total}' if total else ''}{f': {plain(detail, 200)}' if detail else ''}"
-        )
+        count = f"{done}/{total}" if total else f"{done}"
+        self._say(f"  {name} {count}{f': {plain(detail, 200)}' if detail else ''}")
 
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
-        self._last_phase_s = self._clock()
+        now = self._last_phase_s = self._clock()
         numbers = "  ".join(
-            f"{name} {_cell(metrics, key, form)}" for name, key, form in COLUMNS if key in metrics
+            f"{name} {form.format(metrics[key])}" for name, key, form in COLUMNS if key in metrics
         )
-        standing = standing_warnings(metrics)
-        self._line(
+        standing = _standing_warnings(metrics)
+        self._say(
             f"update {update}/{num_updates}  {numbers}{f'  ! {standing}' if standing else ''}"
         )
-        if self._sample is not None and self._clock() - self._last_sample_s >= self._sample_every_s:
-            self._last_sample_s = self._clock()
+        if self._sample is not None and now - self._last_sample_s >= self._sample_every_s:
+            self._last_sample_s = now
             for line in _short_transcript(self._sample):
-                self._line(line)
+                self._say(line)
 
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
         self._last_phase_s = self._clock()
-        self._line(f"evaluated {name}: {evaluation_line(metrics)}")
-
-    def sample(self, tree: Tree) -> None:
-        self._sample = pick_sample(tree)
-
-    def warn(self, text: str) -> None:
-        self._line(f"warning: {plain(text)}")
-
-    def note(self, text: str) -> None:
-        self._line(f"note: {plain(text)}")
-
-    def finished(
-        self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
-    ) -> None:
-        result = evaluation_line(metrics)
-        self._line(f"finished {run_dir}{f': {result}' if result else ''}")
-        for line in _where_to_look(run_dir, checkpoint_dir, _question(self._sample)):
-            self._line(line)
-
-    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
-        self._line(f"interrupted{' and saved' if is_saved else ''}; go on with: {resume_command}")
+        self._say(f"evaluated {name}: {evaluation_line(metrics)}")
 
     def close(self) -> None:
         self._file.flush()
 
 
-class RichDisplay:
+class RichDisplay(_Lines):
     """A live display: what is under way, the numbers of the latest updates, and one trajectory."""
 
     def __init__(
@@ -253,12 +230,10 @@ class RichDisplay:
     ):
         self._console = console if console is not None else Console()
         self._rows: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=num_rows)
-        self._clock = clock
-        self._started_s = clock()
+        self._clock, self._started_s = clock, clock()
         self._updates = (0, 0)
         self._phase: tuple[str, int, int, str] | None = None
         self._evaluation = ""
-        self._sample: Trajectory | None = None
         self._live: Live | None = None
 
     def _refresh(self) -> None:
@@ -267,78 +242,62 @@ class RichDisplay:
                 console=self._console,
                 get_renderable=self.render,
                 refresh_per_second=4,
+                # The final state is printed apart, where it cannot be cropped.
                 transient=True,
                 vertical_overflow="crop",
             )
             self._live.start()
 
-    def _say(self, text: Text) -> None:
+    def _say(self, text: str, style: str = "") -> None:
         # Unwrapped, so that paths and commands can be copied; above a live display a line too long
         # would spoil the picture.
-        self._console.print(text, soft_wrap=self._live is None)
+        self._console.print(Text(text, style), soft_wrap=self._live is None)
 
     def _head(self) -> RenderableType:
         update, num_updates = self._updates
+        minutes, seconds = divmod(int(self._clock() - self._started_s), 60)
+        hours, rest = divmod(minutes, 60)
+        elapsed = f"{hours}h{rest:02d}m" if hours else f"{minutes}m{seconds:02d}s"
         # The last column takes what the others leave, so that a long text never squeezes the bars.
         grid = Table.grid(padding=(0, 1), expand=True)
         for ratio in (None, None, 1):
             grid.add_column(no_wrap=True, overflow="ellipsis", ratio=ratio)
-        total = max(num_updates, 1)
-        grid.add_row(
-            "updates",
-            ProgressBar(total=total, completed=update, width=20),
-            self._pace(update, num_updates),
-        )
+        bar = ProgressBar(total=max(num_updates, 1), completed=update, width=20)
+        grid.add_row("updates", bar, f"{update}/{num_updates}  {elapsed}")
         if self._phase is not None:
             name, done, count, detail = self._phase
             bar = ProgressBar(total=max(count, 1), completed=done, width=20)
-            grid.add_row(
-                Text(name),
-                bar,
-                Text(f"{done}/{count}" if count else str(done or ""))
-                + Text(f"  {plain(detail, 100)}", "dim"),
-            )
-        if self._rows and (standing := standing_warnings(self._rows[-1][1])):
+            counted = Text(f"{done}/{count}" if count else str(done or ""))
+            grid.add_row(Text(name), bar, counted + Text(f"  {plain(detail, 100)}", "dim"))
+        if self._rows and (standing := _standing_warnings(self._rows[-1][1])):
             grid.add_row("warnings", "", Text(standing, style="yellow"))
         if self._evaluation:
             grid.add_row("eval", "", Text(self._evaluation, style="bold"))
         return grid
 
-    def _pace(self, update: int, num_updates: int) -> str:
-        elapsed = self._clock() - self._started_s
-        return f"{update}/{num_updates}  {_duration(elapsed)}"
-
-    def _table(self) -> Table:
-        table = Table(box=None, padding=(0, 1), header_style="dim")
-        table.add_column("update", justify="right")
-        for name, _, _ in COLUMNS:
-            table.add_column(name, justify="right", no_wrap=True)
-        for update, metrics in self._rows:
-            table.add_row(str(update), *(_cell(metrics, key, form) for _, key, form in COLUMNS))
-        return table
-
     def render(self) -> RenderableType:
         """Returns the display as it stands."""
         parts: list[RenderableType] = [self._head()]
         if self._rows:
-            parts.append(self._table())
-        if self._sample is not None:
-            parts.append(
-                Panel(
-                    transcript(self._sample, limit=240),
-                    title="a trajectory",
-                    border_style="dim",
-                    title_align="left",
+            numbers = table("update", *(name for name, _, _ in COLUMNS), num_left=0)
+            for column in numbers.columns:
+                column.no_wrap = True
+            for update, metrics in self._rows:
+                cells = (
+                    form.format(metrics[key]) if key in metrics else "-" for _, key, form in COLUMNS
                 )
-            )
+                numbers.add_row(str(update), *cells)
+            parts.append(numbers)
+        if self._sample is not None:
+            text = transcript(self._sample, limit=240)
+            parts.append(Panel(text, title="a trajectory", border_style="dim", title_align="left"))
         return Group(*parts)
 
     def started(self, run_dir: Path, title: str, num_updates: int) -> None:
         self._started_s = self._clock()
-        self._updates = (0, num_updates)
-        self._phase = None
+        self._updates, self._phase = (0, num_updates), None
         self.close()
-        self._say(Text(f"run {run_dir}: {title}", style="bold"))
+        self._say(f"run {run_dir}: {title}", "bold")
         self._refresh()
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
@@ -346,25 +305,14 @@ class RichDisplay:
         self._refresh()
 
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
-        self._updates = (update, num_updates)
-        self._phase = None
+        self._updates, self._phase = (update, num_updates), None
         self._rows.append((update, metrics))
         self._refresh()
 
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
-        line = evaluation_line(metrics)
         self._phase = None
         self._evaluation = f"{plain(name)}: {evaluation_line(metrics, is_brief=True)}"
-        self._say(Text(f"evaluated {plain(name)}: {line}"))
-
-    def sample(self, tree: Tree) -> None:
-        self._sample = pick_sample(tree)
-
-    def warn(self, text: str) -> None:
-        self._say(Text(f"warning: {plain(text)}", style="yellow"))
-
-    def note(self, text: str) -> None:
-        self._say(Text(f"note: {plain(text)}"))
+        self._say(f"evaluated {plain(name)}: {evaluation_line(metrics)}")
 
     def finished(
         self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
@@ -373,19 +321,7 @@ class RichDisplay:
         final = self.render()
         self.close()
         self._console.print(final)
-        result = evaluation_line(metrics)
-        self._say(Text(f"finished {run_dir}{f': {result}' if result else ''}", style="bold green"))
-        for line in _where_to_look(run_dir, checkpoint_dir, _question(self._sample)):
-            self._say(Text(line))
-
-    def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
-        self.close()
-        self._say(
-            Text(
-                f"interrupted{' and saved' if is_saved else ''}; go on with: {resume_command}",
-                style="bold yellow",
-            )
-        )
+        super().finished(run_dir, checkpoint_dir, metrics)
 
     def close(self) -> None:
         live, self._live = self._live, None
@@ -397,6 +333,4 @@ def make_display(file: TextIO | None = None) -> Display:
     """Returns the display that suits `file` (standard output when None): live in a terminal, plain
     lines elsewhere."""
     stream = file if file is not None else sys.stdout
-    if stream.isatty():
-        return RichDisplay(Console(file=stream))
-    return PlainDisplay(stream)
+    return RichDisplay(Console(file=stream)) if stream.isatty() else PlainDisplay(stream)

@@ -80,10 +80,9 @@ class ModelShape:
 
 
 def _version(package: str) -> str | None:
-    try:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def installed() -> Iterator[Finding]:
@@ -100,6 +99,8 @@ def memory_bytes() -> int | None:
     """Returns the memory that a process may use: the machine's or its control group's limit; None
     where neither is known."""
     limits = []
+    # Each source is missing somewhere: sysconf on Windows, the files outside a control group, and
+    # "max" in one of them where there is no limit.
     with contextlib.suppress(ValueError, OSError, AttributeError):
         limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
@@ -124,19 +125,16 @@ def gpus() -> list[str]:
 
 def machine() -> Iterator[Finding]:
     """Returns the parts of this machine that matter."""
+    threads, memory = os.environ.get("OMP_NUM_THREADS"), memory_bytes()
+    bwrap, compiler, cards = shutil.which("bwrap"), find_compiler(), gpus()
     yield Finding("python", platform.python_version(), note=platform.platform(terse=True))
-    threads = os.environ.get("OMP_NUM_THREADS")
     note = "" if threads is None else f"OMP_NUM_THREADS={threads}"
     yield Finding("CPU threads", str(num_cpus()), note=note)
-    memory = memory_bytes()
     yield Finding("memory", gigabytes(memory) if memory else "unknown")
-    bwrap = shutil.which("bwrap")
     note = "" if bwrap else "for tools.python.backend = 'bwrap': apt-get install bubblewrap"
     yield Finding("bubblewrap", bwrap or "not installed", note=note)
-    compiler = find_compiler()
     note = "" if compiler else "without one, sampling and learning take slower operators"
     yield Finding("C compiler", compiler or "none", note=note)
-    cards = gpus()
     is_unused = bool(cards) and "+cpu" in (_version("torch") or "")
     note = "" if cards else "everything runs on the CPU"
     note = "the installed torch is a CPU build" if is_unused else note
@@ -155,13 +153,12 @@ def _tiny_shape(config: Config) -> ModelShape:
     tiny, world = config.model.tiny, config.tasks.search_world
     vocab = world.num_entities + world.num_relations + _TINY_WORDS
     head_dim = tiny.hidden_size // tiny.num_heads
-    attention = (
-        2 * tiny.hidden_size * tiny.hidden_size
-        + 2 * tiny.hidden_size * tiny.num_kv_heads * head_dim
-    )
-    layer = attention + 3 * tiny.hidden_size * tiny.intermediate_size + 2 * tiny.hidden_size
+    # In columns of width hidden_size: query and output, key and value, the three matrices of the
+    # feed-forward part, two norms; embeddings and head are not tied.
+    width = 2 * tiny.hidden_size + 2 * tiny.num_kv_heads * head_dim
+    layer = width + 3 * tiny.intermediate_size + 2
     return ModelShape(
-        num_weights=tiny.num_layers * layer + 2 * vocab * tiny.hidden_size + tiny.hidden_size,
+        num_weights=(tiny.num_layers * layer + 2 * vocab + 1) * tiny.hidden_size,
         num_layers=tiny.num_layers,
         num_kv_heads=tiny.num_kv_heads,
         head_dim=head_dim,
@@ -172,10 +169,12 @@ def _tiny_shape(config: Config) -> ModelShape:
 
 def _folder_shape(folder: Path) -> ModelShape:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Models that also see keep the language model's settings one level down.
     settings = settings.get("text_config", settings)
     num_weights = 0
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
+            # The header alone: eight bytes of length, then JSON with every shape.
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         header.pop("__metadata__", None)
         num_weights += sum(math.prod(tensor["shape"]) for tensor in header.values())
@@ -247,37 +246,35 @@ def model_shape(config: Config) -> ModelShape | None:
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     """Returns bytes by part; their sum is the peak of one process, rollout and learning
     together."""
-    width = _BYTES[config.model.dtype]
-    rank = config.model.lora.rank
+    width, rank, native = _BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
+    weights = shape.num_weights * width
     # An adapter adds rank · (in + out) to each of about seven matrices of a layer; 3 is the mean
     # width in hidden sizes.
     trained = shape.num_layers * 7 * rank * 3 * shape.hidden_size if rank else shape.num_weights
     limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
-    context = (
-        config.model.tiny.max_context if config.model.path == "tiny" else _PROMPT_TOKENS + limit
-    )
-    rows = min(
-        config.engine.max_rows, max(config.explore.num_leaves * config.run.tasks_per_update, 16)
-    )
+    is_tiny = config.model.path == "tiny"
+    context = config.model.tiny.max_context if is_tiny else _PROMPT_TOKENS + limit
+    # The engine pads small batches to 16 rows.
+    leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
+    rows = min(config.engine.max_rows, leaves)
     per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
     kept = 2 if config.model.gradient_checkpointing else 16
-    native = config.engine.native
+    activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
     parts = {
         "Python and packages": _PACKAGES_BYTES,
-        "weights": shape.num_weights * width,
+        "weights": weights,
         "gradients": trained * width,
         "AdamW": 8 * trained,
         "float32 master weights": 4 * trained if width == 2 else 0,
-        "engine's copy": shape.num_weights * width,
-        "engine's packed weights": shape.num_weights * width if native.pack_weights else 0,
-        "reference": shape.num_weights * width if config.loss.kl_coef > 0 and not rank else 0,
+        "engine's copy": weights,
+        "engine's packed weights": weights if native.pack_weights else 0,
+        # Under LoRA the reference is the same model with its adapters off.
+        "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
         "keys and values": min(rows * context * per_token, int(native.cache_gb * 1e9)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
-        "activations (rough)": (
-            config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
-        ),
+        "activations (rough)": activations,
     }
     return {name: size for name, size in parts.items() if size}
 
@@ -312,10 +309,12 @@ def data_files(config: Config) -> Iterator[Finding]:
 def services(config: Config) -> Iterator[Finding]:
     """Returns the keys and addresses of services that the tools need; no service is asked."""
     search = config.tools.search
-    if "search" in config.tools.use and search.kind == "http":
+    if "search" not in config.tools.use:
+        return
+    if search.kind == "http":
         note = "" if search.url else "name a retrieval server"
         yield Finding("tools.search.url", search.url or "empty", bool(search.url), note)
-    if "search" in config.tools.use and search.kind == "web":
+    elif search.kind == "web":
         from treegraft.tools.search.web import PROVIDERS
 
         variable = PROVIDERS[search.provider].key_variable
@@ -328,16 +327,17 @@ def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
     names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
     names += [config.credit.rule or "", *config.explore.explorers, *config.track.trackers]
+    # As for `plugins`, the working directory counts.
+    places = [*sys.path, os.getcwd()]
     for name in names:
         module, _, attribute = name.partition(":")
         if attribute:
-            # As `plugins` does, the working directory counts; more than the first name needs an
-            # import to be seen.
-            places = [*sys.path, os.getcwd()]
-            finder = importlib.machinery.PathFinder
-            is_found = finder.find_spec(module.partition(".")[0], places) is not None
-            note = "" if is_found else f"no module '{module}' on the path"
-            yield Finding(name, "found" if is_found else "missing", is_found, note)
+            # Only the first name: the spec of a submodule needs its parents imported.
+            spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places)
+            value, note = (
+                ("found", "") if spec else ("missing", f"no module '{module}' on the path")
+            )
+            yield Finding(name, value, spec is not None, note)
 
 
 def placement(config: Config) -> Iterator[Finding]:
@@ -348,23 +348,21 @@ def placement(config: Config) -> Iterator[Finding]:
     yield Finding("learner", f"{where}, {config.model.dtype}")
     is_native = config.engine.kind == "native"
     yield Finding("engine", f"{where}, in this process" if is_native else config.engine.kind)
+    search = config.tools.search
     for tool in config.tools.use:
         if tool == "python" and config.tools.python.backend == "bwrap":
             from treegraft.tools.python.bwrap import find_problem
 
             problem = find_problem()
             value = f"{config.tools.python.num_workers} bubblewrap sandboxes"
-            yield Finding(
-                "tool python", "missing" if problem else value, problem is None, problem or ""
-            )
+            value = "missing" if problem else value
+            yield Finding("tool python", value, problem is None, problem or "")
             continue
         where = "in this process"
         if tool in ("python", "browse"):
             where = f"{getattr(config.tools, tool).num_workers} worker processes"
-        elif tool == "search" and config.tools.search.kind == "http":
-            where = config.tools.search.url
-        elif tool == "search" and config.tools.search.kind == "web":
-            where = config.tools.search.provider
+        elif tool == "search" and search.kind in ("http", "web"):
+            where = search.url if search.kind == "http" else search.provider
         yield Finding(f"tool {tool}", where)
 
 
@@ -376,11 +374,12 @@ def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
         return [], Finding("memory", "unknown", note=note)
     parts = memory_estimate(config, shape)
     total, available = sum(parts.values()), memory_bytes()
+    # A tenth is left to the system. A GPU has memory of its own, which nothing here knows well.
     fits = bool(gpus()) or available is None or total < 0.9 * available
-    note = "lower learn.max_pack_tokens or engine.native.cache_gb, or take bfloat16"
+    remedy = "lower learn.max_pack_tokens or engine.native.cache_gb, or take bfloat16"
+    note = "" if fits else f"more than this machine has; {remedy}"
     rows = [Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M")]
     rows += [Finding(name, gigabytes(size)) for name, size in parts.items()]
-    note = "" if fits else f"more than this machine has; {note}"
     return rows, Finding("sum", gigabytes(total), fits, note)
 
 

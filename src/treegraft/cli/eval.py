@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from treegraft.cli.options import refuse_idle
+from treegraft.cli.options import AsJson, display_on, refuse_idle, say, table
 from treegraft.core.errors import SettingError
+from treegraft.core.files import write_atomically
 
 if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings
@@ -100,7 +100,6 @@ Compare = Annotated[
     tuple[Path, Path] | None,
     typer.Option(metavar="A B", help="Compare the results of two suites, B against A."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 _OF_SUITES = (
     *("--data-dir", "--samples", "--temperature", "--shuffle-seed", "--into"),
@@ -192,43 +191,39 @@ def _run_suite(
     report: Path | None,
     as_json: bool,
 ) -> None:
-    from treegraft.cli.display import make_display
-    from treegraft.evals.run import evaluate_suite
     from treegraft.settings.load import load_config, refuse_ignored
 
     refuse_ignored(overrides, "eval")
     for one in overrides:
+        # Both are for held-out tasks; a suite has options of its own for them.
         if one.partition("=")[0].strip().removeprefix("eval.") in ("greedy", "num_samples"):
             raise SettingError(
                 f"command line: '{one}' would have no effect beside --suite; give --samples and"
                 " --temperature."
             )
-    config = None if recipe is None else load_config(recipe, overrides)
-    display = make_display(sys.stderr)
-    try:
-        result = evaluate_suite(
-            checkpoint, plan, config, [] if config is not None else overrides, display=display
-        )
-    finally:
-        display.close()
+    # With a recipe the overrides are in `config` already.
+    config, own = (None, overrides) if recipe is None else (load_config(recipe, overrides), [])
+    from treegraft.evals.run import evaluate_suite
+
+    with display_on(sys.stderr) as display:
+        result = evaluate_suite(checkpoint, plan, config, own, display=display)
     if result.report is not None:
         values = result.report.as_dict()
         _write_json(report, values)
         if as_json:
-            print(
-                json.dumps(values | {"folder": str(result.folder), "is_stopped": result.is_stopped})
-            )
+            ending = {"folder": str(result.folder), "is_stopped": result.is_stopped}
+            print(json.dumps(values | ending))
         else:
             from treegraft.evals.show import print_report
 
             print_report(result.report, _console())
-            Console().print(Text(f"trees and report: {result.folder}"), soft_wrap=True)
+            say(f"trees and report: {result.folder}")
     if result.is_stopped:
-        text = (
+        say(
             f"stopped after {result.num_done} of {result.num_items} items, kept in {result.folder};"
-            " the same command goes on."
+            " the same command goes on.",
+            to_stderr=True,
         )
-        Console(stderr=True).print(Text(text), soft_wrap=True)
         raise typer.Exit(130)
 
 
@@ -251,8 +246,6 @@ def _console() -> Console:
 
 
 def _write_json(path: Path | None, values: Mapping[str, Any]) -> None:
-    from treegraft.core.files import write_atomically
-
     if path is not None:
         write_atomically(path, json.dumps(values, indent=1) + "\n")
 
@@ -267,13 +260,13 @@ def _data_overrides(data: str, columns: Sequence[str | None], recipe: str | None
             "command line: --data and --recipe both name the tasks; give one of them."
         )
     name = data if data.startswith("hub:") else os.path.abspath(os.path.expandvars(data))
-    made = ["tasks.kind=dataset", "tasks.dataset.train=[]"]
-    made.append(f"tasks.dataset.eval=[{json.dumps(name, ensure_ascii=False)}]")
+    values: dict[str, object] = {"train": [], "eval": [name]}
     for option, value in zip(_COLUMNS, columns, strict=True):
         if value is not None:
-            setting = option.removeprefix("--").replace("-", "_")
-            made.append(f"tasks.dataset.{setting}={json.dumps(value, ensure_ascii=False)}")
-    return made
+            values[option.removeprefix("--").replace("-", "_")] = value
+    # As JSON, which TOML reads alike for texts and lists: a bare "1" would become a number.
+    made = [f"{key}={json.dumps(one, ensure_ascii=False)}" for key, one in values.items()]
+    return ["tasks.kind=dataset", *(f"tasks.dataset.{one}" for one in made)]
 
 
 def _held_out(
@@ -284,38 +277,29 @@ def _held_out(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    from treegraft.cli.display import make_display
+    from treegraft.runs.metrics import find_meaning
     from treegraft.settings.load import load_config, refuse_ignored
 
     refuse_ignored(typed, "eval")
     settings = [*chosen, *typed]
     # With a recipe the overrides are in `config` already.
     config, own = (None, settings) if recipe is None else (load_config(recipe, settings), [])
-    display = make_display(sys.stderr if as_json else None)
-    try:
-        from treegraft.evals.evaluate import evaluate_checkpoint
+    # After the settings are checked: it loads torch, which takes seconds.
+    from treegraft.evals.evaluate import evaluate_checkpoint
 
-        place = checkpoint if checkpoint.startswith("pypi:") else Path(checkpoint)
+    place = checkpoint if checkpoint.startswith("pypi:") else Path(checkpoint)
+    with display_on(sys.stderr if as_json else None) as display:
         result = evaluate_checkpoint(place, config, own, display=display, out=out)
-    finally:
-        display.close()
     if as_json:
-        values = {
-            "num_tasks": result.num_tasks,
-            "metrics": result.metrics,
-            "out": str(result.out) if result.out else None,
-        }
+        file = str(result.out) if result.out else None
+        values = {"num_tasks": result.num_tasks, "metrics": result.metrics, "out": file}
         print(json.dumps(values))
         return
-    from treegraft.runs.metrics import find_meaning
-
     title = Text(f"{checkpoint}: {result.num_tasks} tasks")
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 1))
-    table.add_column("metric", no_wrap=True)
-    table.add_column("value", justify="right")
-    table.add_column("meaning", style="dim")
+    shown = table("metric", "value", title=title, title_justify="left")
+    shown.add_column("meaning", style="dim")
     for key, value in result.metrics.items():
-        table.add_row(Text(key), f"{value:.4g}", Text(find_meaning(key) or ""))
-    Console().print(table)
+        shown.add_row(Text(key), f"{value:.4g}", Text(find_meaning(key) or ""))
+    Console().print(shown)
     if result.out:
-        Console().print(Text(f"trees: {result.out}"), soft_wrap=True)
+        say(f"trees: {result.out}")

@@ -12,21 +12,19 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
-from treegraft.cli.options import refuse_idle
+from treegraft.cli.options import AsJson, display_on, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
@@ -35,10 +33,9 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
 )
+from treegraft.core.text import plain
 
 if TYPE_CHECKING:
-    from treegraft.cli.doctor import Finding
-    from treegraft.core.interfaces import Display
     from treegraft.settings.config import Config
 
 app = typer.Typer(
@@ -72,7 +69,17 @@ Checkpoint = Annotated[
         metavar="CHECKPOINT", help="Checkpoint folder, or run folder for its latest checkpoint."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+RecipeOrResume = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[RECIPE]",
+        help="Recipe (.toml) or config.json of a run; not needed with --resume.",
+    ),
+]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="RUN_DIR", help="Run folder to continue from its latest checkpoint."),
+]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -91,31 +98,6 @@ def options(
     ] = False,
 ) -> None:
     """Options before the command."""
-
-
-@contextmanager
-def _display(to_stderr: bool = False) -> Iterator[Display]:
-    """Gives the terminal back whatever happens, so that an error is readable."""
-    from treegraft.cli.display import make_display
-
-    display = make_display(sys.stderr if to_stderr else None)
-    try:
-        yield display
-    finally:
-        display.close()
-
-
-RecipeOrResume = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[RECIPE]",
-        help="Recipe (.toml) or config.json of a run; not needed with --resume.",
-    ),
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(metavar="RUN_DIR", help="Run folder to continue from its latest checkpoint."),
-]
 
 
 def _settings(
@@ -148,9 +130,10 @@ def train(
     Writes a run folder with metrics, trees and checkpoints.
     """
     config = _settings(recipe, overrides, resume, "train")
-    with _display() as display:
-        from treegraft.train import train as run_training
+    # After the settings are checked: it loads torch, which takes seconds.
+    from treegraft.train import train as run_training
 
+    with display_on(None) as display:
         run_training(config, recipe=recipe, resume=resume, display=display)
 
 
@@ -163,9 +146,9 @@ def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resu
             f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
             " warmup.num_steps=300."
         )
-    with _display() as display:
-        from treegraft.train import sft as run_fine_tuning
+    from treegraft.train import sft as run_fine_tuning
 
+    with display_on(None) as display:
         run_fine_tuning(config, recipe=recipe, resume=resume, display=display)
 
 
@@ -204,25 +187,13 @@ def compare(
     if as_json:
         print(json.dumps({"accuracy": key, "rows": dict(rows)}))
         return
-    table = Table(
-        title=Text(f"{key}: {meaning(key)}"), title_justify="left", box=None, padding=(0, 2)
-    )
-    table.add_column("")
-    for folder in runs:
-        table.add_column(Text(folder.name), justify="right")
+    title, names = Text(f"{key}: {meaning(key)}"), [folder.name for folder in runs]
+    shown = table("", *names, title=title, title_justify="left", padding=(0, 2))
     for name, values in rows:
-        shown = [
-            (
-                ""
-                if value is None
-                else f"{value:.1%}"
-                if name.startswith("update")
-                else f"{value:,.0f}"
-            )
-            for value in values
-        ]
-        table.add_row(Text(name), *shown)
-    Console().print(table)
+        form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
+        cells = ["" if value is None else form.format(value) for value in values]
+        shown.add_row(Text(name), *cells)
+    Console().print(shown)
 
 
 @app.command()
@@ -301,16 +272,13 @@ def report(
 
     Runs that differ only in name and seed form one group, drawn with 95 % intervals.
     """
-    from treegraft.core.text import plain
     from treegraft.view.report.command import write_report
 
     written = write_report(runs, out=out, baseline=baseline, only=only or ())
     for line in (*written.notes, *written.left_out):
         print(plain(line))
-    print(
-        f"{written.page}: {len(written.figures)} figures"
-        + (f" ({', '.join(written.figures)})" if written.figures else "")
-    )
+    names = f" ({', '.join(written.figures)})" if written.figures else ""
+    print(f"{written.page}: {len(written.figures)} figures{names}")
 
 
 @app.command("config")
@@ -325,24 +293,17 @@ def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = F
     if as_json:
         print(config_json(config), end="")
         return
-    table = Table(box=None, padding=(0, 1), show_header=True, header_style="dim")
-    table.add_column("setting", no_wrap=True)
-    table.add_column("value", overflow="fold", max_width=30)
-    table.add_column("meaning", style="dim")
-    section = ""
-    for row in describe(config):
-        top = row.name.partition(".")[0]
-        if section and top != section:
-            table.add_section()
-        section = top
-        value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-        style = "" if row.is_default else "bold cyan"
-        table.add_row(
-            Text(row.name + ("" if row.is_default else " *"), style),
-            Text(value, style),
-            Text(row.meaning),
-        )
-    Console().print(table)
+    shown = table()
+    shown.add_column("setting", no_wrap=True)
+    shown.add_column("value", overflow="fold", max_width=30)
+    shown.add_column("meaning", style="dim")
+    for _, rows in groupby(describe(config), key=lambda row: row.name.partition(".")[0]):
+        for row in rows:
+            value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
+            style, mark = ("", "") if row.is_default else ("bold cyan", " *")
+            shown.add_row(Text(row.name + mark, style), Text(value, style), Text(row.meaning))
+        shown.add_section()
+    Console().print(shown)
 
 
 @app.command()
@@ -377,38 +338,18 @@ def doctor(
         ]
         sections["what runs where"] = list(checks.placement(config))
     if as_json:
-        print(
-            json.dumps(
-                {title: checks.as_dict(findings) for title, findings in sections.items()}, indent=2
-            )
-        )
-    else:
-        for title, findings in sections.items():
-            _print_findings(title, findings)
+        values = {title: checks.as_dict(findings) for title, findings in sections.items()}
+        print(json.dumps(values, indent=2))
+    for title, findings in () if as_json else sections.items():
+        shown = table(title=title, title_justify="left", title_style="bold", show_header=False)
+        for one in findings:
+            mark = Text("ok", "green") if one.is_good else Text("!!", "bold red")
+            note = Text(one.note, "dim" if one.is_good else "red")
+            shown.add_row(mark, Text(one.name), Text(one.value), note)
+        if findings:
+            Console().print(shown)
     if not all(finding.is_good for findings in sections.values() for finding in findings):
         raise typer.Exit(2)
-
-
-def _print_findings(title: str, findings: list[Finding]) -> None:
-    if not findings:
-        return
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        padding=(0, 1),
-        show_header=False,
-    )
-    for finding in findings:
-        mark = Text("ok", "green") if finding.is_good else Text("!!", "bold red")
-        table.add_row(
-            mark,
-            Text(finding.name),
-            Text(finding.value),
-            Text(finding.note, "dim" if finding.is_good else "red"),
-        )
-    Console().print(table)
 
 
 @app.command()
@@ -460,9 +401,7 @@ def main() -> None:
     try:
         app()
     except TreegraftError as error:
-        from treegraft.core.text import plain
-
-        Console(stderr=True).print(Text(f"error: {plain(str(error))}", style="red"), soft_wrap=True)
+        say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,10 +1,22 @@
-"""Options that have no effect beside or without others."""
+"""Options, lines and tables that several commands share."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
+
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from treegraft.core.errors import SettingError
+
+if TYPE_CHECKING:
+    from treegraft.core.interfaces import Display
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 
 
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
@@ -18,3 +30,29 @@ def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
         name = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
         if name in names and context.params[parameter.name or ""] is not None:
             raise SettingError(f"command line: {name} would have no effect {where}; leave it out.")
+
+
+def say(text: str, style: str = "", *, to_stderr: bool = False) -> None:
+    """Prints text as it is, unwrapped, so that paths and commands can be copied."""
+    Console(stderr=to_stderr).print(Text(text, style), soft_wrap=True)
+
+
+def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
+    """Returns an empty table without lines, its first `num_left` columns aligned to the left."""
+    made = Table(box=None, header_style="dim", **({"padding": (0, 1)} | options))
+    for number, name in enumerate(columns):
+        made.add_column(Text(name), justify="left" if number < num_left else "right")
+    return made
+
+
+@contextmanager
+def display_on(file: TextIO | None) -> Iterator[Display]:
+    """Holds the progress display on a stream, None for standard output, and gives the terminal back
+    whatever happens, so that an error is readable."""
+    from treegraft.cli.display import make_display
+
+    display = make_display(file)
+    try:
+        yield display
+    finally:
+        display.close()

@@ -20,9 +20,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -72,7 +72,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """What a profile found."""
+    """The result of `profile`."""
 
     wall_s: float
     """From the first rollout to the end of the run."""
@@ -130,82 +130,68 @@ class Recorder:
     def look(self) -> None:
         """Notes what is being done right now."""
         with self._lock:
-            if self.began is None:
+            if self.began is None or self._phases[-1] not in (ROLLOUT, LEARNING):
                 return
             phase, frames = self._phases[-1], sys._current_frames()
             if phase == ROLLOUT:
-                what = self._in_rollout(frames)
-            elif phase == LEARNING:
-                what = learning_part(frames.get(self._thread))
+                part = self._in_rollout(frames)
             else:
-                return
-            self.looks.setdefault(phase, Counter())[what] += 1
+                part = learning_part(frames.get(self._thread))
+            self.looks.setdefault(phase, Counter())[part] += 1
 
     def _in_rollout(self, frames: Mapping[int, FrameType]) -> str:
-        engine = next(
-            (thread.ident for thread in threading.enumerate() if thread.name == ENGINE_THREAD), None
-        )
-        what = None if engine is None else engine_part(frames.get(engine))
-        if what is not None:
-            return what
+        names = {thread.name: thread.ident for thread in threading.enumerate()}
+        engine = names.get(ENGINE_THREAD)
+        part = None if engine is None else engine_part(frames.get(engine))
+        if part is not None:
+            return part
         waits = Counter[str]() if self.watch is None else self.watch.waits
+        # A copy: the event loop's thread changes the counts meanwhile.
         waited = {owner.split(" ")[0] for owner, count in list(waits.items()) if count}
         kind = next((name for name in _WAITS if name in waited), "loop")
         return "another engine" if engine is None and kind == "loop" else _IDLE[kind]
 
     def lines(self, wall_s: float) -> Iterator[Line]:
-        """Gives the table: phases by their order of first appearance, each shared out by its
+        """Yields the table: phases by their order of first appearance, each shared out by its
         looks."""
         for phase, seconds in self.seconds.items():
             looks = self.looks.get(phase, Counter())
-            total = looks.total()
-            if not total:
+            if not looks:
                 yield Line(phase, seconds, seconds / wall_s)
-                continue
-            for what, count in looks.most_common():
-                part = seconds * count / total
-                yield Line(f"{phase}: {what}", part, part / wall_s)
+            for part, count in looks.most_common():
+                spent = seconds * count / looks.total()
+                yield Line(f"{phase}: {part}", spent, spent / wall_s)
 
 
-# ---------------------------------------------------------------------- what a stack says
+# ---------------------------------------------------------------------- reading a stack
 
 
-def _outwards(frame: FrameType | None) -> Iterator[tuple[str, str, FrameType]]:
-    """Gives (file, function, frame) from the innermost call on."""
+def _outwards(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """Yields (file, function) from the innermost call on."""
     while frame is not None:
-        yield frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name, frame
+        yield frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
         frame = frame.f_back
 
 
 def engine_part(frame: FrameType | None) -> str | None:
     """Returns what the engine's thread is doing; None where it waits for work."""
-    stack = list(_outwards(frame))
-    if not stack:
+    if frame is None:
         return None
-    file, _, innermost = stack[0]
-    line = linecache.getline(
-        file, innermost.f_lineno or 0
-    )  # a frame that has just begun has no line yet
+    # A frame that has just begun has no line yet.
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0)
     if any(call in line for call in ("inbox.get(", ".wait(", "queue.get(")):
         return None
-    for file, name, _ in stack:
-        if (
-            file.endswith("engine/sampling.py")
-            or name.startswith(("sample", "_sample"))
-            or name == "blocks"
-        ):
+    # The innermost call that is known decides: attention is called by the forward pass, and
+    # products by both.
+    for file, name in _outwards(frame):
+        is_sampling = name.startswith(("sample", "_sample")) or name == "blocks"
+        if is_sampling or file.endswith("engine/sampling.py"):
             return "engine, sampling"
-        if (
-            file.endswith(("engine/packed.py", "modules/linear.py"))
-            or "product" in name
-            or "linear" in name
-        ):
+        is_product = "product" in name or "linear" in name
+        if is_product or file.endswith(("engine/packed.py", "modules/linear.py")):
             return "engine, matrix products"
-        if (
-            name.lstrip("_").startswith("attend")
-            or "attention" in name
-            or file.endswith("policy/hook.py")
-        ):
+        is_attention = name.lstrip("_").startswith("attend") or "attention" in name
+        if is_attention or file.endswith("policy/hook.py"):
             return "engine, attention"
         if "/transformers/" in file or file.endswith(("kernels/engine.py", "engine/forward.py")):
             return "engine, rest of the forward pass"
@@ -215,21 +201,23 @@ def engine_part(frame: FrameType | None) -> str | None:
 def learning_part(frame: FrameType | None) -> str:
     """Returns what the learner is doing."""
     stack = list(_outwards(frame))
-    if any(name == "backward" and "/torch/" in file for file, name, _ in stack):
+    # Before the forward pass, which checkpointing repeats inside the backward one.
+    if any(name == "backward" and "/torch/" in file for file, name in stack):
         return "backward, logits made anew included"
-    if any(file.endswith("learn/optimiser.py") for file, _, _ in stack):
+    if any(file.endswith("learn/optimiser.py") for file, _ in stack):
         return "optimiser"
-    if any(file.endswith(("learn/scores.py", "learn/tree_attention.py")) for file, _, _ in stack):
+    if any(file.endswith(("learn/scores.py", "learn/tree_attention.py")) for file, _ in stack):
         return "forward"
     return "packing, credit and the rest"
 
 
-# ---------------------------------------------------------------------- around the calls that are p
+# ---------------------------------------------------------------------- timing a run
 
 
-def _phases() -> list[tuple[Any, str, str]]:
-    """Returns (owner, name of the call, phase) of each call that is timed."""
-    return [
+@contextmanager
+def _wrapped(recorder: Recorder) -> Iterator[None]:
+    """Times the calls that begin and end each phase, in the block."""
+    calls: list[tuple[Any, str, str]] = [
         (Grower, "grow_all", ROLLOUT),
         (Learner, "learn", LEARNING),
         (Learner, "with_exact_entropies", LEARNING),
@@ -242,20 +230,12 @@ def _phases() -> list[tuple[Any, str, str]]:
         (RunFolder, "append_metrics", "record"),
         (RunBuffer, "grow", "record"),
     ]
-
-
-@contextmanager
-def _wrapped(recorder: Recorder) -> Iterator[None]:
-    replaced: list[tuple[Any, str, Any]] = []
-    for owner, name, phase in _phases():
-        original = getattr(owner, name)
-        replaced.append((owner, name, original))
-        setattr(owner, name, _in_phase(original, phase, recorder))
-    try:
+    with ExitStack() as stack:
+        for owner, name, phase in calls:
+            original = getattr(owner, name)
+            stack.callback(setattr, owner, name, original)
+            setattr(owner, name, _in_phase(original, phase, recorder))
         yield
-    finally:
-        for owner, name, original in replaced:
-            setattr(owner, name, original)
 
 
 def _in_phase(original: Callable[..., Any], phase: str, recorder: Recorder) -> Callable[..., Any]:
@@ -282,35 +262,25 @@ def _in_phase(original: Callable[..., Any], phase: str, recorder: Recorder) -> C
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection begins in the block.
-
-    In CPython 3.11 one that begins while frames of another thread are listed or walked lets that
-    thread run and take them away: before 3.11.9 the process can hang for good
-    (python/cpython#106883), and a frame's caller can turn out to be any object.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
 def _looking(recorder: Recorder) -> Iterator[None]:
+    """Looks from a thread of its own, in the block."""
     over = threading.Event()
 
     def work() -> None:
         while not over.wait(INTERVAL_S):
-            with _uncollected():
+            # In CPython 3.11 a collection that begins while frames of another thread are listed or
+            # walked lets that thread run and take them away: before 3.11.9 the process can hang for
+            # good (python/cpython#106883), and a frame's caller can turn out to be any object.
+            was_enabled = gc.isenabled()
+            gc.disable()
+            try:
                 recorder.look()
+            finally:
+                if was_enabled:
+                    gc.enable()
 
-    before, thread = (
-        sys.getswitchinterval(),
-        threading.Thread(target=work, name="treegraft-profile", daemon=True),
-    )
+    before = sys.getswitchinterval()
+    thread = threading.Thread(target=work, name="treegraft-profile", daemon=True)
     sys.setswitchinterval(_SWITCH_S)
     thread.start()
     try:
@@ -319,9 +289,6 @@ def _looking(recorder: Recorder) -> Iterator[None]:
         over.set()
         thread.join()
         sys.setswitchinterval(before)
-
-
-# ---------------------------------------------------------------------- a run
 
 
 def profile(config: Config, num_updates: int) -> Profile:
@@ -333,30 +300,26 @@ def profile(config: Config, num_updates: int) -> Profile:
     """
     recorder = Recorder()
     with tempfile.TemporaryDirectory(prefix="treegraft-profile-") as folder:
-        run = config.run.model_copy(
-            update={"num_updates": num_updates, "dir": folder, "name": "profile"}
-        )
-        rated = config.eval.model_copy(update={"every": 0, "at_start": False, "at_end": False})
+        short = {"num_updates": num_updates, "dir": folder, "name": "profile"}
+        run = config.run.model_copy(update=short)
+        never = {"every": 0, "at_start": False, "at_end": False}
+        changes = {"run": run, "eval": config.eval.model_copy(update=never)}
         with _wrapped(recorder), _looking(recorder):
-            result = story.train(config.model_copy(update={"run": run, "eval": rated}))
+            result = story.train(config.model_copy(update=changes))
             wall_s = recorder.finish()
         metrics = read_metrics(result.run_dir)
     lines = tuple(recorder.lines(wall_s))
     idle_s = sum(line.seconds for line in lines if "engine idle" in line.what)
-    return Profile(wall_s, idle_s, num_updates, lines, _beside(metrics))
-
-
-def _beside(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for row in rows:
+    beside: dict[str, float] = defaultdict(float)
+    for row in metrics:
         for key, value in row.items():
-            name = key.removeprefix("time/tool_").removesuffix("_s")
             if key.startswith("time/tool_") and key.endswith("_s"):
-                spent = value * row.get(f"tools/{name}_calls", 0.0)
-                found[f"tool {name}"] = found.get(f"tool {name}", 0.0) + spent
+                # The metric is the mean of a call.
+                name = key.removeprefix("time/tool_").removesuffix("_s")
+                beside[f"tool {name}"] += value * row.get(f"tools/{name}_calls", 0.0)
             elif key == "time/retrieve_s":
-                found["retrieval"] = found.get("retrieval", 0.0) + value
-    return found
+                beside["retrieval"] += value
+    return Profile(wall_s, idle_s, num_updates, lines, beside)
 
 
 def print_profile(config: Config, num_updates: int, json_file: Path | None) -> None:

@@ -13,10 +13,7 @@ from treegraft.core.listener import address_of, listen
 from treegraft.core.listener import serve as answer
 
 serve_app = typer.Typer(
-    name="serve",
-    help="Run servers for agents.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    name="serve", help="Run servers for agents.", no_args_is_help=True, rich_markup_mode=None
 )
 
 

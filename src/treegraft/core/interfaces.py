@@ -422,6 +422,10 @@ class Explorer(Protocol):
         """Returns how many first-level rollouts to open, 1..max_leaves."""
         ...
 
+    def is_hybrid(self, start: int) -> bool:
+        """Returns whether rollouts of this first-level ordinal may retrieve steps."""
+        ...
+
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns whether the path's next step is sampled or retrieved; never asked for a first
         step or after a graft."""

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from inspect import get_annotations
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,24 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
     if ":" not in name:
         raise SettingError(unknown_name(name, table, setting))
     return load_object(name)
+
+
+def with_members(found: Any, protocol: type, path: str, setting: str) -> Any:
+    """Returns `found`, an object of the user's, once it has every member of a protocol.
+
+    Raises:
+        SettingError: names the members that are missing.
+    """
+    members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
+    missing = sorted(
+        name for name in members if not name.startswith("_") and not hasattr(found, name)
+    )
+    if missing:
+        raise SettingError(
+            f"{setting}: '{path}' gives a {type(found).__name__} without {', '.join(missing)};"
+            f" expected every member of {protocol.__module__}.{protocol.__qualname__}."
+        )
+    return found
 
 
 def load_object(path: str) -> Any:

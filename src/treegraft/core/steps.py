@@ -4,6 +4,7 @@ A trajectory is [{"thought", "calls": [{"name", "body"}], "observations": [text]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from treegraft.core.types import Observation, StepContent, ToolCall
@@ -15,6 +16,12 @@ def text_of(value: Any, what: str) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{what} is {value!r:.40}, expected text")
     return value
+
+
+def observation_from(fields: Mapping[str, Any]) -> Observation:
+    """Returns an observation from its recorded fields."""
+    # Records of 0.6 have one field more, which said nothing.
+    return Observation(**{name: fields[name] for name in fields if name != "is_cached"})
 
 
 def read_steps(rows: Any) -> tuple[StepContent, ...]:

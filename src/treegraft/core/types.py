@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from itertools import pairwise
 from typing import Any
@@ -141,8 +141,6 @@ class Observation:
     """The call failed through the agent's own fault; an observation like any other."""
     is_truncated: bool = False
     """The output cap cut it."""
-    is_cached: bool = False
-    """It was answered from the cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,9 +192,23 @@ class Trace:
     @property
     def content_hash(self) -> str:
         """Checksum of key, value, source and task: two traces with the same are one."""
-        value = self.value if isinstance(self.value, str) else repr(self.value)
+        value = self.value if isinstance(self.value, str) else _repr_for_hash(self.value)
         parts = (self.key, type(self.value).__name__, value, self.source, self.task_id)
         return hashlib.sha256("\x1f".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _repr_for_hash(content: StepContent) -> str:
+    # Observations of 0.6 had one more field, whose value never changed; buffers made then hold
+    # hashes with it and have to recognise their traces.
+    class Seen:
+        def __init__(self, observation: Observation) -> None:
+            self.text = f"{repr(observation)[:-1]}, is_cached=False)"
+
+        def __repr__(self) -> str:
+            return self.text
+
+    seen: tuple[Any, ...] = tuple(Seen(observation) for observation in content.observations)
+    return repr(replace(content, observations=seen))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ class Item:
     reference: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One kind of defect in one file: Finding(kind="blank reference", rows=[4012],
     example="...")"""
@@ -68,7 +68,7 @@ class Finding:
     """Of the first row."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FileDefects:
     """The defects of one file."""
 
@@ -79,7 +79,7 @@ class FileDefects:
     findings: list[Finding]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Overlap:
     """A question of an evaluation file that stands in a training file."""
 
@@ -93,7 +93,7 @@ class Overlap:
     train_question: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Contamination:
     """One evaluation file against the training file."""
 
@@ -145,41 +145,42 @@ def check_data(
         DataError: a file that is missing, empty, or has no column of questions.
     """
     for name in (train, *evals):
+        # Before the first is read, which can take minutes.
         check_is_there(name)
     read = [_read(train, question, reference), *(_read(name, None, None) for name in evals)]
     index = _Index(read[0][1], near)
     return DataCheck(
         files=[defects for defects, _ in read],
         contamination=[
-            Contamination(source=name, num_questions=len(items), overlaps=index.overlaps(items))
+            Contamination(name, len(items), index.overlaps(items))
             for name, (_, items) in zip(evals, read[1:], strict=True)
         ],
     )
 
 
-def _columns(
-    name: str, question: str | None = None, reference: str | None = None
-) -> tuple[Sequence[str], Sequence[str], SetRule | None]:
-    """Returns the columns where question and reference of a file are looked for, in order, and the
-    rule of the set that it is named after."""
-    rule = SETS.get(Path(name).stem)
-    questions = (*(rule.question if rule else ()), *QUESTION_COLUMNS)
-    references = (*(rule.reference if rule else ()), *REFERENCE_COLUMNS)
-    return [question] if question else questions, [reference] if reference else references, rule
+def _columns(rule: SetRule | None) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the columns where question and reference are looked for, those of the file's set
+    first."""
+    first = (rule.question, rule.reference) if rule else ((), ())
+    return (*first[0], *QUESTION_COLUMNS), (*first[1], *REFERENCE_COLUMNS)
+
+
+def _rule(name: str) -> SetRule | None:
+    """Returns the rule of the set that a file is named after."""
+    return SETS.get(Path(name).stem)
 
 
 # ---------------------------------------------------------------------- defects
 
 
 def _read(name: str, question: str | None, reference: str | None) -> tuple[FileDefects, list[Item]]:
-    wanted, wanted_reference, rule = _columns(name, question, reference)
-    found = Defects()
-    items: list[Item] = []
+    rule = _rule(name)
+    questions, references = _columns(rule)
+    wanted = ([question] if question else questions, [reference] if reference else references)
+    found, items, columns = Defects(), list[Item](), set[str]()
     used = ["", ""]
-    columns: set[str] = set()
     num_rows = 0
-    for row in read_rows(name, "train"):
-        num_rows += 1
+    for num_rows, row in enumerate(read_rows(name, "train"), start=1):
         if isinstance(row, BadRow):
             found.add("row that cannot be read", num_rows - 1, row.reason)
             continue
@@ -187,7 +188,8 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
         for column, text in control_places(row.values, ""):
             shown = CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
             found.add(f"control character in '{column}'", row.number, shown)
-        asked, accepted = find_value(row.values, wanted), find_value(row.values, wanted_reference)
+        asked, accepted = (find_value(row.values, names) for names in wanted)
+        # The first row that has one names the column; later rows may have another.
         used = [
             old or (new[0] if new else "") for old, new in zip(used, (asked, accepted), strict=True)
         ]
@@ -206,20 +208,14 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
         near = nearest(question, columns) if question else ""
         has = f"it has {', '.join(sorted(columns))}" if columns else "it has no row"
         raise DataError(
-            f"'{name}' has no column {' or '.join(wanted)}; {has}. Name the question's with"
+            f"'{name}' has no column {' or '.join(wanted[0])}; {has}. Name the question's with"
             f" --question-column.{near}"
         )
     _add_repeats(items, found)
-    return FileDefects(
-        source=name,
-        question_column=used[0],
-        reference_column=used[1] or "none",
-        num_rows=num_rows,
-        findings=[
-            Finding(kind=kind, rows=rows, example=found.examples[kind][:200])
-            for kind, rows in found.rows.items()
-        ],
-    ), items
+    findings = [
+        Finding(kind, rows, found.examples[kind][:200]) for kind, rows in found.rows.items()
+    ]
+    return FileDefects(name, used[0], used[1] or "none", num_rows, findings), items
 
 
 def _odd(reference: str) -> str:
@@ -232,6 +228,7 @@ def _odd(reference: str) -> str:
         return "a list written as text"
     if len(reference) > LONG_REFERENCE_CHARS:
         return f"longer than {LONG_REFERENCE_CHARS} characters"
+    # Escaped braces are printed ones, which need no partner.
     bare = reference.replace("\\{", "").replace("\\}", "")
     return "braces that do not match" if bare.count("{") != bare.count("}") else ""
 
@@ -240,18 +237,14 @@ def _add_repeats(items: Sequence[Item], found: Defects) -> None:
     first: dict[str, Item] = {}
     for item in items:
         key = normalised(item.question)
-        if not key:
-            continue
-        before = first.setdefault(key, item)
+        # A blank question is a defect of its own.
+        before = first.setdefault(key, item) if key else item
         if before is item:
             continue
-        same = {normalised(one) for one in before.reference} == {
-            normalised(one) for one in item.reference
-        }
-        kind = "repeated question" if same else "repeated question with another reference"
-        answers = (
-            "" if same else f"  ({before.reference} in row {before.row}, {item.reference} here)"
-        )
+        kind, answers = "repeated question", ""
+        if set(map(normalised, before.reference)) != set(map(normalised, item.reference)):
+            kind += " with another reference"
+            answers = f"  ({before.reference} in row {before.row}, {item.reference} here)"
         found.add(kind, item.row, f"{item.question[:120]}{answers}")
 
 
@@ -272,11 +265,8 @@ def normalised(text: str) -> str:
 def shingles(text: str) -> frozenset[str]:
     """Returns the sequences of three words; of a shorter text the whole."""
     parts = words(text)
-    if len(parts) < SHINGLE_WORDS:
-        return frozenset([" ".join(parts)]) if parts else frozenset()
-    return frozenset(
-        " ".join(parts[n : n + SHINGLE_WORDS]) for n in range(len(parts) - SHINGLE_WORDS + 1)
-    )
+    starts = range(max(len(parts) - SHINGLE_WORDS, 0) + 1) if parts else ()
+    return frozenset(" ".join(parts[start : start + SHINGLE_WORDS]) for start in starts)
 
 
 def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
@@ -307,35 +297,27 @@ class _Index:
                 self._lsh.insert(item.row, _min_hash(shingles(item.question)))
 
     def overlaps(self, items: Sequence[Item]) -> list[Overlap]:
-        """Returns one overlap for each question that is found."""
-        return [
-            overlap
-            for item in items
-            if item.question.strip() and (overlap := self._overlap(item)) is not None
-        ]
+        """Returns one overlap for each question that is found, with the most similar one."""
+        found: list[Overlap] = []
+        for item in items:
+            if not item.question.strip():
+                continue
+            how, similarity, train = self._match(item.question)
+            if train is not None and similarity >= self._near:
+                questions = (item.question, train.question)
+                found.append(Overlap(item.row, train.row, how, similarity, *questions))
+        return found
 
-    def _overlap(self, item: Item) -> Overlap | None:
-        train: Item | None
-        similarity = 1.0
-        if (train := self._exact.get(item.question)) is not None:
-            how = "exact"
-        elif (train := self._normalised.get(normalised(item.question))) is not None:
-            how = "normalised"
-        else:
-            how, own = "near", shingles(item.question)
-            candidates = [self._items[row] for row in sorted(self._lsh.query(_min_hash(own)))]
-            scored = [(jaccard(own, shingles(one.question)), one) for one in candidates]
-            similarity, train = max(scored, key=lambda pair: pair[0], default=(0.0, None))
-            if train is None or similarity < self._near:
-                return None
-        return Overlap(
-            eval_row=item.row,
-            train_row=train.row,
-            how=how,
-            similarity=similarity,
-            question=item.question,
-            train_question=train.question,
-        )
+    def _match(self, question: str) -> tuple[str, float, Item | None]:
+        if question in self._exact:
+            return "exact", 1.0, self._exact[question]
+        if (key := normalised(question)) in self._normalised:
+            return "normalised", 1.0, self._normalised[key]
+        own = shingles(question)
+        # In the order of rows, so that of equally similar ones the first is named.
+        candidates = [self._items[row] for row in sorted(self._lsh.query(_min_hash(own)))]
+        scored = [(jaccard(own, shingles(one.question)), one) for one in candidates]
+        return "near", *max(scored, key=lambda pair: pair[0], default=(0.0, None))
 
 
 def _min_hash(parts: frozenset[str]) -> Any:
@@ -349,7 +331,7 @@ def _min_hash(parts: frozenset[str]) -> Any:
 # ---------------------------------------------------------------------- looking at rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ColumnSummary:
     """One column: its kinds of value, how often it is filled, and how long it is as text, in
     characters."""
@@ -362,7 +344,7 @@ class ColumnSummary:
     length_max: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FileView:
     """Columns, lengths and a few rows of a file."""
 
@@ -376,6 +358,10 @@ class FileView:
     problems: list[str]
 
 
+_KINDS = {"str": "text", "NoneType": "nothing", "bool": "truth value"}
+_KINDS |= {"int": "integer", "float": "number"}
+
+
 def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
     """Returns the columns of a file with their lengths, and `num` rows from row `first` on.
 
@@ -383,9 +369,9 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
         DataError: a file that is missing or has no row.
     """
     lengths: dict[str, list[int]] = {}
+    # Dictionaries keep the order in which columns and kinds are met.
     kinds: dict[str, dict[str, None]] = {}
-    shown: list[dict[str, Any]] = []
-    problems: list[str] = []
+    shown, problems = list[dict[str, Any]](), list[str]()
     used: list[str | None] = [None, None]
     num_rows = 0
     for row in read_rows(name, "train"):
@@ -401,40 +387,21 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
             filled = lengths.setdefault(column, [])
             if value not in (None, "", [], ()):
                 filled.append(len(str(value)))
-        for place, names in enumerate(_columns(name)[:2]):
+        for place, names in enumerate(_columns(_rule(name))):
             if used[place] is None and (found := find_value(row.values, names)):
                 used[place] = found[0]
         if first <= row.number < first + num:
             shown.append({"row": row.number, "values": dict(row.values)})
     if not num_rows:
         raise DataError(f"'{name}' has no rows; expected one object a line.")
-    return FileView(
-        source=name,
-        num_rows=num_rows,
-        question_column=used[0],
-        reference_column=used[1],
-        columns=[
-            _summary(column, list(kinds[column]), sorted(lengths[column])) for column in kinds
-        ],
-        rows=shown,
-        problems=problems,
-    )
-
-
-_KINDS = {"str": "text", "NoneType": "nothing", "bool": "truth value"}
-_KINDS |= {"int": "integer", "float": "number"}
+    columns = [_summary(name, list(kinds[name]), sorted(lengths[name])) for name in kinds]
+    return FileView(name, num_rows, *used, columns, shown, problems)
 
 
 def _summary(name: str, kinds: list[str], lengths: list[int]) -> ColumnSummary:
+    last = len(lengths) - 1
     median, p95, longest = (
-        lengths[min(len(lengths) - 1, int(share * len(lengths)))] if lengths else 0
+        lengths[min(last, int(share * len(lengths)))] if lengths else 0
         for share in (0.5, 0.95, 1.0)
     )
-    return ColumnSummary(
-        name=name,
-        kinds=kinds,
-        num_filled=len(lengths),
-        length_median=median,
-        length_p95=p95,
-        length_max=longest,
-    )
+    return ColumnSummary(name, kinds, len(lengths), median, p95, longest)

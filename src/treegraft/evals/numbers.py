@@ -156,13 +156,19 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
     status = Counter(path.status for path in paths)
     completed = [score(path) for path in paths if path.status is Status.COMPLETED]
     counts = [(len(tree.leaves), sum(map(is_correct, tree.trajectories()))) for tree in trees]
+    # Trees of an interrupted run may have fewer leaves; pass@k needs k of every item.
     num_samples = min(num for num, _ in counts)
     calls = sum((calls_by_tool(path) for path in paths), Counter[str]())
     num_calls = sum(path.num_tool_calls for path in paths)
 
-    def part(name: str) -> float:
-        return statistics.fmean(path.leaf.reward_parts.get(name, 0.0) for path in paths)
-
+    parts = {
+        name: statistics.fmean(path.leaf.reward_parts.get(name, 0.0) for path in paths)
+        for name in ("em", "f1", "match")
+    }
+    by_level: dict[str, list[Tree]] = {}
+    for tree in trees:
+        if tree.task.category:
+            by_level.setdefault(tree.task.category, []).append(tree)
     return SetNumbers(
         name=one.name,
         source=one.source,
@@ -175,9 +181,7 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         num_failed=status[Status.FAILED],
         score=bootstrap(item_means(trees, score)),
         score_completed=statistics.fmean(completed) if completed else None,
-        em=part("em"),
-        f1=part("f1"),
-        match=part("match"),
+        **parts,
         pass_at={
             k: statistics.fmean(pass_at_k(num, right, k) for num, right in counts)
             for k in pass_ks(num_samples)
@@ -186,32 +190,22 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
         tool_calls={name: count / len(paths) for name, count in sorted(calls.items())},
         sampled_tokens_mean=statistics.fmean(num_sampled_tokens(path) for path in paths),
         correct_per_call=sum(right for _, right in counts) / num_calls if num_calls else None,
-        levels=_levels(trees, score),
+        levels={
+            level: LevelNumbers(num_items=len(members), score=bootstrap(item_means(members, score)))
+            for level, members in sorted(by_level.items())
+        },
         notes=list(one.notes),
-        **_judged(paths, verdicts),
+        **(_judged(paths, verdicts) if verdicts is not None else {}),
     )
 
 
-def _levels(trees: Sequence[Tree], score: Callable[[Trajectory], float]) -> dict[str, LevelNumbers]:
-    by_level: dict[str, list[Tree]] = {}
-    for tree in trees:
-        if tree.task.category:
-            by_level.setdefault(tree.task.category, []).append(tree)
-    return {
-        level: LevelNumbers(num_items=len(members), score=bootstrap(item_means(members, score)))
-        for level, members in sorted(by_level.items())
-    }
-
-
-def _judged(paths: Sequence[Trajectory], verdicts: Verdicts | None) -> dict[str, Any]:
-    if verdicts is None:
-        return {}
-    said = [(path, verdicts.of(path)) for path in paths]
-    judged = [(path, verdict) for path, verdict in said if verdict is not None]
+def _judged(paths: Sequence[Trajectory], verdicts: Verdicts) -> dict[str, Any]:
+    judged = [(path, said) for path in paths if (said := verdicts.of(path)) is not None]
+    # A reply that could not be read agrees with nobody, so it is no disagreement either.
     read = [(path, one == Verdict.CORRECT) for path, one in judged if one != Verdict.UNPARSED]
     differ = [(path, yes) for path, yes in read if yes != bool(path.leaf.is_correct)]
     return {
-        "judge": sum(verdict == Verdict.CORRECT for _, verdict in judged) / len(paths),
+        "judge": sum(yes for _, yes in read) / len(paths),
         "num_judged": len(judged),
         "num_unparsed": len(judged) - len(read),
         "judge_yes_rule_no": sum(yes for _, yes in differ),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Explorer
-from treegraft.core.plugins import load_object
+from treegraft.core.plugins import pick, with_members
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.settings.explore import ExploreSettings
+
+EXPLORERS: Mapping[str, type[Explorer]] = {
+    "independent": Independent,
+    "entropy": EntropyBranching,
+    "graft": HybridRollout,
+}
 
 
 def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
@@ -29,21 +34,14 @@ def build_explorer(settings: ExploreSettings, *, vocab_size: int) -> Explorer:
 
 
 def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Explorer:
-    if name == "independent":
-        return Independent()
-    if name == "entropy":
+    found = pick(name, EXPLORERS, "explore.explorers")
+    if found is EntropyBranching:
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
-    if name == "graft":
+    if found is HybridRollout:
         num_starts = _num_starts(settings)
         return HybridRollout(settings.graft, num_leaves=settings.num_leaves, num_starts=num_starts)
-    if ":" in name:
-        explorer: Explorer = load_object(name)()
-        return explorer
-    known = ["independent", "entropy", "graft"]
-    raise SettingError(
-        f"explore.explorers names '{name}'; expected {', '.join(known)} or an import path"
-        f" 'package.module:Explorer'.{nearest(name, known)}"
-    )
+    explorer: Explorer = with_members(found(), Explorer, name, "explore.explorers")
+    return explorer
 
 
 def _num_starts(settings: ExploreSettings) -> int:

@@ -49,8 +49,7 @@ class Composed:
     def is_hybrid(self, start: int) -> bool:
         """Returns whether the rollouts of this first-level ordinal may retrieve, by any explorer
         that says so."""
-        asked = [getattr(explorer, "is_hybrid", None) for explorer in self._explorers]
-        return any(ask(start) for ask in asked if ask is not None)
+        return any(explorer.is_hybrid(start) for explorer in self._explorers)
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns the first explorer's fresh starts."""

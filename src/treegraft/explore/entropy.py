@@ -10,18 +10,17 @@ from treegraft.core.keyed import keyed_unit
 from treegraft.core.types import (
     Branch,
     BranchCause,
-    Generate,
-    Graft,
     Origin,
     PathView,
     Start,
     Step,
     Tree,
 )
+from treegraft.explore.independent import Independent
 from treegraft.settings.explore import EntropySettings
 
 
-class EntropyBranching:
+class EntropyBranching(Independent):
     """Opens some leaves at the root and the others where the agent became unsure.
 
     ΔH = Σ_j (H_j - H_j^initial) / normaliser,   P = clip(α + β ΔH, 0, 1)
@@ -59,10 +58,6 @@ class EntropyBranching:
     def starts(self, max_leaves: int) -> Start:
         """Returns N starts."""
         return Start(min(self._settings.num_starts, max_leaves))
-
-    def before_step(self, path: PathView) -> Generate | Graft:
-        """Returns Generate, always."""
-        return Generate()
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns Z further children where the rule says so, else 0 with the numbers it saw."""

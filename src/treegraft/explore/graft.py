@@ -1,4 +1,4 @@
-"""RAPO: rollouts that now and then take a step of another agent."""
+"""RAPO: rollouts into which steps of other agents are grafted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class HybridRollout:
     Source: Algorithm 1 of RAPO (arXiv 2603.03078, sec. 4.1). The first step is the agent's own, and
     so is the one after a graft; before every other step of a hybrid rollout a coin is tossed. A
     hybrid rollout that never retrieves is an ordinary one. The paper's eq. 4 taken alone would let
-    two grafts touch; Algorithm 1 does not.
+    one graft follow another; Algorithm 1 does not.
 
     Together with other explorers the starts may be fewer than the leaves: then the same share of
     each `num_starts` of them is hybrid, the last ones, and a branch is hybrid where its start is.

@@ -19,6 +19,10 @@ class Independent:
         """Returns `max_leaves` starts."""
         return Start(max_leaves)
 
+    def is_hybrid(self, start: int) -> bool:
+        """Returns False, always."""
+        return False
+
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns Generate, always."""
         return Generate()

@@ -139,7 +139,7 @@ def steady_rows(width: int, dtype: torch.dtype, device: str) -> int:
     """Returns the u for which products of u, 2u, 3u, ... rows with keys and values round a row
     alike, however many there are.
 
-    Found by trying, for the present number of threads: the CPU's matrix library cuts rows into
+    Measured, for the present number of threads: the CPU's matrix library cuts rows into
     tiles, threads cut them once more, and the rows of an incomplete tile take another path. 1 where
     bits do not matter: on other devices, in other types.
     """

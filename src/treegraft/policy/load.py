@@ -34,7 +34,7 @@ def load_model(
 
     Raises:
         ModelError: nothing to load there, no tokenizer, no end-of-sequence token, or a model that
-            cannot be trained so.
+            cannot be trained with these settings.
     """
     if settings.path == "tiny":
         if not vocabulary:

@@ -45,10 +45,11 @@ class Publisher:
                 f"publish: the engine reports policy version {self._engine.policy_version},"
                 f" expected {version}; its samples would come from an old policy"
             )
+        held = self._engine.fingerprint
         # Engines whose weights are out of reach (a server) report no checksum.
-        if self._engine.fingerprint not in ("", weights.fingerprint):
+        if held and held != weights.fingerprint:
             raise DriftError(
-                f"publish: the engine's weights have checksum {self._engine.fingerprint}, the"
+                f"publish: the engine's weights have checksum {held}, the"
                 f" learner's {weights.fingerprint}; its samples would come from another policy"
             )
 

@@ -25,21 +25,21 @@ def _results(steps: Iterable[Step]) -> list[str]:
 
 
 def _stands_in(answer: str, texts: Iterable[str]) -> bool:
-    """Whether the answer occurs as a whole: "4" does not stand in "41", whatever case and spaces
-    are."""
+    """Whether the answer occurs as a whole word, case and spaces apart: "4" does not occur in
+    "41"."""
     parts = [re.escape(part) for part in answer.split()]
     pattern = re.compile(r"(?<!\w)" + r"\s+".join(parts) + r"(?!\w)", re.IGNORECASE)
     return any(pattern.search(text) for text in texts)
 
 
 def answer_source(path: Trajectory) -> str | None:
-    """Returns where the answer of a trajectory with a graft first stood, None without a graft or an
-    answer.
+    """Returns the first source of the answer of a trajectory with a graft, None without a graft or
+    an answer.
 
     "own": in the question, in the policy's own text before the first graft, in a result of its own
     tools, or nowhere but in the answer itself. "result": in a tool result that came with a graft.
     "words": in another agent's own text in a graft, and in no result, so that it was copied. A
-    trace of which nothing but its text is known counts as words.
+    trace that is plain text counts as words.
     """
     steps: Sequence[Step] = path.steps
     grafts = [n for n, step in enumerate(steps) if step.origin is Origin.RETRIEVED]

@@ -311,15 +311,11 @@ class _Growth:
             content_hash=first.content_hash,
             num_cut=num_whole - len(token_ids),
         )
-        is_step = isinstance(first.value, StepContent) and len(values) == 1
-        content = (
-            first.value
-            if isinstance(first.value, StepContent) and is_step
-            else StepContent(thought=_as_text(values))
-        )
+        only = values[0] if len(values) == 1 else None
+        content = only if isinstance(only, StepContent) else StepContent(thought=_as_text(values))
         lesson: tuple[int, ...] = ()
         # Nothing is taught of a graft that was cut: the agent was not shown the whole of it.
-        if is_step and not cause.num_cut:
+        if content is only and not cause.num_cut:
             with suppress(ValueError):  # a step that the policy could not have written
                 spans = self._g.format.render_step(content)
                 lesson = tuple(t for ids, origin in spans if origin is Origin.POLICY for t in ids)

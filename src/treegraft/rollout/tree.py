@@ -208,24 +208,20 @@ class OpenTree:
     ) -> None:
         """Ends a path by our own fault, with an empty step that says where; at its last step where
         it had ended already."""
-        if step_id in self._leaves:
-            self._leaves[step_id] = Leaf(
-                step_id=step_id, status=Status.FAILED, has_loss=False, error=error
+        if step_id not in self._leaves:
+            self._steps[step_id] = Step(
+                id=step_id,
+                parent=path.parent,
+                depth=path.num_steps + 1,
+                token_ids=(),
+                origins=(),
+                loss_mask=(),
+                sampling_logprobs=(),
+                entropies=(),
+                stop_reason=StopReason.ERROR,
+                policy_version=policy_version,
+                cause=cause or (StartCause() if path.parent == ROOT_ID else ContinuationCause()),
             )
-            return
-        self._steps[step_id] = Step(
-            id=step_id,
-            parent=path.parent,
-            depth=path.num_steps + 1,
-            token_ids=(),
-            origins=(),
-            loss_mask=(),
-            sampling_logprobs=(),
-            entropies=(),
-            stop_reason=StopReason.ERROR,
-            policy_version=policy_version,
-            cause=cause or (StartCause() if path.parent == ROOT_ID else ContinuationCause()),
-        )
         self._leaves[step_id] = Leaf(
             step_id=step_id, status=Status.FAILED, has_loss=False, error=error
         )

@@ -22,12 +22,9 @@ def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -
         metrics["branch/unused_frac"] = sum(max(0, num) for num in back_fill) / (
             len(trees) * (num_leaves - num_starts)
         )
-    # Only explorers that retrieve say which first-level rollouts may.
-    is_hybrid = getattr(explorer, "is_hybrid", None)
-    if is_hybrid is not None:
-        paths = [path.steps for tree in trees for path in tree.trajectories()]
-        hybrid = [steps for steps in paths if is_hybrid(steps[1].ordinals[1])]
-        grafted = [any(step.origin is Origin.RETRIEVED for step in steps) for steps in hybrid]
-        if hybrid:
-            metrics["graft/unused_frac"] = grafted.count(False) / len(hybrid)
+    paths = [path.steps for tree in trees for path in tree.trajectories()]
+    hybrid = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
+    grafted = [any(step.origin is Origin.RETRIEVED for step in steps) for steps in hybrid]
+    if hybrid:
+        metrics["graft/unused_frac"] = grafted.count(False) / len(hybrid)
     return metrics

@@ -27,6 +27,7 @@ from typing import IO, Any, TypeVar
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import append_line, write_atomically
+from treegraft.core.steps import observation_from
 from treegraft.core.types import (
     BranchCause,
     BranchDecision,
@@ -35,7 +36,6 @@ from treegraft.core.types import (
     EntropyKind,
     GraftCause,
     Leaf,
-    Observation,
     Origin,
     StartCause,
     Status,
@@ -196,7 +196,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
             "content": StepContent(
                 thought=content["thought"],
                 calls=tuple(ToolCall(**call) for call in content["calls"]),
-                observations=tuple(Observation(**seen) for seen in content["observations"]),
+                observations=tuple(map(observation_from, content["observations"])),
                 answer=content["answer"],
             ),
             "cause": None if cause is None else CAUSES[cause.pop("kind")](**cause),

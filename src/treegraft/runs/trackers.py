@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from treegraft.core.errors import SettingError, nearest
 from treegraft.core.interfaces import Tracker
-from treegraft.core.plugins import load_object
+from treegraft.core.plugins import pick
 
 
 def find_trackers(names: Sequence[str]) -> list[Callable[[Path], Tracker]]:
@@ -16,17 +15,14 @@ def find_trackers(names: Sequence[str]) -> list[Callable[[Path], Tracker]]:
     Raises:
         SettingError: an unknown name, or an extra that is not installed.
     """
-    makers: list[Callable[[Path], Tracker]] = []
-    for name in names:
-        if name == "tensorboard":
-            from treegraft.runs.tensorboard import find_tensorboard
+    found = [pick(name, TRACKERS, "track.trackers") for name in names]
+    return [make() if name in TRACKERS else make for name, make in zip(names, found, strict=True)]
 
-            makers.append(find_tensorboard())
-        elif ":" in name:
-            makers.append(load_object(name))
-        else:
-            raise SettingError(
-                f"track.trackers names '{name}'; expected \"tensorboard\" or an import path"
-                f" 'package.module:Tracker'.{nearest(name, ['tensorboard'])}"
-            )
-    return makers
+
+def _tensorboard() -> Callable[[Path], Tracker]:
+    from treegraft.runs.tensorboard import find_tensorboard
+
+    return find_tensorboard()
+
+
+TRACKERS = {"tensorboard": _tensorboard}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from treegraft.core.text import describe
@@ -14,21 +14,22 @@ _log = logging.getLogger(__name__)
 
 
 class Background:
-    """Tasks that nobody awaits, held until they end: the event loop alone would let them be
-    collected."""
+    """Tasks that nobody awaits, held until they end."""
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[Any]] = set()
+        # The event loop has weak references only: without this set a task could be collected.
+        self.tasks: set[asyncio.Future[Any]] = set()
 
-    def hold(self, task: asyncio.Task[Any]) -> None:
+    def hold(self, task: asyncio.Future[Any]) -> None:
         """Holds a task until it has ended, and logs its exception."""
         self.tasks.add(task)
         task.add_done_callback(self._forget)
 
-    async def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> asyncio.Task[T]:
+    async def run(self, work: Awaitable[T], timeout_s: float) -> asyncio.Future[T]:
         """Returns the task of `work` once it is done, or after `timeout_s`: cancelled and held."""
-        task = asyncio.create_task(work)
+        task = asyncio.ensure_future(work)
         try:
+            # Not `wait_for`, which would wait for a task that ignores its cancellation.
             await asyncio.wait({task}, timeout=timeout_s)
         finally:
             if not task.done():
@@ -36,7 +37,7 @@ class Background:
                 self.hold(task)
         return task
 
-    def _forget(self, task: asyncio.Task[Any]) -> None:
+    def _forget(self, task: asyncio.Future[Any]) -> None:
         self.tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             _log.info("a call that was left behind ended with %s", describe(task.exception()))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import EnvironmentKind, Tool
-from treegraft.core.plugins import pick
+from treegraft.core.plugins import load_object, pick
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
 from treegraft.tools.environments.own import ClassEnvironments
 from treegraft.tools.function import FunctionTool
@@ -24,23 +24,20 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
     of one name; errors of a tool's own settings (`DataError` for a search corpus) pass through.
     """
     tools = list(own)
-    own_names = {tool.name for tool in own}
-    names = set(own_names)
+    origins = dict.fromkeys((tool.name for tool in own), "the tasks bring a tool of that name")
     for entry in settings.use:
         found = pick(entry, TOOLS, "tools.use")
         tool = found(settings) if entry in TOOLS else _as_tool(found, entry)
-        if tool.name in tools:
-            is_own = tool.name in own_names
-            reason = "the tasks bring a tool of that name" if is_own else "it is there already"
+        if tool.name in origins:
             raise SettingError(
-                f"tools.use: '{entry}' gives a tool named '{tool.name}', but {reason}."
+                f"tools.use: '{entry}' gives a tool named '{tool.name}', but {origins[tool.name]}."
             )
         tools.append(tool)
-        names.add(tool.name)
+        origins[tool.name] = "it is there already"
     if settings.mcp:
         from treegraft.tools.mcp import open_servers
 
-        tools += open_servers(settings.mcp, taken=names)
+        tools += open_servers(settings.mcp, taken=origins)
     return tools
 
 
@@ -55,7 +52,7 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
         return None
     found = pick(settings.kind, ENVIRONMENTS, "environment.kind")
     if settings.kind in ENVIRONMENTS:
-        kind: EnvironmentKind = found(settings)
+        kind: EnvironmentKind = load_object(found)(settings)
         return kind
     if not isinstance(found, type):
         raise SettingError(
@@ -64,23 +61,11 @@ def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:
     return ClassEnvironments(found, settings.kind, settings)
 
 
-def _openenv(settings: EnvironmentSettings) -> EnvironmentKind:
-    from treegraft.tools.environments.openenv import OpenEnvEnvironments
-
-    return OpenEnvEnvironments(settings)
-
-
-def _verifiers(settings: EnvironmentSettings) -> EnvironmentKind:
-    from treegraft.tools.environments.verifiers import VerifiersEnvironments
-
-    return VerifiersEnvironments(settings)
-
-
-# Imported inside: each of these brings a package that most runs do without.
-ENVIRONMENTS: Mapping[str, Callable[[EnvironmentSettings], EnvironmentKind]] = {
-    "openenv": _openenv,
-    "verifiers": _verifiers,
+ENVIRONMENTS: Mapping[str, str] = {
+    "openenv": "treegraft.tools.environments.openenv:OpenEnvEnvironments",
+    "verifiers": "treegraft.tools.environments.verifiers:VerifiersEnvironments",
 }
+"""Import paths, since each of these brings a package that most runs do without."""
 
 
 def _search(settings: ToolsSettings) -> Tool:

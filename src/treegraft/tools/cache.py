@@ -51,11 +51,6 @@ class ResultCache:
                 f"tool cache '{self.path}': it cannot be opened: {error}. Check tools.cache_path."
             ) from error
 
-    def __len__(self) -> int:
-        """Returns the number of results."""
-        with self._lock:
-            return int(self._database.execute("SELECT COUNT(*) FROM results").fetchone()[0])
-
     def get(self, tool: str, fingerprint: str, body: str) -> str | None:
         """Returns the text of a call, None where it is missing. Raises `sqlite3.Error` for a
         damaged file."""

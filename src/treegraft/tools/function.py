@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -16,7 +15,7 @@ from pydantic.json_schema import JsonSchemaMode
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.types import Task
-from treegraft.tools.own_thread import run_in_thread
+from treegraft.tools.own_thread import run_either, run_in_thread
 
 
 class FunctionTool:
@@ -37,7 +36,7 @@ class FunctionTool:
         """Reads name, description, parameters and attributes of `func`.
 
         Args:
-            is_method: `func` is a method, which `bound_to` gives an object.
+            is_method: `func` has a `self`, which no call fills; only `run` can call it.
 
         Raises:
             SettingError: no docstring, missing annotations, or a name that makes no tag.
@@ -64,7 +63,6 @@ class FunctionTool:
         self.is_remote = bool(getattr(func, "is_remote", False))
         self.fingerprint = str(getattr(func, "fingerprint", ""))
         self._func = func
-        self._run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]] = run_in_thread
         self._signature = inspect.signature(func)
         if is_method:
             parameters = list(self._signature.parameters.values())
@@ -90,34 +88,22 @@ class FunctionTool:
         Raises `ToolError` for a body that does not fit the parameters, and any exception of the
         function.
         """
-        bound = self._signature.bind_partial()
-        bound.arguments.update(dict.fromkeys(self._task_params, task))
-        bound.arguments.update(self._arguments(body))
-        # Positional parameters are passed in the order in which they stand here.
-        bound.arguments = {
-            n: bound.arguments[n] for n in self._signature.parameters if n in bound.arguments
-        }
+        return await self.run(self._func, body, task)  # type: ignore[no-any-return]
 
-        def call() -> Any:
-            return self._func(*bound.args, **bound.kwargs)
-
-        result = (
-            call() if inspect.iscoroutinefunction(self._func) else await self._run_blocking(call)
-        )
-        if inspect.isawaitable(result):
-            result = await result
-        return result  # type: ignore[no-any-return]
-
-    def bound_to(
+    async def run(
         self,
-        method: Callable[..., Any],
-        run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]],
-    ) -> FunctionTool:
-        """Returns the same tool on an object's method; `run_blocking` runs it where it is not
-        async."""
-        tool = copy.copy(self)
-        tool._func, tool._run_blocking = method, run_blocking
-        return tool
+        func: Callable[..., Any],
+        body: str,
+        task: Task,
+        run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]] = run_in_thread,
+    ) -> Any:
+        """Returns the result of `func`, such as an object's method, called with the arguments in
+        `body`. Raises as a call of the tool does."""
+        found = dict.fromkeys(self._task_params, task) | self._arguments(body)
+        bound = self._signature.bind_partial()
+        # Positional parameters are passed in the order in which they stand here.
+        bound.arguments = {n: found[n] for n in self._signature.parameters if n in found}
+        return await run_either(func, lambda: func(*bound.args, **bound.kwargs), run_blocking)
 
     async def close(self) -> None:
         """Nothing to release."""
@@ -141,11 +127,8 @@ class FunctionTool:
             raise ToolError(
                 f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}"
             )
-        unknown = [name for name in fields if name not in self._params]
-        if unknown:
-            raise ToolError(
-                f"{self.name} has no parameter '{unknown[0]}'; it takes {self._usage()}"
-            )
+        if unknown := next((name for name in fields if name not in self._params), None):
+            raise ToolError(f"{self.name} has no parameter '{unknown}'; it takes {self._usage()}")
         arguments: dict[str, Any] = {}
         for name, adapter in self._params.items():
             if name in fields:
@@ -160,8 +143,9 @@ class FunctionTool:
 
     def _schema(self) -> dict[str, Any]:
         """The JSON schema of the arguments, described as in the docstring."""
+        # All at once, so that types in common are defined once.
         inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[Any]]] = [
-            (n, "validation", a) for n, a in self._params.items()
+            (name, "validation", adapter) for name, adapter in self._params.items()
         ]
         try:
             found, definitions = TypeAdapter.json_schemas(inputs)
@@ -169,32 +153,23 @@ class FunctionTool:
             raise SettingError(
                 f"tool '{self.name}': its parameters have no JSON schema: {error.message}"
             ) from error
-        told = _told_of(inspect.getdoc(self._func) or "", self._params)
-        properties = {
-            n: {**found[n, "validation"], **({"description": told[n]} if n in told else {})}
-            for n in self._params
-        }
+        docstring = inspect.getdoc(self._func) or ""
+        properties = {}
+        for name in self._params:
+            properties[name] = dict(found[name, "validation"])
+            # The text after "name:" or "name (type):", further lines included.
+            if told := re.search(
+                rf"^([ \t]*){re.escape(name)}(?: \([^)\n]*\))?:[ \t]+(.+(?:\n\1[ \t]+\S.*)*)",
+                docstring,
+                re.MULTILINE,
+            ):
+                properties[name]["description"] = " ".join(told[2].split())
         blank = inspect.Parameter.empty
         required = [n for n in self._params if self._signature.parameters[n].default is blank]
         return {"type": "object", "properties": properties, "required": required, **definitions}
 
     def _usage(self) -> str:
         return "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
-
-
-def _told_of(docstring: str, names: Iterable[str]) -> dict[str, str]:
-    """The parameters' descriptions: the texts after "name:" in a docstring, further lines
-    included."""
-    told: dict[str, str] = {}
-    for name in names:
-        found = re.search(
-            rf"^([ \t]*){re.escape(name)}(?: \([^)\n]*\))?:[ \t]+(.+(?:\n\1[ \t]+\S.*)*)",
-            docstring,
-            re.MULTILINE,
-        )
-        if found:
-            told[name] = " ".join(found[2].split())
-    return told
 
 
 def _annotations(

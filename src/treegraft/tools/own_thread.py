@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -22,6 +23,18 @@ async def run_in_thread(call: Callable[[], T]) -> T:
     job, future = _job(call)
     threading.Thread(target=job, daemon=True, name="treegraft-tool").start()
     return await future
+
+
+async def run_either(
+    func: Callable[..., Any],
+    call: Callable[[], Any],
+    run_blocking: Callable[[Callable[[], Any]], Awaitable[Any]] = run_in_thread,
+) -> Any:
+    """Returns the result of `call`, which calls `func`: on the event loop where `func` is async,
+    else through `run_blocking`."""
+    result = call() if inspect.iscoroutinefunction(func) else await run_blocking(call)
+    # A plain function may still return an awaitable.
+    return await result if inspect.isawaitable(result) else result
 
 
 class OwnThread:
@@ -60,7 +73,7 @@ def _job(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
     context = contextvars.copy_context()
 
     def settle(result: Any, error: BaseException | None) -> None:
-        if future.done():
+        if future.done():  # its caller has given up
             return
         if error is None:
             future.set_result(result)
@@ -72,12 +85,11 @@ def _job(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
         failure: BaseException | None = None
         try:
             result = context.run(call)
-        except StopIteration as error:
-            failure = RuntimeError(f"StopIteration: {error}")
-        except Exception as error:
-            failure = error
         except BaseException as error:
-            failure = RuntimeError(f"{type(error).__name__}: {error}")
+            failure = error
+            # A future refuses StopIteration, and an exit would end the event loop.
+            if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                failure = RuntimeError(f"{type(error).__name__}: {error}")
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, result, failure)
 

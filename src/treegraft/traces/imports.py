@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,8 @@ class _Imported:
 
     question: str
     contents: tuple[StepContent, ...]
-    own: tuple[bool, ...] | None = None
-    """Which of the steps are the agent's; None for all."""
+    is_kept: tuple[bool, ...]
+    """Per step: whether it becomes a trace."""
     reward: float
     task_id: str
     name: str
@@ -151,8 +152,8 @@ def _tree_files(path: Path) -> list[Path]:
 
 
 def _read(path: Path, columns: Columns, report: ImportReport) -> Iterator[_Imported]:
-    files = _tree_files(path) if path.is_dir() else [path]
-    for file in files:
+    for file in _tree_files(path) if path.is_dir() else [path]:
+        # As bytes, so that one line that is not UTF-8 is a problem of that line alone.
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if not line.strip():
@@ -176,21 +177,17 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Imported]:
     if not isinstance(row, dict):
         raise ValueError(f"a {type(row).__name__}, expected an object")
     if "group_id" in row and "leaves" in row:
-        yield from (
-            _of_path(path, name)
-            for path in tree_from_json(line).trajectories()
-            if path.status is not Status.FAILED
-        )
+        for path in tree_from_json(line).trajectories():
+            if path.status is not Status.FAILED:
+                yield _of_path(path, name)
         return
     if "messages" in row:
         question, contents = read_messages(row["messages"])
     elif "steps" in row:
         question, contents = row["question"], read_steps(row["steps"])
     elif "text" in row or "output" in row:
-        question, contents = (
-            row["question"],
-            read_trajectory(text_of(row["text"] if "text" in row else row["output"], "text")),
-        )
+        text = text_of(row["text"] if "text" in row else row["output"], "text")
+        question, contents = row["question"], read_trajectory(text)
     else:
         raise ValueError("neither messages, steps, text nor output")
     reward = row.get(columns.reward)
@@ -206,6 +203,7 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Imported]:
     yield _Imported(
         question=question,
         contents=contents,
+        is_kept=(True,) * len(contents),
         reward=reward,
         task_id="" if task_id is None else str(task_id),
         name=name,
@@ -214,15 +212,15 @@ def _read_row(line: str, name: str, columns: Columns) -> Iterator[_Imported]:
 
 def _of_path(path: Trajectory, name: str) -> _Imported:
     steps = path.steps[1:]
-
-    def is_whole(content: StepContent) -> bool:
-        """Returns whether a step has a call with its result, or an answer."""
-        return bool(content.observations or content.answer)
-
     return _Imported(
         question=path.task.question,
         contents=tuple(step.content for step in steps),
-        own=tuple(step.origin is Origin.POLICY and is_whole(step.content) for step in steps),
+        # A grafted step is another agent's; a step cut off before its call's result or its answer
+        # leads nowhere.
+        is_kept=tuple(
+            step.origin is Origin.POLICY and bool(step.content.observations or step.content.answer)
+            for step in steps
+        ),
         reward=path.reward or 0.0,
         task_id=path.task.id,
         name=f"{name}:{path.leaf.step_id}",
@@ -243,9 +241,8 @@ def _best(
             free.append((number, one))
         else:
             group = kept.setdefault(one.task_id, [])
-            group.append(
-                ((-one.reward, keyed_int(seed, "tie", one.task_id, one.name)), number, one)
-            )
+            rank = (-one.reward, keyed_int(seed, "tie", one.task_id, one.name))
+            group.append((rank, number, one))
             # Sorted as they come, so that a long run's trees are never all in memory.
             group.sort(key=lambda item: item[0])
             report.num_surplus += len(group) > num_best
@@ -254,12 +251,11 @@ def _best(
     return [one for _, one in sorted(chosen, key=lambda item: item[0])]
 
 
-def _traces(found: _Imported, source: str) -> list[Trace]:
+def _traces(found: _Imported, source: str) -> Iterator[Trace]:
     # Files of one name in two folders have lines of one number; their contents tell their
     # trajectories apart.
-    digest = hashlib.blake2b(
-        repr((found.question, found.contents)).encode("utf-8", "replace"), digest_size=4
-    ).hexdigest()
+    contents = repr((found.question, found.contents)).encode("utf-8", "replace")
+    digest = hashlib.blake2b(contents, digest_size=4).hexdigest()
     split = split_steps(
         found.task_id,
         found.question,
@@ -268,8 +264,8 @@ def _traces(found: _Imported, source: str) -> list[Trace]:
         source=source,
         trajectory=f"{found.name}:{digest}",
     )
-    own = found.own or [True] * len(split)
-    return [trace for trace, is_own in zip(split, own, strict=True) if is_own]
+    # Split first: a step that is left out still belongs to the history of the later ones.
+    return compress(split, found.is_kept)
 
 
 # ---------------------------------------------------------------------- shapes of rows
@@ -287,10 +283,16 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
     """
     question: str | None = None
     steps: list[StepContent] = []
+    # Texts in tags are gathered until the next call or the end: a result comes in the message after
+    # its call.
     tagged: list[str] = []
-    last = max(
-        (n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1
-    )
+
+    def read_tags() -> None:
+        if tagged:
+            steps.extend(read_trajectory("\n".join(tagged)))
+            tagged.clear()
+
+    last = max((n for n, one in enumerate(messages) if one["role"] == "assistant"), default=-1)
     for number, message in enumerate(messages):
         role, text = message["role"], _message_text(message)
         if role in ("system", "developer"):
@@ -301,21 +303,16 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
                     f"the first message has the role {role!r}, expected the user's question"
                 )
             question = text
-        elif role == "assistant" and (message.get("tool_calls") or number == last):
-            content = (
-                _step_of_calls(message, text)
-                if message.get("tool_calls")
-                else _final_step(message, text)
-            )
+        elif role == "assistant":
+            if message.get("tool_calls"):
+                content = _step_of_calls(message, text)
+            else:
+                content = _final_step(message, text) if number == last else None
             if content is None:
                 tagged.append(text)
-                continue
-            if tagged:
-                steps += read_trajectory("\n".join(tagged))
-                tagged = []
-            steps.append(content)
-        elif role == "assistant":
-            tagged.append(text)
+            else:
+                read_tags()
+                steps.append(content)
         elif role in ("tool", "function"):
             if not steps or len(steps[-1].observations) == len(steps[-1].calls):
                 raise ValueError("a tool's message without a call before it")
@@ -328,8 +325,7 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
                 f"message {number + 1} of the role {role!r} is a second question; expected one"
                 " question"
             )
-    if tagged:
-        steps += read_trajectory("\n".join(tagged))
+    read_tags()
     if question is None or not steps:
         raise ValueError("no question" if question is None else "no steps")
     return question, tuple(steps)
@@ -338,15 +334,13 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
 def _message_text(message: Mapping[str, Any]) -> str:
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(
-            text_of(part["text"], "content")
-            for part in content
-            if part.get("type", "text") == "text"
-        )
+        texts = [part["text"] for part in content if part.get("type", "text") == "text"]
+        content = "".join(text_of(text, "content") for text in texts)
     return "" if content is None else text_of(content, "content")
 
 
 def _thought(message: Mapping[str, Any], text: str) -> str:
+    # Servers that return the thought apart from the text name it in one of two ways.
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     plain = text.replace("<think>", "").replace("</think>", "")
     return "\n".join(filter(None, (text_of(reasoning, "reasoning").strip(), plain.strip())))
@@ -365,13 +359,12 @@ def _final_step(message: Mapping[str, Any], text: str) -> StepContent | None:
 
 
 def _step_of_calls(message: Mapping[str, Any], text: str) -> StepContent:
-    calls = []
-    for call in message["tool_calls"]:
-        function = call["function"]
-        calls.append(
-            ToolCall(text_of(function["name"], "name"), _body(function.get("arguments") or ""))
-        )
-    return StepContent(thought=_thought(message, text), calls=tuple(calls))
+    functions = [call["function"] for call in message["tool_calls"]]
+    calls = tuple(
+        ToolCall(text_of(one["name"], "name"), _body(one.get("arguments") or ""))
+        for one in functions
+    )
+    return StepContent(thought=_thought(message, text), calls=calls)
 
 
 def _body(arguments: Any) -> str:
@@ -384,21 +377,8 @@ def _body(arguments: Any) -> str:
     values = list(parsed.values()) if isinstance(parsed, dict) else []
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
+    # The text as it was written, where it was text: JSON made anew could differ in white space.
     return arguments if isinstance(arguments, str) else json.dumps(parsed, ensure_ascii=False)
-
-
-def _check_fields(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a field of a trace that is unknown or of another type."""
-    known = ("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory")
-    unknown = [name for name in row if name not in known]
-    if unknown:
-        raise ValueError(f"an unknown field '{unknown[0]}'.{nearest(unknown[0], known)}")
-    for name, kind in (("position", int), ("terminal", bool)):
-        if name in row and type(row[name]) is not kind:
-            raise ValueError(
-                f"'{name}' is {row[name]!r}, no"
-                f" {'whole number' if kind is int else 'true or false'}"
-            )
 
 
 def read_trace(line: str, number: int, defaults: Trace) -> Trace:
@@ -407,21 +387,28 @@ def read_trace(line: str, number: int, defaults: Trace) -> Trace:
     Raises:
         DataError: another shape.
     """
+    known = ("key", "value", "reward", "source", "task_id", "position", "terminal", "trajectory")
     try:
         row = json.loads(line)
         value = row["value"]
-        _check_fields(row)
+        if unknown := [name for name in row if name not in known]:
+            raise ValueError(f"an unknown field '{unknown[0]}'.{nearest(unknown[0], known)}")
+        position = row.get("position", defaults.position)
+        # Not isinstance: JSON's true would count as the number 1.
+        if type(position) is not int:
+            raise ValueError(f"'position' is {position!r}, no whole number")
+        has_answer = isinstance(value, dict) and value.get("answer") is not None
+        terminal = row.get("terminal", defaults.terminal or has_answer)
+        if type(terminal) is not bool:
+            raise ValueError(f"'terminal' is {terminal!r}, no true or false")
         return Trace(
             key=text_of(row["key"], "key"),
             value=value if isinstance(value, str) else read_steps([value])[0],
             reward=float(row.get("reward", defaults.reward)),
             source=text_of(row.get("source", defaults.source), "source"),
             task_id=text_of(row.get("task_id", defaults.task_id), "task_id"),
-            position=row.get("position", defaults.position),
-            terminal=row.get(
-                "terminal",
-                defaults.terminal or (isinstance(value, dict) and value.get("answer") is not None),
-            ),
+            position=position,
+            terminal=terminal,
             trajectory=text_of(row.get("trajectory", defaults.trajectory), "trajectory"),
         )
     except _BAD_ROW as error:

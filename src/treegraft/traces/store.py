@@ -25,7 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from treegraft.core.errors import DataError
-from treegraft.core.types import Observation, StepContent, ToolCall, Trace
+from treegraft.core.steps import observation_from
+from treegraft.core.types import StepContent, ToolCall, Trace
 
 FORMAT = 1
 """Of the file; raised when older code could not read it."""
@@ -294,6 +295,6 @@ def content_from_json(value: Any) -> str | StepContent:
     return StepContent(
         thought=value["thought"],
         calls=tuple(ToolCall(**call) for call in value["calls"]),
-        observations=tuple(Observation(**seen) for seen in value["observations"]),
+        observations=tuple(map(observation_from, value["observations"])),
         answer=value["answer"],
     )

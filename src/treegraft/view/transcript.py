@@ -37,8 +37,8 @@ def _labelled(label: str, body: str, style: str) -> Table:
 
 
 def _observation(observation: Observation, limit: int | None) -> Table:
-    flags = (observation.is_error, observation.is_truncated, observation.is_cached)
-    marks = list(compress(("error", "cut", "cached"), flags))
+    flags = (observation.is_error, observation.is_truncated)
+    marks = list(compress(("error", "cut"), flags))
     body = plain(observation.text, limit) + (f"  [{', '.join(marks)}]" if marks else "")
     return _labelled("result", body, "red" if observation.is_error else "magenta")
 

@@ -55,8 +55,8 @@ class Forward(Protocol):
 
     @property
     def is_rowwise(self) -> bool:
-        """Whether a row's bits, those of its logits too, do not depend on how many rows are beside
-        it."""
+        """Whether a row's bits, those of its logits too, do not depend on the number of rows
+        (batch-invariant)."""
         ...
 
     def __call__(

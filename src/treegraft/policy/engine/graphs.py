@@ -1,5 +1,5 @@
-"""Decoding steps on a GPU as CUDA graphs, by batch bucket. Not run on a GPU: each recording proves
-itself before it is used.
+"""Decoding steps on a GPU as CUDA graphs, by batch bucket. Not run on a GPU: each recording is
+compared with the step itself before it is used.
 
 A step in which every row takes in one token is the same operators each time, and launching them one
 by one takes longer than they do. It is recorded once for so many rows over so many blocks, with all

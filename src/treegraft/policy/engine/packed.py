@@ -113,7 +113,7 @@ def _bias(linear: nn.Linear) -> torch.Tensor:
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
     """Returns the function that lays a linear layer's weights out in the way that is fastest here;
-    `SeparateLinears` where nothing gains."""
+    `SeparateLinears` where no layout is faster."""
     widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
     if (
         kernels is not None

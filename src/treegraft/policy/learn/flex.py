@@ -1,5 +1,5 @@
-"""Attention over packed trees by FlexAttention's block masks, for GPUs. Not run on one: it proves
-itself before it is used.
+"""Attention over packed trees by FlexAttention's block masks, for GPUs. Not run on one: it is
+compared with a dense mask before it is used.
 
 A block mask of the whole batch says which 128 x 128 squares are empty, full or mixed, so that time
 and memory follow the tokens that see each other. Token j is visible to token i iff j <= i <

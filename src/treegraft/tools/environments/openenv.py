@@ -8,7 +8,7 @@ only `websockets` is needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -21,6 +21,7 @@ from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.environments.own import (
+    OVER,
     EnvironmentTool,
     capability_without_fork,
     options_of,
@@ -32,7 +33,6 @@ MAX_MESSAGE = 2**24
 """Longest message from a server, in bytes."""
 _MCP_ACTIONS = {"Action", "CallToolAction", "ListToolsAction"}
 _AGENTS_FAULT = {"VALIDATION_ERROR", "EXECUTION_ERROR"}
-_OVER = "the episode is over; give your answer"
 
 
 class OpenEnvOptions(Settings):
@@ -72,7 +72,7 @@ class OpenEnvEnvironments:
         self.calls: dict[str, tuple[str | None, Signature]] = {}
         """The server's name of each tool of ours, None for the one action without a name, and its
         arguments."""
-        tools: list[Tool] = []
+        self.tools: list[Tool] = []
         for own_name, description, signature in self._described():
             name = tag_of(own_name or self.options.tool)
             if name in self.calls:
@@ -81,21 +81,21 @@ class OpenEnvEnvironments:
                     " one out with tools."
                 )
             self.calls[name] = (own_name, signature)
-            tools.append(EnvironmentTool(name, description, self.capability, signature))
-        self.tools: Sequence[Tool] = tools
+            self.tools.append(EnvironmentTool(name, description, self.capability, signature))
 
     def make(self) -> OpenEnvEnvironment:
         """Returns a fresh environment, not yet connected."""
         return OpenEnvEnvironment(self)
 
     def connection(self) -> Mapping[str, Any]:
-        """Returns the arguments of `connect`; a server on this machine is never asked through a
-        proxy."""
-        is_here = (urlsplit(self.ws_url).hostname or "") in ("localhost", "127.0.0.1", "::1")
+        """Returns the arguments of `connect`."""
+        is_here = urlsplit(self.ws_url).hostname in ("localhost", "127.0.0.1", "::1")
         return {
             "uri": self.ws_url,
             "max_size": MAX_MESSAGE,
+            # environment.deadline_s bounds the whole reset.
             "open_timeout": None,
+            # True: the proxy of the process's environment, which cannot reach this machine.
             "proxy": None if is_here else True,
         }
 
@@ -111,8 +111,8 @@ class OpenEnvEnvironments:
             )
             action = reply.raise_for_status().json()["action"]
             if action.get("title") not in _MCP_ACTIONS:
-                described = " ".join(str(action.get("description") or "").split())
-                return [(None, described or "Acts in the environment.", _signature(action))]
+                words = str(action.get("description") or "Acts in the environment.").split()
+                return [(None, " ".join(words), _signature(action))]
             listed = self._listed()
         except ImportError as error:
             raise SettingError(
@@ -125,32 +125,27 @@ class OpenEnvEnvironments:
                 f" answers: {type(error).__name__}: {error}. Start it first, or correct the url."
             ) from error
         names = [str(one["name"]) for one in listed]
-        unknown = sorted(set(self.options.tools) - set(names))
-        if unknown:
+        if unknown := sorted(set(self.options.tools) - set(names)):
             raise SettingError(
                 f"environment.options: tools names {unknown}; the server offers"
                 f" {', '.join(names) or 'none'}."
             )
-        return [
-            (
-                one["name"],
-                " ".join(str(one.get("description") or f"The tool {one['name']}.").split()),
-                _signature(schema),
-            )
-            for one in listed
-            if not self.options.tools or one["name"] in self.options.tools
-            for schema in [one.get("input_schema") or one.get("inputSchema") or {}]
-        ]
+        found: list[tuple[str | None, str, Signature]] = []
+        for name, one in zip(names, listed, strict=True):
+            if name in (self.options.tools or names):
+                words = str(one.get("description") or f"The tool {name}.").split()
+                # OpenEnv writes one name, the MCP servers behind it the other.
+                schema = one.get("input_schema") or one.get("inputSchema") or {}
+                found.append((name, " ".join(words), _signature(schema)))
+        return found
 
     def _listed(self) -> list[dict[str, Any]]:
         from websockets.sync.client import connect
 
         with connect(**{**self.connection(), "open_timeout": self.options.timeout_s}) as socket:
             socket.send(json.dumps({"type": "step", "data": {"type": "list_tools"}}))
-            listed: list[dict[str, Any]] = _data(socket.recv(self.options.timeout_s))[
-                "observation"
-            ]["tools"]
-            return listed
+            data = _data(socket.recv(self.options.timeout_s))
+            return list(data["observation"]["tools"])
 
 
 class OpenEnvEnvironment:
@@ -167,17 +162,14 @@ class OpenEnvEnvironment:
         from websockets.asyncio.client import connect
 
         self._socket = await connect(**self._kind.connection())
+        # Of our own entries the seed alone: an environment may refuse arguments that it has not.
         row = {
             name: value
             for name, value in row_of(task).items()
             if name == "seed" or name in task.columns
         }
-        result = await self._ask(
-            {
-                "type": "reset",
-                "data": json.loads(json.dumps(row, default=str)) | self._kind.options.reset,
-            }
-        )
+        data = json.loads(json.dumps(row, default=str)) | self._kind.options.reset
+        result = await self._ask({"type": "reset", "data": data})
         return shown(result["observation"])
 
     async def call(self, name: str, body: str, task: Task) -> str:
@@ -187,7 +179,7 @@ class OpenEnvEnvironment:
         `ToolUnavailable` for a server that is gone.
         """
         if self._is_over:
-            raise ToolError(_OVER)
+            raise ToolError(OVER)
         own_name, signature = self._kind.calls[name]
         arguments = arguments_from(body, signature, name)
         action = (
@@ -200,7 +192,7 @@ class OpenEnvEnvironment:
             self._rewards.append(float(result["reward"]))
         self._is_over = bool(result.get("done"))
         text = shown(result["observation"])
-        return f"{text}\n[{_OVER}]" if self._is_over else text
+        return f"{text}\n[{OVER}]" if self._is_over else text
 
     async def reward(self) -> float:
         """Returns the rewards so far as one number; 0 before any."""
@@ -244,6 +236,7 @@ def shown(observation: Mapping[str, Any]) -> str:
             elif isinstance(content, list) and all(isinstance(block, Mapping) for block in content):
                 result = "\n".join(str(block.get("text", "")) for block in content)
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    # Empty fields are those of other kinds of actions.
     fields = {
         name: value
         for name, value in observation.items()

@@ -6,6 +6,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -17,24 +18,26 @@ from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.function import FunctionTool
-from treegraft.tools.own_thread import OwnThread
+from treegraft.tools.own_thread import OwnThread, run_either
 
 S = TypeVar("S", bound=Settings)
 
+OVER = "the episode is over; give your answer"
+"""The result of a call after the end."""
 NO_TOOLS = frozenset({"reset", "get_reward", "fork", "close"})
 """Public methods that are no tools."""
 
 
+@dataclass(slots=True)
 class EnvironmentTool:
     """The description of one action in an environment; a session runs it."""
 
-    cacheable = False
-
-    def __init__(
-        self, name: str, description: str, capability: Capability, signature: Signature
-    ) -> None:
-        self.name, self.description = name, description
-        self.capability, self.signature = capability, signature
+    name: str
+    description: str
+    capability: Capability
+    signature: Signature
+    cacheable: bool = False
+    """Never: a result depends on the state."""
 
     async def __call__(self, body: str, task: Task) -> str:
         """Raises `ToolUnavailable`: only a session knows its environment."""
@@ -63,10 +66,8 @@ class ClassEnvironments:
         self.has_reward, self.has_fork, self.has_close = (
             callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
         )
-        self.methods = {
-            tool.name: tool
-            for tool in (FunctionTool(method, is_method=True) for method in _tool_methods(made))
-        }
+        tools = [FunctionTool(method, is_method=True) for method in _tool_methods(made)]
+        self.methods = {tool.name: tool for tool in tools}
         if not self.methods:
             raise SettingError(
                 f"environment.kind: '{name}' has no public method beside"
@@ -74,7 +75,7 @@ class ClassEnvironments:
             )
         self.tools: Sequence[Tool] = [
             EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
-            for tool in self.methods.values()
+            for tool in tools
         ]
         try:
             inspect.signature(made).bind(**settings.options)
@@ -100,17 +101,18 @@ class ClassEnvironment:
 
     async def reset(self, task: Task) -> str:
         """Makes the object and returns the result of its reset as text; "" for None."""
+        # Made in the thread too: some objects, such as a database connection, stay in one thread.
         self._object = await self._thread.run(lambda: self._kind.made(**self._kind.options))
-        row = accepted(self._object.reset, row_of(task))
-        first = await self._run(lambda: self._object.reset(**row), self._object.reset)
+        method = self._object.reset
+        row = accepted(method, row_of(task))
+        first = await run_either(method, lambda: method(**row), self._thread.run)
         return "" if first is None else str(first)
 
     async def call(self, name: str, body: str, task: Task) -> Any:
         """Returns the method's result. Raises `ToolError` for a body that does not fit, and any
         exception of the method."""
-        return await self._kind.methods[name].bound_to(
-            getattr(self._object, name), self._thread.run
-        )(body, task)
+        method = getattr(self._object, name)
+        return await self._kind.methods[name].run(method, body, task, self._thread.run)
 
     async def reward(self) -> Any:
         """Returns the result of get_reward; None where there is no such method."""
@@ -118,10 +120,8 @@ class ClassEnvironment:
 
     async def fork(self) -> ClassEnvironment:
         """Returns a copy: the object's own fork, else a deep copy."""
-        made = await (
-            self._run(self._object.fork)
-            if self._kind.has_fork
-            else self._thread.run(lambda: copy.deepcopy(self._object))
+        made = await self._run(
+            self._object.fork if self._kind.has_fork else lambda: copy.deepcopy(self._object)
         )
         if made is self._object or not isinstance(made, Environment):
             raise ToolUnavailable(
@@ -136,11 +136,8 @@ class ClassEnvironment:
             await self._run(self._object.close)
         self._thread.end()
 
-    async def _run(self, call: Callable[[], Any], method: Any = None) -> Any:
-        result = (
-            call() if inspect.iscoroutinefunction(method or call) else await self._thread.run(call)
-        )
-        return await result if inspect.isawaitable(result) else result
+    async def _run(self, method: Callable[[], Any]) -> Any:
+        return await run_either(method, method, self._thread.run)
 
 
 def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capability:
@@ -199,19 +196,14 @@ def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, 
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return dict(row)
-    return {
-        parameter.name: row[parameter.name] for parameter in parameters if parameter.name in row
-    }
+    return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
 def _tool_methods(made: type) -> list[Callable[..., Any]]:
     """The public functions of a class and its parents, in the order of their definition, the
     class's own last."""
-    found: dict[str, Callable[..., Any]] = {}
-    for parent in reversed(made.__mro__):
-        for name, value in vars(parent).items():
-            if inspect.isfunction(value) and not name.startswith("_") and name not in NO_TOOLS:
-                found[name] = value
-            elif name in found:
-                del found[name]  # a subclass has removed the method
-    return list(found.values())
+    # From the parents on: their tools keep their places, whatever a subclass adds or overrides.
+    names = dict.fromkeys(name for parent in reversed(made.__mro__) for name in vars(parent))
+    public = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
+    # A subclass removes a tool by another value of its name, such as None.
+    return list(filter(inspect.isfunction, (inspect.getattr_static(made, name) for name in public)))

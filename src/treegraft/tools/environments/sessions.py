@@ -1,10 +1,9 @@
 """Sessions with an environment: its state moves with a trajectory's calls, and is rebuilt where a
 branch opens.
 
-A point of an environment that can fork holds a copy, made before the next call changes the state;
-the last branch of a point takes the copy itself. A point of one that replays holds the calls so
-far; a branch makes them again on a fresh environment and compares each whole result with the first
-one. The number of copies and replays is a function of the tree alone, never of timing.
+A point of an environment that can fork holds a copy; a point of one that replays holds the calls
+so far, which a branch makes again on a fresh environment. The number of copies and replays is a
+function of the tree alone, never of timing.
 """
 
 from __future__ import annotations
@@ -13,9 +12,11 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self, TypeVar
+from itertools import zip_longest
+from typing import Any, NamedTuple, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, EnvironmentKind, LiveEnvironment
@@ -45,15 +46,14 @@ class _Usage:
     num_untrue_grafts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Action:
-    """A call that was made, and its result."""
+class _Action(NamedTuple):
+    """A call that was made."""
 
     call: ToolCall
     digest: str
-    """Of the whole result, before any cap."""
+    """Of the whole result, since a cap could hide a difference."""
     begins: str
-    """For a message."""
+    """The result's first characters, for a message."""
 
 
 class Environments:
@@ -73,7 +73,7 @@ class Environments:
         usage, self.usage = self.usage, _Usage()
         return {f"environment/{name}": float(count) for name, count in asdict(usage).items()}
 
-    async def bounded(self, work: Coroutine[Any, Any, T], what: str) -> T:
+    async def bounded(self, work: Awaitable[T], method: str) -> T:
         """Returns the outcome of one method; past the deadline, or cancelled, it is left behind.
 
         Raises:
@@ -89,7 +89,7 @@ class Environments:
         except (Exception, asyncio.CancelledError) as error:
             self.usage.num_failures += 1
             reason = str(error) if isinstance(error, ToolUnavailable) else describe(error)
-            raise ToolUnavailable(f"environment '{self.kind.name}': {what}: {reason}") from error
+            raise ToolUnavailable(f"environment '{self.kind.name}': {method}: {reason}") from error
 
 
 class TreeEnvironments:
@@ -104,10 +104,9 @@ class TreeEnvironments:
         self.first = ""
         """The first observation, common to all trajectories; empty for none."""
         self.refusal: str | None = None
-        """Why no session can be opened; None where there is no reason."""
         self._begun: list[asyncio.Task[tuple[LiveEnvironment, str]]] = []
         self._lives: set[LiveEnvironment] = set()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing: set[asyncio.Task[Any]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -123,16 +122,12 @@ class TreeEnvironments:
                 while self._closing or self._lives:
                     if self._closing:
                         await asyncio.wait(self._closing)
-                    # Sessions that end may leave copies behind, so these come last.
+                    # After the sessions, whose copies nobody may have opened.
                     for live in list(self._lives):
                         self.free(live)
         except TimeoutError:
-            _log.warning(
-                "environment '%s': %d did not close within %g s",
-                self.kind.name,
-                len(self._closing),
-                CLOSE_S,
-            )
+            text = "environment '%s': %d did not close within %g s"
+            _log.warning(text, self.kind.name, len(self._closing), CLOSE_S)
         finally:
             for task in self._closing:
                 self.run.left_behind.hold(task)
@@ -145,6 +140,7 @@ class TreeEnvironments:
         refused when it is opened.
         """
         self._begun = [asyncio.create_task(self.begin()) for _ in range(num)]
+        # In their order, not in that of arrival: the prompt must not depend on timing.
         for begun in self._begun:
             await asyncio.wait({begun})
             if begun.exception() is None:
@@ -181,16 +177,13 @@ class TreeEnvironments:
         self.run.usage.num_forks += 1
         making = asyncio.create_task(live.fork())
 
-        async def outcome() -> LiveEnvironment:
-            return await asyncio.shield(making)
-
         def close_late(made: asyncio.Task[LiveEnvironment]) -> None:
             if not made.cancelled() and made.exception() is None:
-                self._lives.add(made.result())
-                self.free(made.result(), is_broken=True)
+                self.run.left_behind.hold(asyncio.create_task(self._close(made.result())))
 
         try:
-            copy = await self.run.bounded(outcome(), "fork")
+            # Shielded: a copy that is cancelled half-way could not be closed.
+            copy = await self.run.bounded(asyncio.shield(making), "fork")
         except BaseException:
             making.add_done_callback(close_late)
             raise
@@ -208,11 +201,18 @@ class TreeEnvironments:
         else:
             self.before_the_end(self._close(live))
 
-    def before_the_end(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts work that the tree's end waits for."""
+    def before_the_end(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Starts work that the tree's end waits for; its failure is the caller's to look at."""
+
+        def ended(task: asyncio.Task[T]) -> None:
+            self._closing.discard(task)
+            if not task.cancelled():
+                task.exception()  # else asyncio logs that nobody has asked for it
+
         task = asyncio.create_task(work)
         self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        task.add_done_callback(ended)
+        return task
 
     async def _close(self, live: LiveEnvironment) -> None:
         try:
@@ -228,9 +228,10 @@ class EnvironmentSession:
         self, tree: TreeEnvironments, live: LiveEnvironment, history: Sequence[_Action] = ()
     ) -> None:
         self.tree, self.live, self.history = tree, live, tuple(history)
-        self.lock = asyncio.Lock()
-        self._points: list[_CopyPoint] = []
+        self._lock = asyncio.Lock()
+        self._copies: list[asyncio.Task[LiveEnvironment]] = []
         self._broken: str | None = None
+        """Why the state is unknown."""
         self._is_released = False
 
     @property
@@ -249,15 +250,13 @@ class EnvironmentSession:
         """
         if call.name not in self.tree.names or call.problem is not None:
             return await self.tree.runner.call(call, self.tree.task)
-        async with self.lock:
-            await self._settle()
+        await self._settle()
+        async with self._lock:
             try:
                 return await self._act(call)
             except BaseException as error:
-                self._broken = (
-                    self._broken
-                    or f"environment '{self.tree.kind.name}': {call.name}: {describe(error)}"
-                )
+                reason = f"environment '{self.tree.kind.name}': {call.name}: {describe(error)}"
+                self._broken = self._broken or reason
                 raise
 
     async def repeat(self, actions: Sequence[_Action]) -> None:
@@ -308,18 +307,24 @@ class EnvironmentSession:
         """Returns the present state as a point."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
-        point = _CopyPoint(self)
-        self._points.append(point)
-        return point
+        copy = self.tree.before_the_end(self._copy())
+        self._copies.append(copy)
+        return _CopyPoint(self.tree, copy, self.history)
 
-    async def take_points(self) -> None:
-        """Copies the present state for the points that were marked in it; the lock must be held."""
-        while self._points:
-            if self._broken is None:
-                await self._points[0].take()
-            else:
-                self._points[0].error = self._broken
-            self._points.pop(0)
+    async def _copy(self) -> LiveEnvironment:
+        async with self._lock:
+            if self._broken is not None:
+                raise ToolUnavailable(self._broken)
+            return await self.tree.fork(self.live)
+
+    async def _settle(self) -> None:
+        """Waits for the copies, before a call changes the state. Raises `ToolUnavailable` where the
+        state is unknown."""
+        if self._copies:
+            await asyncio.wait(self._copies)
+            self._copies.clear()
+        if self._broken is not None:
+            raise ToolUnavailable(self._broken)
 
     async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
         """Returns a session in which another agent's calls have been made with the very results
@@ -329,29 +334,25 @@ class EnvironmentSession:
         told = [
             (call, observation)
             for step in steps
-            for call, observation in zip(step.calls, step.observations, strict=False)
-            if call.name in names
+            for call, observation in zip_longest(step.calls, step.observations)
+            if call is not None and call.name in names
         ]
-        num_calls = sum(call.name in names for step in steps for call in step.calls)
         # Text alone, or a call without its result, cannot be verified.
-        is_known = len(steps) == len(values) and num_calls == len(told)
+        is_known = len(steps) == len(values) and all(seen is not None for _, seen in told)
         if is_known and not told:
             return self
         if is_known and self.can_branch:
             point = self.mark()
             point.reserve(1)
-            trial = await point.open()
-            is_true = False
-            try:
+            with ExitStack() as stack:
+                trial = await point.open()
+                stack.callback(trial.release)
                 for call, observation in told:
                     if (await trial.call(call)).text != observation.text:
                         break
                 else:
-                    is_true = True
+                    stack.pop_all()
                     return trial
-            finally:
-                if not is_true:
-                    trial.release()
         self.tree.run.usage.num_untrue_grafts += 1
         return None
 
@@ -360,15 +361,14 @@ class EnvironmentSession:
         anything but a finite number or None."""
         if not self.tree.kind.has_reward:
             return None
-        async with self.lock:
-            await self._settle()
+        await self._settle()
+        async with self._lock:
             value = await self.tree.run.bounded(self.live.reward(), "get_reward")
         if value is None:
             return None
-        try:
+        number = math.nan
+        with suppress(TypeError, ValueError):
             number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
         if not math.isfinite(number):
             self.tree.run.usage.num_failures += 1
             raise ToolUnavailable(
@@ -384,15 +384,9 @@ class EnvironmentSession:
             self.tree.before_the_end(self._end())
 
     async def _end(self) -> None:
-        async with self.lock:
-            await self.take_points()
+        with suppress(ToolUnavailable):
+            await self._settle()
         self.tree.free(self.live, is_broken=self._broken is not None)
-
-    async def _settle(self) -> None:
-        """Takes the points, and raises `ToolUnavailable` where the state is unknown."""
-        await self.take_points()
-        if self._broken is not None:
-            raise ToolUnavailable(self._broken)
 
 
 class _FreshPoint:
@@ -431,35 +425,26 @@ class _FreshPoint:
 
 
 class _CopyPoint:
-    """A state kept as a copy, which is made before the next call changes the state."""
+    """A state kept as a copy."""
 
-    def __init__(self, session: EnvironmentSession) -> None:
-        self._session, self._history = session, session.history
+    def __init__(
+        self,
+        tree: TreeEnvironments,
+        copy: asyncio.Task[LiveEnvironment],
+        history: Sequence[_Action],
+    ) -> None:
+        self._tree, self._copy, self._history = tree, copy, history
         self._lock = asyncio.Lock()
-        self._copy: LiveEnvironment | None = None
         self._num_left = 0
-        self.error: str | None = None
-        """Why there is no copy."""
 
     def reserve(self, num: int) -> None:
         self._num_left += num
 
-    async def take(self) -> None:
-        """Copies the state, once; the session's lock must be held."""
-        if self._copy is None and self.error is None:
-            try:
-                self._copy = await self._session.tree.fork(self._session.live)
-            except ToolUnavailable as error:
-                self.error = str(error)
-
     async def open(self) -> Session:
-        tree = self._session.tree
+        # One after another: the last branch takes the copy itself, and then changes it.
         async with self._lock:
-            if self._copy is None and self.error is None:
-                async with self._session.lock:
-                    await self._session.take_points()
+            live = await asyncio.shield(self._copy)
             self._num_left -= 1
-            if self._copy is None:
-                raise ToolUnavailable(self.error or "the state at this step was not kept")
-            live = self._copy if self._num_left == 0 else await tree.fork(self._copy)
-        return EnvironmentSession(tree, live, self._history)
+            if self._num_left:
+                live = await self._tree.fork(live)
+        return EnvironmentSession(self._tree, live, self._history)

@@ -22,14 +22,18 @@ from treegraft.core.interfaces import Signature, Tool
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
-from treegraft.tools.environments.own import EnvironmentTool, capability_without_fork, options_of
+from treegraft.tools.environments.own import (
+    OVER,
+    EnvironmentTool,
+    capability_without_fork,
+    options_of,
+)
 from treegraft.tools.json_tools import tag_of
 
 T = TypeVar("T")
 
 INDEX = "verifiers_index"
 """The column of a task that says which of the taskset's it is."""
-_OVER = "the episode is over; give your answer"
 
 
 class VerifiersOptions(Settings):
@@ -144,9 +148,9 @@ class VerifiersEnvironment:
 
     async def _say(self, text: str) -> str:
         if self._run is None or self._run.done():
-            raise ToolError(_OVER)
+            raise ToolError(OVER)
         self._seat.replies.put_nowait(text)
-        return await self._next() or f"[{_OVER}]"
+        return await self._next() or f"[{OVER}]"
 
     async def _next(self) -> str | None:
         """The episode's next message; None where it has ended."""

@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from treegraft.core.errors import ToolUnavailable
@@ -50,6 +51,14 @@ _NAMESPACES = (
     " kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; in a"
     " container, a profile that allows them). Or take tools.python.backend = 'monty'."
 )
+_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONPATH": "/worker:/packages",
+    "TZ": "UTC",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
 _CHUNK = 65_536
 _MOST_CHUNKS = 17
 """More than a pipe can hold."""
@@ -114,11 +123,9 @@ def find_problem() -> str | None:
         outcome = sandbox.run("6 * 7")
     finally:
         sandbox.close()
-    return (
-        None
-        if outcome.text == "42"
-        else f"a first sandbox answered {outcome} where 42 was expected. {_NAMESPACES}"
-    )
+    if outcome.text != "42":
+        return f"a first sandbox answered {outcome} where 42 was expected. {_NAMESPACES}"
+    return None
 
 
 class Sandbox:
@@ -179,30 +186,30 @@ class Sandbox:
         self._end()
 
     def _run(self, code: str) -> Outcome:
-        pipes = [os.pipe() for _ in range(3)]
-        (code_end, feed), (output, output_end), (result, result_end) = pipes
-        ends = [feed, output, result]
-        try:
-            deadline = time.monotonic() + self._limits.max_duration_s
-            try:
-                socket.send_fds(self._control, [START], [code_end, output_end, result_end])
+        deadline = time.monotonic() + self._limits.max_duration_s
+        (output, output_end), (result, result_end) = [
+            (FileIO(reader), FileIO(writer, "w")) for reader, writer in (os.pipe(), os.pipe())
+        ]
+        with output, result:
+            # A file in memory: a pipe would hold 64 KiB and have to be fed with the rest.
+            with output_end, result_end, open(os.memfd_create("code"), "w+b") as file:
+                file.write(code.encode("utf-8", errors="surrogatepass"))
+                file.seek(0)
+                ends = [file.fileno(), output_end.fileno(), result_end.fileno()]
+                socket.send_fds(self._control, [START], ends)
                 self._is_busy = True
-            finally:
-                for end in (code_end, output_end, result_end):
-                    os.close(end)
-            exchange = _Exchange(code, ends, self._limits.max_output_chars)
-            is_over = exchange.run(deadline)
+            found = _read(output.fileno(), result.fileno(), self._limits.max_output_chars, deadline)
             self._control.sendall(KILL)
-        finally:
-            for end in ends:
-                os.close(end)
-        if not is_over:
+        if found is None:
+            # No output: how much there was by then is a matter of luck.
             return Outcome("timeout", "", "")
-        kind, _, text = exchange.result.decode("utf-8", errors="replace").partition("\n")
+        printed, answer = found
+        kind, _, text = answer.decode("utf-8", errors="replace").partition("\n")
         if kind in (VALUE, ERROR):
-            return Outcome(kind, exchange.printed.text(), text)
+            return Outcome(kind, printed, text)
         if kind == MEMORY:
             return Outcome(MEMORY, "", "")
+        # No result: the process was ended, by itself or by the kernel.
         status, cpu_s = self._finish()
         ended_by = os.waitstatus_to_exitcode(status)
         if ended_by == -signal.SIGKILL and cpu_s > self._limits.cpu_s - 0.5:
@@ -227,71 +234,33 @@ class Sandbox:
         return status, cpu_s
 
 
-class _Exchange:
-    """Feeds a call its code and collects printed text and result, never more than the caps."""
-
-    def __init__(self, code: str, ends: Sequence[int], max_chars: int) -> None:
-        self._feed, self._output, self._result = ends
-        self._code = memoryview(code.encode("utf-8", errors="surrogatepass"))
-        self.printed = Printed(max_chars)
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.result = bytearray()
-        """As the child wrote it."""
-        # A note about a cut comes on top.
-        self._max_bytes = 4 * max_chars + 1000
-        for end in ends:
-            os.set_blocking(end, False)
-
-    def run(self, deadline: float) -> bool:
-        """Returns whether the result was closed before the deadline (a `time.monotonic`)."""
-        poll = select.poll()
-        poll.register(self._feed, select.POLLOUT)
-        poll.register(self._output, select.POLLIN)
-        poll.register(self._result, select.POLLIN)
-        while (left := deadline - time.monotonic()) > 0:
-            for end, _ in poll.poll(left * 1000):
-                if end == self._feed:
-                    if self._write():
-                        poll.unregister(end)
-                        # The child reads the code up to the end of the pipe.
-                        os.dup2(self._output, end)
-                        os.set_blocking(end, False)
-                elif end == self._output:
-                    if self._take_output():
-                        poll.unregister(end)
-                elif self._take_result():
-                    # Everything printed before the end is in the pipe; a flood after it is ignored.
+def _read(output: int, result: int, max_chars: int, deadline: float) -> tuple[str, bytes] | None:
+    """Returns a call's printed text and result, never more than the caps; None where the result did
+    not end before the deadline (a `time.monotonic`)."""
+    printed, answer = Printed(max_chars), bytearray()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    poll = select.poll()
+    poll.register(output, select.POLLIN)
+    poll.register(result, select.POLLIN)
+    while (left := deadline - time.monotonic()) > 0:
+        for end, _ in poll.poll(left * 1000):
+            data = os.read(end, _CHUNK)
+            if end == output:
+                printed.add(decoder.decode(data, final=not data))
+                if not data:
+                    poll.unregister(end)
+            elif data:
+                # Characters have four bytes at most; a note about a cut comes on top.
+                answer += data[: 4 * max_chars + 1000 - len(answer)]
+            else:
+                # Everything printed before the end is in the pipe; a flood after it is ignored.
+                os.set_blocking(output, False)
+                with suppress(BlockingIOError):
                     for _ in range(_MOST_CHUNKS):
-                        if self._take_output(until_empty=True):
-                            break
-                    return True
-        return False
-
-    def _write(self) -> bool:
-        try:
-            self._code = self._code[os.write(self._feed, self._code) :]
-        except BlockingIOError:
-            return False
-        except BrokenPipeError:
-            return True
-        return not self._code
-
-    def _take_output(self, until_empty: bool = False) -> bool:
-        """Returns whether there is no more to come, or none at present with `until_empty`."""
-        try:
-            data = os.read(self._output, _CHUNK)
-        except BlockingIOError:
-            return until_empty
-        self.printed.add(self._decoder.decode(data, final=not data))
-        return not data
-
-    def _take_result(self) -> bool:
-        try:
-            data = os.read(self._result, _CHUNK)
-        except BlockingIOError:
-            return False
-        self.result += data[: self._max_bytes - len(self.result)]
-        return not data
+                        data = os.read(output, _CHUNK)
+                        printed.add(decoder.decode(data, final=not data))
+                return printed.text(), bytes(answer)
+    return None
 
 
 def _launch(
@@ -321,7 +290,7 @@ def _launch(
     try:
         process = subprocess.Popen(
             command,
-            env=_environment(),
+            env={**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath)},
             stdin=subprocess.DEVNULL,
             stdout=messages,
             stderr=messages,
@@ -411,18 +380,6 @@ def _system() -> list[str]:
                 options += ["--dir", str(folder)]
         options += ["--ro-bind", str(prefix), str(prefix)]
     return options
-
-
-def _environment() -> dict[str, str]:
-    return {
-        "HOME": "/tmp",
-        "LANG": "C.UTF-8",
-        "PATH": os.environ.get("PATH", os.defpath),
-        "PYTHONHASHSEED": "0",
-        "PYTHONPATH": "/worker:/packages",
-        "TZ": "UTC",
-        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    }
 
 
 def _package_folders(name: str) -> list[Path]:

@@ -8,31 +8,28 @@ each call.
 
 from __future__ import annotations
 
-import asyncio
-import queue
-import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import SimpleQueue
 
 from treegraft.core.errors import SettingError, ToolError
-from treegraft.core.interfaces import Capability, Signature
-from treegraft.core.types import Task
 from treegraft.settings.tools import PythonToolSettings
-from treegraft.tools.python.bwrap import Outcome, Sandbox, SandboxLimits, find_problem
+from treegraft.tools.python.bwrap import Sandbox, SandboxLimits, find_problem
 from treegraft.tools.python.output import MAX_OUTPUT_CHARS, NO_OUTPUT, too_large, too_long
+from treegraft.tools.python.pooled import PooledPython
+
+_Idle = SimpleQueue[Sandbox | None]
+"""None: a sandbox that is still to be started, or to be started again."""
 
 
-class BwrapTool:
+class BwrapTool(PooledPython[_Idle]):
     """Runs Python code, each call in a fresh process of a sandbox started ahead."""
 
-    name = "python"
     description = (
-        "Runs Python code and shows what it prints and the value of its last expression. Each call"
-        " starts afresh: names do not carry over. numpy, scipy and sympy can be imported; there is"
-        " no network, and files last for one call."
+        f"{PooledPython.description} numpy, scipy and sympy can be imported; there is no network,"
+        " and files last for one call."
     )
-    signature = Signature.of_text("code", "Python code.")
-    capability = Capability.STATELESS
-    cacheable = True
 
     def __init__(self, settings: PythonToolSettings) -> None:
         """Tries a first sandbox, then starts the workers, which load their libraries in the
@@ -47,12 +44,9 @@ class BwrapTool:
             max_threads=settings.max_threads,
             max_output_chars=MAX_OUTPUT_CHARS,
         )
-        self.num_workers = settings.num_workers
-        problem = find_problem()
-        if problem is not None:
+        if (problem := find_problem()) is not None:
             raise SettingError(f"tools.python.backend is 'bwrap', but {problem}")
-        self._lock = threading.Lock()
-        self._pool: _Pool | None = None
+        super().__init__(settings.num_workers)
         self._start()
 
     @property
@@ -60,74 +54,44 @@ class BwrapTool:
         """Changes with everything that results depend on beside the code."""
         return f"bwrap {self.limits}"
 
-    async def __call__(self, body: str, task: Task) -> str:
-        """Returns the printed text and the value of the last expression.
+    def _open(self, threads: ThreadPoolExecutor) -> _Idle:
+        idle: _Idle = SimpleQueue()
+        for _ in range(self._num_workers):
+            idle.put(None)
+            threads.submit(self._warm, idle)
+        return idle
 
-        Raises `ToolError` for code that fails, runs too long, needs too much memory or ends its
-        process, and when its sandbox dies; `ToolUnavailable` when no sandbox can be started.
-        """
-        pool = self._start()
-        outcome = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.run, body)
-        if outcome.kind == "value":
-            return (outcome.printed + outcome.text).rstrip("\n") or NO_OUTPUT
-        if outcome.kind == "timeout":
-            raise ToolError(too_long(self.limits.max_duration_s))
-        if outcome.kind == "memory":
-            raise ToolError(too_large(self.limits.max_memory_mb))
-        if outcome.kind == "died":
-            raise ToolError(f"the code was stopped: its process died ({outcome.text})")
-        raise ToolError(outcome.printed + outcome.text)
+    def _warm(self, idle: _Idle) -> None:
+        # A failure is lost here: the first call tries again and reports it.
+        with self._sandbox(idle):
+            pass
 
-    async def close(self) -> None:
-        """Ends all sandboxes, once the calls under way are done. A later call starts new ones."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None:
-            await asyncio.to_thread(pool.close)
-
-    def _start(self) -> _Pool:
-        with self._lock:
-            if self._pool is None:
-                self._pool = _Pool(self.limits, self.num_workers)
-            return self._pool
-
-
-class _Pool:
-    """Sandboxes and as many threads, which wait for them."""
-
-    def __init__(self, limits: SandboxLimits, num_workers: int) -> None:
-        self._limits = limits
-        # None: a sandbox that is still to be started, or to be started again.
-        self._idle: queue.SimpleQueue[Sandbox | None] = queue.SimpleQueue()
-        self._num_workers = num_workers
-        self.threads = ThreadPoolExecutor(num_workers, thread_name_prefix="treegraft-python")
-        for _ in range(num_workers):
-            self._idle.put(None)
-            self.threads.submit(self._warm)
-
-    def run(self, code: str) -> Outcome:
-        """Returns the outcome of `code`; raises `ToolUnavailable` when no sandbox starts."""
-        sandbox = self._idle.get()
+    @contextmanager
+    def _sandbox(self, idle: _Idle) -> Iterator[Sandbox]:
+        sandbox = idle.get()
         try:
             if sandbox is None or not sandbox.is_alive:
-                sandbox = None
-                sandbox = Sandbox(self._limits)
-            return sandbox.run(code)
+                sandbox = None  # should the next line fail
+                sandbox = Sandbox(self.limits)
+            yield sandbox
         finally:
-            self._idle.put(sandbox)
+            idle.put(sandbox)
 
-    def close(self) -> None:
-        """Ends the sandboxes once the calls under way are done."""
-        self.threads.shutdown(cancel_futures=True)
+    def _run(self, workers: _Idle, code: str) -> str:
+        with self._sandbox(workers) as sandbox:
+            outcome = sandbox.run(code)
+        if outcome.kind == "value":
+            return (outcome.printed + outcome.text).rstrip("\n") or NO_OUTPUT
+        raise ToolError(
+            {
+                "timeout": too_long(self.limits.max_duration_s),
+                "memory": too_large(self.limits.max_memory_mb),
+                "died": f"the code was stopped: its process died ({outcome.text})",
+                "error": outcome.printed + outcome.text,
+            }[outcome.kind]
+        )
+
+    def _end(self, workers: _Idle) -> None:
         for _ in range(self._num_workers):
-            sandbox = self._idle.get()
-            if sandbox is not None:
+            if (sandbox := workers.get()) is not None:
                 sandbox.close()
-
-    def _warm(self) -> None:
-        sandbox = self._idle.get()
-        try:
-            sandbox = sandbox or Sandbox(self._limits)
-        finally:
-            # The first call tries again and reports the failure.
-            self._idle.put(sandbox)

@@ -21,8 +21,6 @@ import numpy.typing as npt
 
 from treegraft.core.errors import DataError, SettingError, ToolUnavailable
 
-_CHUNK = 1 << 22
-
 
 @dataclass(frozen=True, slots=True)
 class Passage:
@@ -92,11 +90,9 @@ def read_rows(path: Path) -> Iterator[Row]:
 
 def checksum(path: Path) -> str:
     """Returns a hash of the whole file. Raises `DataError` where it cannot be read."""
-    digest = hashlib.blake2b(digest_size=16)
     try:
         with path.open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
     except OSError as error:
         raise DataError(f"corpus '{path}': it cannot be read: {error.strerror}") from error
     return digest.hexdigest()
@@ -126,20 +122,19 @@ class Corpus:
         """
         passages = []
         try:
+            # In a changed file the offsets point into the middle of rows.
             if self._look() != self._state:
                 raise ToolUnavailable(
                     f"corpus '{self.path}' was changed while it was in use; restart to index it"
                     " again"
                 )
             for row, score in zip(rows, scores, strict=True):
+                is_last = row + 1 == len(self._offsets)
                 start = int(self._offsets[row])
-                end = (
-                    int(self._offsets[row + 1]) if row + 1 < len(self._offsets) else self._state[0]
-                )
-                key, contents = _parse(
-                    os.pread(self._file, end - start, start), f"corpus '{self.path}', row {row}"
-                )
-                passages.append(Passage(key, contents, score))
+                end = self._state[0] if is_last else int(self._offsets[row + 1])
+                # Unlike seek and read, this needs no lock between threads.
+                line = os.pread(self._file, end - start, start)
+                passages.append(Passage(*_parse(line, f"corpus '{self.path}', row {row}"), score))
         except (OSError, DataError) as error:
             raise ToolUnavailable(f"corpus '{self.path}' can no longer be read: {error}") from error
         return passages

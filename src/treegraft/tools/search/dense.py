@@ -33,6 +33,7 @@ from treegraft.tools.search.nearest import (
     ON_DISK,
     Hits,
     fit,
+    load_faiss,
     num_fitted,
     score,
     search_exactly,
@@ -64,26 +65,23 @@ class DenseIndex:
         self.offsets: npt.NDArray[np.uint64] = np.load(folder / "offsets.npy", mmap_mode="r")
         """[passages] where each begins in the corpus, in bytes."""
         self._encoder = encoder
-        shape = (len(self.offsets), encoder.dim)
-        self._vectors: npt.NDArray[np.floating[Any]] = np.memmap(
-            folder / "vectors.f16", np.float16, "r", shape=shape
-        )
+        self._vectors = _stored(folder, len(self.offsets), encoder.dim)
         self._shards: list[Any] = []
+        faiss = load_faiss()
         if len(self.offsets) > FLAT_LIMIT:
-            faiss = _faiss()
             flags = faiss.IO_FLAG_MMAP | faiss.IO_FLAG_READ_ONLY
-            self._shards = [
-                faiss.read_index(str(path), flags)
-                for path in shard_paths(folder, len(self.offsets))
-            ]
-            for shard in self._shards:
+            for path in shard_paths(folder, len(self.offsets)):
+                shard = faiss.read_index(str(path), flags)
                 shard.nprobe = max(NUM_PROBES, round(shard.nlist * PROBED_FRAC))
+                self._shards.append(shard)
         else:
             self._vectors = self._vectors.astype(np.float32)
+        # FAISS's own threads would share one query out, and its sums would depend on their number;
+        # here each query has one thread.
         self._threads = ThreadPoolExecutor(
             num_threads or len(os.sched_getaffinity(0)),
             "dense search",
-            initializer=_faiss().omp_set_num_threads,
+            initializer=faiss.omp_set_num_threads,
             initargs=(1,),
         )
 
@@ -95,13 +93,9 @@ class DenseIndex:
     def search_vectors(self, queries: npt.NDArray[np.float32], top_k: int) -> list[Hits]:
         """Returns the same for [queries, dim] vectors of unit length."""
         if not self._shards:
-            everything = np.ones(len(self._vectors), bool)
-            return search_exactly(
-                self._vectors.astype(np.float32, copy=False),
-                queries,
-                [everything] * len(queries),
-                top_k,
-            )
+            vectors = self._vectors.astype(np.float32, copy=False)
+            everything = np.ones(len(vectors), bool)
+            return search_exactly(vectors, queries, [everything] * len(queries), top_k)
         return list(self._threads.map(lambda query: self._nearest(query, top_k), queries))
 
     def close(self) -> None:
@@ -127,44 +121,39 @@ class DenseIndex:
     @staticmethod
     def build(rows: Iterable[Row], folder: Path, encoder: Encoder) -> None:
         """Writes the files of an index to the folder; vectors of an earlier attempt are kept."""
-        offsets = _embed(rows, folder, encoder)
-        np.save(folder / "offsets.npy", offsets)
+        progress = folder / "progress.json"
+        try:
+            done = int(json.loads(progress.read_text(encoding="utf-8"))["rows"])
+        except (OSError, ValueError, KeyError, TypeError):
+            done = 0
+        offsets = array.array("Q")
+        began = told = time.monotonic()
+        with (folder / "vectors.f16").open("ab") as file:
+            # Bytes after the last whole block may be a part of one.
+            file.truncate(done * encoder.dim * 2)
+            ordered = iter(rows)
+            while block := list(islice(ordered, BLOCK)):
+                # Offsets are not kept between attempts: reading the corpus again is cheap.
+                offsets.extend(row.offset for row in block)
+                if len(offsets) <= done:
+                    continue
+                vectors = encoder.encode([row.contents for row in block])
+                file.write(vectors.astype(np.float16).tobytes())
+                # The count may reach the disk only after the vectors that it counts.
+                file.flush()
+                os.fsync(file.fileno())
+                write_atomically(progress, json.dumps({"rows": len(offsets)}))
+                if time.monotonic() - told > _REPORT_S:
+                    told = time.monotonic()
+                    speed = (len(offsets) - done) / (told - began)
+                    _log.warning("%d passages embedded, %.0f a second", len(offsets), speed)
+        np.save(folder / "offsets.npy", np.frombuffer(offsets, np.uint64))
         if len(offsets) > FLAT_LIMIT:
-            vectors: npt.NDArray[np.floating[Any]] = np.memmap(
-                folder / "vectors.f16", np.float16, "r", shape=(len(offsets), encoder.dim)
-            )
-            save_lists(vectors, folder)
+            save_lists(_stored(folder, len(offsets), encoder.dim), folder)
 
 
-def _embed(rows: Iterable[Row], folder: Path, encoder: Encoder) -> npt.NDArray[np.uint64]:
-    """Writes one vector for each row; returns [rows] where each begins in the corpus, in bytes."""
-    progress = folder / "progress.json"
-    try:
-        done = int(json.loads(progress.read_text(encoding="utf-8"))["rows"])
-    except (OSError, ValueError, KeyError, TypeError):
-        done = 0
-    offsets = array.array("Q")
-    began = told = time.monotonic()
-    with (folder / "vectors.f16").open("ab") as file:
-        # Bytes after the last whole block may be a part of one.
-        file.truncate(done * encoder.dim * 2)
-        ordered = iter(rows)
-        while block := list(islice(ordered, BLOCK)):
-            offsets.extend(row.offset for row in block)
-            if len(offsets) <= done:
-                continue
-            file.write(encoder.encode([row.contents for row in block]).astype(np.float16).tobytes())
-            file.flush()
-            os.fsync(file.fileno())
-            write_atomically(progress, json.dumps({"rows": len(offsets)}))
-            if time.monotonic() - told > _REPORT_S:
-                told = time.monotonic()
-                _log.warning(
-                    "%d passages embedded, %.0f a second",
-                    len(offsets),
-                    (len(offsets) - done) / (told - began),
-                )
-    return np.frombuffer(offsets, np.uint64)
+def _stored(folder: Path, num_rows: int, dim: int) -> npt.NDArray[np.floating[Any]]:
+    return np.memmap(folder / "vectors.f16", np.float16, "r", shape=(num_rows, dim))
 
 
 def shard_paths(folder: Path, num_rows: int) -> list[Path]:
@@ -176,10 +165,10 @@ def shard_paths(folder: Path, num_rows: int) -> list[Path]:
 def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
     """Writes an index of [rows, dim] unit vectors: shards of lists around the same centroids.
     Existing shards are kept."""
-    faiss = _faiss()
+    faiss = load_faiss()
     # For this thread only: a sum over several threads depends on their number.
     faiss.omp_set_num_threads(1)
-    empty: Any = None
+    empty: Any = None  # fitted only where a shard is missing, since that takes longest
     for number, path in enumerate(shard_paths(folder, len(vectors))):
         if path.exists():
             continue
@@ -195,11 +184,3 @@ def save_lists(vectors: npt.NDArray[np.floating[Any]], folder: Path) -> None:
         os.replace(partial, path)
         del shard
         _log.warning("%d of %d passages indexed", last, len(vectors))
-
-
-def _faiss() -> Any:
-    """Returns the library; imported here since few runs need it, and untyped since its stubs lack
-    most arguments."""
-    import faiss
-
-    return faiss

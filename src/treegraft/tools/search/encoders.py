@@ -99,24 +99,21 @@ def build_encoder(
     name = encoder_name(name)
     if name == "hashing":
         return HashingEncoder()
-    return SentenceEncoder(name, _locate(name), keeps=keeps, dtype=dtype)
-
-
-def _locate(name: str) -> str:
-    """Returns a folder or a hub id."""
-    if name != "minilm":
-        return locate(name, "encoder")[0]
     try:
-        return locate(f"pypi:{MINILM_PACKAGE}", "encoder")[0]
-    except ModelError:  # the package is not installed
-        return MINILM_HUB
+        path = f"pypi:{MINILM_PACKAGE}" if name == "minilm" else name
+        location = locate(path, "encoder")[0]
+    except ModelError:
+        if name != "minilm":
+            raise
+        location = MINILM_HUB  # the package is not installed
+    return SentenceEncoder(name, location, keeps=keeps, dtype=dtype)
 
 
 def _multiplies_pairs() -> bool:
-    """Whether the processor multiplies pairs of bfloat16 in vectors and has no matrix unit, for
-    which nothing was measured."""
+    """Whether the processor multiplies pairs of bfloat16 in vectors."""
     import torch
 
+    # Processors with a matrix unit take another path, for which nothing was measured.
     return torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
 
 
@@ -124,9 +121,7 @@ class SentenceEncoder:
     """A sentence-transformers model whose vectors do not depend on the batch, to the bit (measured
     on CPUs).
 
-    For that a text is padded to a length that depends on it alone, always by a token or more
-    (otherwise attention takes the path without a mask), and is batched with texts of that length
-    only. Keys longer than the model's limit lose their beginning, which keeps the latest step;
+    Keys longer than the model's limit lose their beginning, which keeps the latest step;
     passages may lose their end instead, which keeps their title.
 
     In bfloat16 MiniLM's vectors have a cosine of .9999 with those in float32.
@@ -182,6 +177,9 @@ class SentenceEncoder:
 
     def encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         """Returns [texts, dim] of unit length, from the cache where it can."""
+        if not texts:
+            return np.zeros((0, self.dim), np.float32)
+        # A tokenizer keeps padding and truncation as state, so threads must take turns.
         with self._lock:
             found = {text: self._cache[text] for text in texts if text in self._cache}
             missing = [text for text in dict.fromkeys(texts) if text not in found]
@@ -192,11 +190,7 @@ class SentenceEncoder:
             while len(self._cache) > CACHE_SIZE:
                 self._cache.popitem(last=False)
             self.num_cut += sum(found[text][1] for text in texts)
-        return (
-            np.stack([found[text][0] for text in texts])
-            if texts
-            else np.zeros((0, self.dim), np.float32)
-        )
+        return np.stack([found[text][0] for text in texts])
 
     def _run(self, texts: Sequence[str]) -> Iterator[_Encoded]:
         """Returns one vector per text, in order."""
@@ -206,21 +200,24 @@ class SentenceEncoder:
         lengths = [len(ids) for ids in tokens]
         places: dict[tuple[int, bool], list[int]] = {}
         for place, length in enumerate(lengths):
+            # A length that depends on the text alone, and always a token or more of padding:
+            # without any, attention takes the path without a mask. Texts at the limit, which
+            # cannot be padded, keep to themselves.
             padded = min(self.max_tokens, (length // _STRIDE + 1) * _STRIDE)
             places.setdefault((padded, length >= self.max_tokens), []).append(place)
         vectors: list[npt.NDArray[np.float32]] = [np.zeros(0, np.float32)] * len(texts)
         for (padded, _), group in places.items():
             for first in range(0, len(group), _GROUP):
                 some = group[first : first + _GROUP]
-                for place, vector in zip(
-                    some, self._forward([clean[place] for place in some], padded), strict=True
-                ):
+                found = self._forward([clean[place] for place in some], padded)
+                for place, vector in zip(some, found, strict=True):
                     vectors[place] = vector
         return zip(vectors, (length > self.max_tokens for length in lengths), strict=True)
 
     def _forward(self, texts: Sequence[str], num_tokens: int) -> npt.NDArray[np.float32]:
         import torch
 
+        # Copies of a text stand in where the group is too small.
         num_fillers = max(0, -(-_MIN_TOKENS // num_tokens) - len(texts))
         rows = [*texts, *[texts[0]] * num_fillers]
         with torch.inference_mode():
@@ -231,14 +228,10 @@ class SentenceEncoder:
                 max_length=num_tokens,
                 return_tensors="pt",
             )
-            outputs = self._model(
-                {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
-            )
+            outputs = self._model(dict(inputs.to(self._model.device)))
             vectors = outputs["sentence_embedding"][: len(texts)].float()
-            result: npt.NDArray[np.float32] = (
-                torch.nn.functional.normalize(vectors, dim=1).cpu().numpy()
-            )
-        return result
+            result = torch.nn.functional.normalize(vectors, dim=1).cpu().numpy()
+        return np.asarray(result, np.float32)
 
 
 BLOCK = 256

@@ -13,13 +13,14 @@ reused, and it is removed once another is finished.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
             )
         return chosen
     beside = corpus.parent / name
+    # An index beside the corpus serves also where nothing can be written.
     if (beside / "current.json").exists() or _is_writable(beside):
         return beside
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
@@ -79,18 +81,25 @@ def find_or_make(
     """
     if found := _find(corpus, home, recipe):
         return found
-    with _locked(home):
+    with (home / ".lock").open("w") as lock:
+        # The kernel releases the lock when its process dies, so no stale lock can stay.
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("waiting for another process that builds the index '%s'", home)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         # Another process may have built it meanwhile.
         if found := _find(corpus, home, recipe):
             return found
-        before = corpus.stat()
+        # Before reading: a corpus that changes from here on no longer matches this time.
+        state = corpus.stat()
         content = checksum(corpus)
         folder = home / _digest(json.dumps([content, dict(recipe)], sort_keys=True), 8)
         folder.mkdir(exist_ok=True)
         make(folder)
         current = {
-            "size": before.st_size,
-            "mtime_ns": before.st_mtime_ns,
+            "size": state.st_size,
+            "mtime_ns": state.st_mtime_ns,
             "content": content,
             "recipe": dict(recipe),
             "folder": folder.name,
@@ -104,46 +113,29 @@ def find_or_make(
 
 
 def _find(corpus: Path, home: Path, recipe: Mapping[str, Any]) -> Path | None:
+    place = home / "current.json"
     try:
-        current = json.loads((home / "current.json").read_text(encoding="utf-8"))
+        current = json.loads(place.read_text(encoding="utf-8"))
         state = corpus.stat()
         folder = home / str(current["folder"])
-        if (
-            current["recipe"] != dict(recipe)
-            or current["size"] != state.st_size
-            or not folder.is_dir()
-        ):
-            return None
         is_same_time = current["mtime_ns"] == state.st_mtime_ns
-        if state.st_size > SMALL_BYTES and is_same_time:
-            return folder
-        if current["content"] != checksum(corpus):
-            return None
+        is_same = (
+            current["recipe"] == dict(recipe)
+            and current["size"] == state.st_size
+            and folder.is_dir()
+            # Reading tens of gigabytes at each start takes minutes; there the time has to do.
+            and (
+                (is_same_time and state.st_size > SMALL_BYTES)
+                or current["content"] == checksum(corpus)
+            )
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None  # none there, or damaged: the index is built again
-    if not is_same_time:
+    if is_same and not is_same_time:
+        # A copied corpus is read once; the next start goes by its new time.
         with contextlib.suppress(OSError):
-            write_atomically(
-                home / "current.json",
-                json.dumps(current | {"mtime_ns": state.st_mtime_ns}, indent=2),
-            )
-    return folder
-
-
-@contextlib.contextmanager
-def _locked(home: Path) -> Iterator[None]:
-    try:
-        import fcntl
-    except ImportError:  # not a Unix: no protection there
-        yield
-        return
-    with (home / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _log.warning("waiting for another process that builds the index '%s'", home)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            write_atomically(place, json.dumps(current | {"mtime_ns": state.st_mtime_ns}, indent=2))
+    return folder if is_same else None
 
 
 def _digest(text: str, num_bytes: int) -> str:
@@ -153,6 +145,7 @@ def _digest(text: str, num_bytes: int) -> str:
 def _is_writable(folder: Path) -> bool:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Writing is the only sure test: permission bits say nothing about read-only mounts.
         with tempfile.TemporaryFile(dir=folder):
             return True
     except OSError:

@@ -99,26 +99,19 @@ def search_exactly(
     found: list[Hits] = []
     for first in range(0, len(queries), QUERIES):
         some = queries[first : first + QUERIES]
-        for query, row, mask in zip(
+        for query, products, mask in zip(
             some, some @ vectors.T, eligible[first : first + QUERIES], strict=True
         ):
-            found.append(_best(vectors, query, row, mask, k))
+            num = min(k, int(np.count_nonzero(mask)))
+            if num == 0:
+                found.append(NOTHING)
+                continue
+            rough = np.where(mask, products, -np.inf)
+            threshold = rough.max() if num == 1 else np.partition(rough, -num)[-num]
+            # The last bits of a product depend on the other queries in it, so the choice among
+            # rows near the threshold is left to `score`.
+            found.append(score(vectors, np.flatnonzero(rough >= threshold - _MARGIN), query, num))
     return found
-
-
-def _best(
-    vectors: npt.NDArray[np.float32],
-    query: npt.NDArray[np.float32],
-    rough: npt.NDArray[np.float32],
-    eligible: Mask,
-    k: int,
-) -> Hits:
-    rough = np.where(eligible, rough, -np.inf)
-    num = min(k, int(np.count_nonzero(eligible)))
-    if num == 0:
-        return NOTHING
-    threshold = rough.max() if num == 1 else np.partition(rough, -num)[-num]
-    return score(vectors, np.flatnonzero(rough >= threshold - _MARGIN), query, num)
 
 
 def search_rows(
@@ -143,6 +136,7 @@ def search_rows(
             index.search(vectors, query, mask, k)
             for query, mask in zip(queries, eligible, strict=True)
         ]
+    # Copying the eligible rows pays off only where they are few.
     if 2 * num >= len(vectors):
         return search_exactly(vectors, queries, eligible, k)
     few = np.flatnonzero(base)
@@ -181,7 +175,7 @@ class IvfIndex:
             before: an index of some of the same rows. It is returned where it suffices, and copied
                 and extended where its centroids are still the right ones.
         """
-        faiss = _faiss()
+        faiss = load_faiss()
         end, fitted = num_indexed(len(vectors)), num_fitted(len(vectors))
         is_fit = before is not None and before.num_fitted == fitted
         if before is not None and is_fit and before.num_rows >= end:
@@ -206,13 +200,15 @@ class IvfIndex:
     ) -> Hits:
         """Returns k eligible rows, nearly always the nearest; fewer only where fewer are
         eligible."""
-        faiss = _faiss()
+        faiss = load_faiss()
         bits = np.packbits(eligible[: self.num_rows], bitorder="little")
         selector = faiss.IDSelectorBitmap(bits)
         parameters = faiss.SearchParametersIVF(sel=selector, nprobe=NUM_PROBES)
         _, near = self.faiss_index.search(query[None], NUM_CANDIDATES + 4 * k, params=parameters)
+        # Fewer than BLOCK rows stand behind the index, so these are scored without a choice.
         newest = self.num_rows + np.flatnonzero(eligible[self.num_rows :])
         candidates = np.concatenate([near[0][near[0] >= 0], newest])
+        # The lists that were read may hold too few of a rare kind of row.
         if len(candidates) < k:
             return search_exactly(vectors, query[None], [eligible], k)[0]
         return score(vectors, candidates, query, k)
@@ -223,7 +219,7 @@ def fit(vectors: npt.NDArray[np.floating[Any]], fitting: Fitting) -> Any:
 
     Only a sample of the vectors is read, so they may lie in a file.
     """
-    faiss = _faiss()
+    faiss = load_faiss()
     num, dim = vectors.shape
     num_lists = 1 << round(math.log2(fitting.lists_per_root * math.sqrt(num)))
     # Evenly spread instead of drawn: neighbours in the file are steps of one task.
@@ -232,7 +228,7 @@ def fit(vectors: npt.NDArray[np.floating[Any]], fitting: Fitting) -> Any:
     centroids = sample[np.linspace(0, num_sampled - 1, num_lists).astype(np.int64)]
     clustering = faiss.Clustering(dim, num_lists)
     clustering.spherical, clustering.niter, clustering.seed = True, fitting.num_rounds, 1
-    clustering.min_points_per_centroid = 1
+    clustering.min_points_per_centroid = 1  # else it warns of fewer than 39
     faiss.copy_array_to_vector(centroids.ravel(), clustering.centroids)
     quantizer = faiss.IndexFlatIP(dim)
     clustering.train(sample, quantizer)
@@ -249,9 +245,9 @@ def fit(vectors: npt.NDArray[np.floating[Any]], fitting: Fitting) -> Any:
     return index
 
 
-def _faiss() -> Any:
-    """Returns the library: imported when it is first needed, and untyped, since its stubs know few
-    of its arguments."""
+def load_faiss() -> Any:
+    """Returns the library, untyped, since its stubs lack most arguments."""
+    # A buffer under FLAT_LIMIT rows never needs it, and its import takes a while.
     import faiss
 
     return faiss

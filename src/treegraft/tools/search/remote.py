@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.tools.search.corpus import Passage
-from treegraft.tools.search.service import Service
+from treegraft.tools.search.service import Service, is_http
 
 
 def retrieve_url(url: str) -> str:
@@ -25,29 +25,27 @@ def retrieve_url(url: str) -> str:
     Raises:
         SettingError: it is empty, or no http address.
     """
-    parts = urlsplit(url.strip())
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    url = url.strip()
+    if not is_http(url):
         raise SettingError(
             f"tools.search.url: got {url!r}, expected the address of a retrieval server, such as"
             " http://127.0.0.1:8000/retrieve."
         )
-    return url.strip() if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"
+    parts = urlsplit(url)
+    return url if parts.path.strip("/") else f"{parts.scheme}://{parts.netloc}/retrieve"
 
 
-class RemoteSearch:
+class RemoteSearch(Service):
     """Search by a retrieval server."""
-
-    is_remote = True
 
     def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
         """Raises `SettingError` for what is no address."""
         self.url = retrieve_url(url)
-        # Retrieval servers run beside the training, where proxies do not lead.
-        self._service = Service(
+        super().__init__(
             f"the retrieval server {self.url}",
             timeout_s=timeout_s,
-            use_proxy=False,
-            refusals_are_ours=True,
+            use_proxy=False,  # such servers run beside the training, where no proxy leads
+            refusals_are_ours=True,  # any string is a query of the protocol
         )
 
     @property
@@ -67,6 +65,7 @@ class RemoteSearch:
             try:
                 await self.search(["test"], 1)
             finally:
+                # Ctrl-C cancels this coroutine; the connections are closed nevertheless.
                 await asyncio.shield(self.close())
 
         try:
@@ -84,30 +83,26 @@ class RemoteSearch:
             ToolUnavailable: no connection, no answer in time, or none in the protocol.
         """
         asked = {"queries": list(queries), "topk": top_k, "return_scores": True}
-        answer = await self._service.ask("POST", self.url, json=asked)
+        answer = await self.ask("POST", self.url, json=asked)
         try:
             found = [[_passage(entry) for entry in entries[:top_k]] for entries in answer["result"]]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ToolUnavailable(
-                f"{self._service.name} does not keep to the protocol: {error!r}"
+                f"{self.name} does not keep to the protocol: {error!r}"
             ) from error
         if len(found) != len(queries):
             raise ToolUnavailable(
-                f"{self._service.name} gave {len(found)} answers to {len(queries)} queries"
+                f"{self.name} gave {len(found)} answers to {len(queries)} queries"
             )
         return found
 
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._service.close()
-
 
 def _passage(entry: Any) -> Passage:
-    is_scored = "document" in entry
-    document = entry["document"] if is_scored else entry
+    # Without scores the entry is the document itself.
+    document = entry.get("document", entry)
     contents = document.get("contents")
     if contents is None:  # corpora with columns of their own
         title = f'"{document["title"]}"\n' if "title" in document else ""
         contents = title + document["text"]
-    score = float(entry.get("score", 0.0)) if is_scored else 0.0
+    score = float(entry.get("score", 0.0)) if document is not entry else 0.0
     return Passage(document.get("id", ""), str(contents), score)

@@ -39,7 +39,13 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
 
     async def retrieve(request: Request) -> Response:
         try:
-            queries, top_k, with_scores = _asked(await _body(request), default_top_k)
+            body = bytearray()
+            # Read piece by piece: the length in the header is only the client's word.
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BYTES:
+                    raise ValueError(f"the request is longer than {MAX_BYTES} bytes")
+            queries, top_k, with_scores = _asked(bytes(body), default_top_k)
         except ValueError as error:
             return JSONResponse({"detail": str(error)}, status_code=422)
         try:
@@ -64,6 +70,7 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
     return Starlette(
         routes=routes,
         lifespan=lifespan,
+        # Beyond loopback other machines reach it anyway, by names that nobody here can list.
         middleware=[Middleware(OwnNames, host=host)] if is_loopback(host) else [],
     )
 
@@ -71,15 +78,6 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
 def _shown(passage: Passage, with_score: bool) -> dict[str, Any]:
     document = {"id": passage.id, "contents": passage.contents}
     return {"document": document, "score": passage.score} if with_score else document
-
-
-async def _body(request: Request) -> bytes:
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BYTES:
-            raise ValueError(f"the request is longer than {MAX_BYTES} bytes")
-    return bytes(body)
 
 
 def _asked(body: bytes, default_top_k: int) -> tuple[list[str], int, bool]:
@@ -101,6 +99,7 @@ def _asked(body: bytes, default_top_k: int) -> tuple[list[str], int, bool]:
     ):
         raise ValueError(f"'queries': expected a list of at most {MAX_QUERIES} strings")
     top_k = default_top_k if top_k is None else top_k
+    # In Python `true` is a whole number too.
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MAX_TOP_K:
         raise ValueError(f"'topk': expected a whole number from 1 to {MAX_TOP_K}")
     return queries, top_k, bool(asked.get("return_scores", False))

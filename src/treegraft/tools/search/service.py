@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -24,6 +25,8 @@ _HINTS = {
 
 class Service:
     """One service over HTTP. Connections are kept for as long as an event loop lasts."""
+
+    is_remote = True
 
     def __init__(
         self, name: str, *, timeout_s: float, use_proxy: bool, refusals_are_ours: bool = False
@@ -49,9 +52,19 @@ class Service:
                 refused key, or no JSON.
             ToolError: the service refuses this request.
         """
+        body = bytearray()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                status, body = await self._read(method, url, request)
+            # One limit for the whole answer: httpx's own starts again with every chunk.
+            async with (
+                asyncio.timeout(self._timeout_s),
+                self._connection().stream(method, url, **request) as response,
+            ):
+                async for chunk in response.aiter_bytes():
+                    body += chunk
+                    if len(body) > MAX_BYTES:
+                        raise ToolUnavailable(
+                            f"{self.name} answered with more than {MAX_BYTES:,} bytes"
+                        )
         except TimeoutError:
             raise ToolUnavailable(
                 f"{self.name} did not answer within {self._timeout_s:g} s"
@@ -60,13 +73,21 @@ class Service:
             raise ToolUnavailable(
                 f"{self.name} cannot be reached: {str(error) or type(error).__name__}"
             ) from error
+        # The answer goes into messages that an agent may read: one line of it is enough.
+        beginning = " ".join(body[:400].decode("utf-8", "replace").split())[:200]
+        status = response.status_code
+        if status in _AGENTS_FAULT and not self._refusals_are_ours:
+            raise ToolError(f"{self.name} refuses the query: {status} {beginning}".strip())
         if status != 200:
-            raise self._refusal(status, body)
+            raise ToolUnavailable(
+                f"{self.name} answered with an error{_HINTS.get(status, '')}:"
+                f" {status} {beginning}".strip()
+            )
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as error:
             raise ToolUnavailable(
-                f"{self.name} gave an answer that is not JSON: {_beginning(body)}"
+                f"{self.name} gave an answer that is not JSON: {beginning}"
             ) from error
 
     async def close(self) -> None:
@@ -74,37 +95,25 @@ class Service:
         if self._client is not None:
             loop, client = self._client
             self._client = None
+            # Sockets of a loop that is over can only be left to the garbage collector.
             if loop is asyncio.get_running_loop():
                 await client.aclose()
 
-    async def _read(self, method: str, url: str, request: dict[str, Any]) -> tuple[int, bytes]:
-        body = bytearray()
-        async with self._connection().stream(method, url, **request) as response:
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > MAX_BYTES:
-                    raise ToolUnavailable(
-                        f"{self.name} answered with more than {MAX_BYTES:,} bytes"
-                    )
-        return response.status_code, bytes(body)
-
     def _connection(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
+        # A pooled socket works only in the loop that opened it, and a run may have several loops.
         if self._client is None or self._client[0] is not loop:
-            limits = httpx.Limits(max_connections=64)
-            self._client = (
-                loop,
-                httpx.AsyncClient(timeout=None, limits=limits, trust_env=self._use_proxy),
+            client = httpx.AsyncClient(
+                timeout=None, limits=httpx.Limits(max_connections=64), trust_env=self._use_proxy
             )
+            self._client = (loop, client)
         return self._client[1]
 
-    def _refusal(self, status: int, body: bytes) -> ToolError:
-        answer = f"{status} {_beginning(body)}".strip()
-        if status in _AGENTS_FAULT and not self._refusals_are_ours:
-            return ToolError(f"{self.name} refuses the query: {answer}")
-        hint = _HINTS.get(status, "")
-        return ToolUnavailable(f"{self.name} answered with an error{hint}: {answer}")
 
-
-def _beginning(body: bytes) -> str:
-    return " ".join(body[:400].decode("utf-8", "replace").split())[:200]
+def is_http(url: str) -> bool:
+    """Returns whether this is an http(s) address with a host."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # such as an unclosed bracket of an IPv6 address
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -130,39 +129,33 @@ def open_corpus(
         ModelError: an encoder that cannot be loaded.
     """
     path = corpus_path(corpus)
+    index: PassageIndex
     if kind == "dense":
-        index = _open_dense(path, encoder, index_dir)
+        from treegraft.tools.search import dense, encoders
+
+        # A passage begins with its title, which must not be cut off.
+        made = encoders.build_encoder(encoder, keeps="beginning")
+        folder = find_or_make(
+            path,
+            index_home(path, kind, index_dir),
+            {"kind": kind, "format": dense.FORMAT, "encoder": made.name, "dim": made.dim},
+            lambda folder: dense.DenseIndex.build(read_rows(path), folder, made),
+        )
+        index = dense.DenseIndex(folder, made)
         return CorpusSearch(Corpus(path, index.offsets), index, f"dense by {encoder}")
-    index = _open_lexical(path, index_dir)
-    return CorpusSearch(Corpus(path, index.offsets), index, "bm25")
-
-
-def _open_lexical(path: Path, index_dir: str) -> PassageIndex:
-    from treegraft.tools.search.lexical import FORMAT, LexicalIndex
+    from treegraft.tools.search import lexical
 
     if path.stat().st_size <= SMALL_BYTES:
-        return LexicalIndex.build(read_rows(path), path)
-    folder = find_or_make(
-        path,
-        index_home(path, "bm25", index_dir),
-        {"kind": "bm25", "format": FORMAT},
-        lambda folder: LexicalIndex.build(read_rows(path), path).save(folder),
-    )
-    return LexicalIndex.load(folder)
-
-
-def _open_dense(path: Path, encoder: str, index_dir: str) -> PassageIndex:
-    from treegraft.tools.search.dense import FORMAT, DenseIndex
-    from treegraft.tools.search.encoders import build_encoder
-
-    made = build_encoder(encoder, keeps="beginning")
-    folder = find_or_make(
-        path,
-        index_home(path, "dense", index_dir),
-        {"kind": "dense", "format": FORMAT, "encoder": made.name, "dim": made.dim},
-        lambda folder: DenseIndex.build(read_rows(path), folder, made),
-    )
-    return DenseIndex(folder, made)
+        index = lexical.LexicalIndex.build(read_rows(path), path)
+    else:
+        folder = find_or_make(
+            path,
+            index_home(path, kind, index_dir),
+            {"kind": kind, "format": lexical.FORMAT},
+            lambda folder: lexical.LexicalIndex.build(read_rows(path), path).save(folder),
+        )
+        index = lexical.LexicalIndex.load(folder)
+    return CorpusSearch(Corpus(path, index.offsets), index, kind)
 
 
 class CorpusSearch:
@@ -199,6 +192,7 @@ class CorpusSearch:
 
     async def close(self) -> None:
         """Ends the thread, once the search under way is done, and closes the files."""
+        # Before the files: the search under way still reads them.
         await asyncio.to_thread(self._batcher.close)
         self._index.close()
         self._corpus.close()
@@ -208,12 +202,13 @@ class CorpusSearch:
         # The number wanted decides how many candidates are looked at, so only equals are asked
         # together.
         for top_k in {wanted for _, wanted in batch}:
-            places = [
-                place for place, (queries, num) in enumerate(batch) if num == top_k for _ in queries
+            asked = [
+                (place, query)
+                for place, (queries, wanted) in enumerate(batch)
+                if wanted == top_k
+                for query in queries
             ]
-            queries = [query for some, num in batch if num == top_k for query in some]
-            for place, (rows, scores) in zip(
-                places, self._index.search(queries, top_k), strict=True
-            ):
+            found = self._index.search([query for _, query in asked], top_k)
+            for (place, _), (rows, scores) in zip(asked, found, strict=True):
                 answers[place].append(self._corpus.read(rows.tolist(), scores.tolist()))
         return answers

@@ -9,11 +9,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from treegraft.core.errors import SettingError, ToolUnavailable, nearest
 from treegraft.tools.search.corpus import Passage
-from treegraft.tools.search.service import Service
+from treegraft.tools.search.service import Service, is_http
 
 MAX_RESULTS = 20
 """More are not asked for at once."""
@@ -38,14 +37,6 @@ class Provider:
     answer_box: str = ""
     """Key of a direct answer, which comes before the results; empty where there is none."""
 
-    def ask(self, query: str, num: int) -> dict[str, Any]:
-        """Returns method and parameters of a request."""
-        method, _, query_key, num_key = self.request
-        return {
-            "method": method,
-            "json" if method == "POST" else "params": {query_key: query, num_key: num},
-        }
-
     def read(self, answer: Any) -> Iterator[tuple[Any, Any, Any]]:
         """Yields title, address and text as the provider gave them."""
         title, address, text = self.fields
@@ -55,6 +46,7 @@ class Provider:
                 yield box.get(title), box.get(address), box.get("answer") or box.get("snippet")
         found = answer
         for key in self.results:
+            # A provider leaves out the whole branch where it found nothing.
             found = found.get(key) or {}
         for one in found:
             yield one.get(title), one.get(address), one.get(text)
@@ -90,10 +82,8 @@ PROVIDERS: Mapping[str, Provider] = {
 """By the name in [tools.search]."""
 
 
-class WebSearch:
+class WebSearch(Service):
     """Search by one provider; a result is shown as title, address and text."""
-
-    is_remote = True
 
     def __init__(self, provider: str, *, base_url: str = "", timeout_s: float = 20.0) -> None:
         """Args:
@@ -110,7 +100,7 @@ class WebSearch:
             )
         self._provider = chosen = PROVIDERS[provider]
         base = base_url.strip() or chosen.base_url
-        if urlsplit(base).scheme not in ("http", "https") or not urlsplit(base).hostname:
+        if not is_http(base):
             raise SettingError(
                 f"tools.search.base_url: got {base_url!r}, expected an address such as"
                 f" {chosen.base_url}."
@@ -121,17 +111,16 @@ class WebSearch:
                 f"tools.search.provider is '{provider}', but the environment variable"
                 f" {chosen.key_variable} is not set; set it to your API key."
             )
+        # Checked here, since the error of the HTTP client would show the key.
         if not (key.isascii() and key.isprintable()):
             raise SettingError(
                 f"the environment variable {chosen.key_variable} holds characters that no API key"
                 " has."
             )
+        super().__init__(f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True)
         self._url = base.rstrip("/") + chosen.request[1]
-        name, prefix = chosen.key_header
-        self._headers = {name: prefix + key, "Accept": "application/json"}
-        self._service = Service(
-            f"the search provider '{provider}'", timeout_s=timeout_s, use_proxy=True
-        )
+        header, prefix = chosen.key_header
+        self._headers = {header: prefix + key, "Accept": "application/json"}
 
     @property
     def fingerprint(self) -> str:
@@ -148,18 +137,16 @@ class WebSearch:
         """
         return list(await asyncio.gather(*(self._search(query, top_k) for query in queries)))
 
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._service.close()
-
     async def _search(self, query: str, top_k: int) -> list[Passage]:
-        request = self._provider.ask(query, min(top_k, MAX_RESULTS))
-        answer = await self._service.ask(url=self._url, headers=self._headers, **request)
+        method, _, query_key, num_key = self._provider.request
+        asked = {query_key: query, num_key: min(top_k, MAX_RESULTS)}
+        place = "json" if method == "POST" else "params"
+        answer = await self.ask(method, self._url, headers=self._headers, **{place: asked})
         try:
             found = [tuple(map(_plain, result)) for result in self._provider.read(answer)][:top_k]
         except (AttributeError, TypeError, KeyError) as error:
             raise ToolUnavailable(
-                f"{self._service.name} answered in another shape than expected: {error!r}"
+                f"{self.name} answered in another shape than expected: {error!r}"
             ) from error
         return [
             Passage(address, " | ".join(part for part in (title, address, text) if part), 1 / rank)

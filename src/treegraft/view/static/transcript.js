@@ -13,7 +13,7 @@ export function contentParts(content) {
     found.push(part("call", plain(call.name), call.body.trim()));
     const seen = content.observations[n];
     if (!seen) return;
-    const marks = [seen.is_error && "error", seen.is_truncated && "cut", seen.is_cached && "cached"].filter(Boolean).map((mark) => h("em", { class: mark === "error" ? "bad" : null }, ` ${mark}`));
+    const marks = [seen.is_error && "error", seen.is_truncated && "cut"].filter(Boolean).map((mark) => h("em", { class: mark === "error" ? "bad" : null }, ` ${mark}`));
     found.push(part(seen.is_error ? "result error" : "result", "result", seen.text, marks));
   });
   if (content.answer !== null && content.answer !== undefined) found.push(part("answer", "answer", content.answer));
