@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, display_on, refuse_idle, say, table
+from treegraft.cli.display import display_on
+from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.text import plain
 
 if TYPE_CHECKING:
-    from treegraft.traces.collect import BuildReport
+    from treegraft.traces.collect import StoredCounts
     from treegraft.traces.fill import BufferBuild
-    from treegraft.traces.imports import ImportReport
 
 buffer_app = typer.Typer(
     name="buffer",
@@ -46,6 +46,7 @@ Encoder = Annotated[
 ]
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 
+MinReward = Annotated[float, typer.Option(help="Keep only trajectories with a reward above this.")]
 # Options of `build`
 Recipe = Annotated[
     str,
@@ -55,13 +56,6 @@ Recipe = Annotated[
 ]
 Out = Annotated[
     Path, typer.Option(metavar="FILE", help="File of the buffer; an existing one is extended.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[OVERRIDES]...",
-        help="Settings to change, e.g. tasks.search_world.detour_prob=0.4.",
-    ),
 ]
 Agent = Annotated[
     str,
@@ -117,9 +111,7 @@ def build(
     keep: Annotated[
         int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")
     ] = 5,
-    min_reward: Annotated[
-        float, typer.Option(help="Keep only trajectories with a reward above this.")
-    ] = 0.0,
+    min_reward: MinReward = 0.0,
     num_tasks: Annotated[
         int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
     ] = None,
@@ -165,6 +157,7 @@ def build(
             with display_on(sys.stderr if as_json else None) as display:
                 work.run(keep, min_reward, num_tasks, display=display)
         except EngineError:
+            # The traces so far are kept, so their counts are shown before the error.
             _print_report(work, out, as_json)
             raise
     _print_report(work, out, as_json)
@@ -217,7 +210,7 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
     _print_rows(f"{out}: {work.source}", rows)
 
 
-def _kept_rows(report: BuildReport | ImportReport, num_kept: int) -> dict[str, str]:
+def _kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     rows = {
         "trajectories": (
             f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
@@ -261,12 +254,9 @@ def import_traces(
         typer.Option(help="Name of the agent in the buffer. Default: the name of each file."),
     ] = None,
     keep: Annotated[
-        int,
-        typer.Option(min=1, help="Trajectories kept per task of a file, the best by reward."),
+        int, typer.Option(min=1, help="Trajectories kept per task of a file, the best by reward.")
     ] = 5,
-    min_reward: Annotated[
-        float, typer.Option(help="Keep only trajectories with a reward above this.")
-    ] = 0.0,
+    min_reward: MinReward = 0.0,
     reward: Annotated[float, typer.Option(help="Reward of rows without one.")] = 1.0,
     reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",
     task_column: Annotated[str, typer.Option(help="Column of the task's id.")] = "task_id",
@@ -279,6 +269,7 @@ def import_traces(
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.imports import Columns, check_paths, import_files
 
+    # Before the buffer is opened, which would make its file.
     check_paths(files)
     columns = Columns(reward=reward_column, task_id=task_column, default_reward=reward)
     with _no_empty_file(into), TraceBuffer(into, _encoder_for(into, encoder)) as buffer:

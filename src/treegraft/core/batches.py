@@ -33,6 +33,8 @@ class Batcher(Generic[Q, A]):
             self._waiting, self._worker = [], None
         answer: asyncio.Future[A] = loop.create_future()
         self._waiting.append((question, answer))
+        # The worker starts only after this coroutine waits, so questions of one moment share the
+        # first batch.
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         return await answer

@@ -39,16 +39,13 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
             else "no modules.json and no config.json; expected a saved sentence-transformers model"
         )
         raise ModelError(f"{kind} '{path}': the folder has {expected}")
-    if _is_meant_as_folder(path):
-        raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
-    return path, None
-
-
-def _is_meant_as_folder(path: str) -> bool:
-    """Whether a path that leads nowhere is hardly a hub id, which is NAME or OWNER/NAME."""
+    # A hub id is NAME or OWNER/NAME; anything else was meant as a folder. RUNS/NAME looks like a
+    # hub id, but is more likely a run that is not there.
     owner, _, rest = path.partition("/")
     is_beside_runs = bool(rest) and any(Path(owner).glob("*/checkpoints"))
-    return path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs
+    if path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs:
+        raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
+    return path, None
 
 
 def _neighbours(folder: Path) -> str:
@@ -66,6 +63,7 @@ def _neighbours(folder: Path) -> str:
 
 
 def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
+    # By its metadata: an import would run the package's code.
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError as error:

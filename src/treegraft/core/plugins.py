@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from inspect import get_annotations
-from types import ModuleType
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
@@ -72,25 +71,15 @@ def load_object(path: str) -> Any:
         part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
     ):
         raise SettingError(f"'{path}' is no import path; write 'package.module:name'.")
-    found: Any = _import(module_name, path)
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            raise SettingError(
-                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
-            )
-        found = getattr(found, attribute)
-    return found
-
-
-def _import(module_name: str, path: str) -> ModuleType:
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         # A console script does not see its working directory. Appended, it cannot shadow an
         # installed module.
         sys.path.append(directory)
     try:
-        return importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The module itself or a package around it, or one that it imports?
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise SettingError(
                 f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
@@ -103,3 +92,10 @@ def _import(module_name: str, path: str) -> ModuleType:
         raise SettingError(
             f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}"
         ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise SettingError(
+                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
+            )
+        found = getattr(found, attribute)
+    return found

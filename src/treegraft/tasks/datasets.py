@@ -87,6 +87,7 @@ class DatasetSource(OpenTasks):
 
     @cached_property
     def _training(self) -> _Scan:
+        # Without evaluation files the last training rows are held out.
         num_held_out = 0 if self._settings.eval else self._num_eval
         return self._scan(self._settings.train, self._num_train, num_held_out)
 
@@ -109,9 +110,10 @@ class DatasetSource(OpenTasks):
 
     def _scan(self, specs: Sequence[str], num_first: int, num_last: int) -> _Scan:
         settings, scan = self._settings, _Scan(last=deque(maxlen=num_last))
-        for spec in dict.fromkeys(specs):
+        for spec in dict.fromkeys(specs):  # a file named twice is read once
             defects = scan.defects.setdefault(spec, _FileDefects())
             num_before = scan.num_usable
+            # The split of a hub's data set that names none.
             is_eval = spec in settings.eval and spec not in settings.train
             for row in read_rows(spec, "test" if is_eval else "train"):
                 defects.num_rows += 1
@@ -124,6 +126,7 @@ class DatasetSource(OpenTasks):
                     scan.last.append(task)
                     if len(scan.tasks) < num_first:
                         scan.tasks.append(task)
+            # A file without use is a mistake in the settings, even where the others are fine.
             if scan.num_usable == num_before:
                 _refuse_source(spec, defects, settings)
         return scan
@@ -167,6 +170,7 @@ class _Scan:
     def adds(self, task: Task, row: int, defects: Defects) -> bool:
         """Returns False, and counts it, where question and reference occurred before."""
         question = " ".join(task.question.split())
+        # Digests, since the texts of a large file would not fit in memory.
         key, pair_key = _digest(question), _digest(question, *task.reference)
         is_new = pair_key not in self.pairs
         if not is_new:
@@ -200,6 +204,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         defects.add("without a question", row.number)
         return None
     accepted = accepted_answers(reference)
+    # A row without the mark has no answer in the promised place; the whole text would be graded.
     if accepted and (mark := settings.reference_after) is not None:
         accepted = after_mark([one for one in accepted if mark in one], mark)
         if not accepted:

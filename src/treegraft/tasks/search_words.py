@@ -169,6 +169,7 @@ class English:
                 f' "{self._sample}".'
             )
         if len(relations) > 1:
+            # The innermost relation, whose entity is known already.
             raise ToolError(
                 f'One relation at a time: look up "{self.query(entity, relations[-1])}" first.'
             )
@@ -213,6 +214,7 @@ def _shown(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
+# Every call of the tool asks for it, and English builds a table of its words.
 @cache
 def wording(num_entities: int, num_relations: int, *, words: bool) -> Wording:
     """Returns the wording of a world of this size; English has len(NAMES) entities and

@@ -188,7 +188,7 @@ class OpenEnvEnvironment:
             else {"type": "call_tool", "tool_name": own_name, "arguments": arguments}
         )
         result = await self._ask({"type": "step", "data": action})
-        if result.get("reward") is not None:
+        if result.get("reward") is not None:  # many environments give one at the end alone
             self._rewards.append(float(result["reward"]))
         self._is_over = bool(result.get("done"))
         text = shown(result["observation"])

@@ -145,6 +145,7 @@ class SentenceEncoder:
 
         logging.disable_progress_bar()
         try:
+            # Pickled weights could run code while they are loaded.
             self._model: Any = SentenceTransformer(location, model_kwargs={"use_safetensors": True})
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]

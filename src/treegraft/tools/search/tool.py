@@ -96,6 +96,7 @@ class SearchTool:
         if not query:
             raise ToolError("the search query is empty")
         (found,) = await self.backend.search([query], self.top_k)
+        # One line per passage, so that the agent can tell where the next begins.
         lines = [
             f"Doc {rank}: {' '.join(passage.contents.split())}"
             for rank, passage in enumerate(found, start=1)
