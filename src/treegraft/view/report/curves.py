@@ -197,7 +197,8 @@ def _draw(data: ReportData, panels: Sequence[_Panel], num_columns: int) -> Any:
             if curve:
                 look = looks(data.look(group.label))
                 draw_band(one, places, points, printable(group.label, 40), look)
-        one.set_title(printable(panel.title, 44))
+        # A longer title would run into that of the next panel.
+        one.set_title(printable(panel.title, 78 // columns))
         one.set_xlabel(panel.x_label)
         one.set_ylabel(panel.y_label)
         if panel.x_label == "update":

@@ -32,7 +32,7 @@ figcaption { font-size: 0.88rem; color: #444; margin-top: 0.4rem; max-width: 52r
 .note { color: #7a3b00; font-size: 0.88rem; margin: 0.2rem 0; }
 table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums;
   margin: 0.5rem 0; }
-th { text-align: left; border-bottom: 1.5px solid #1b1b1b; }
+th { text-align: left; border-bottom: 1.5px solid #1b1b1b; white-space: nowrap; }
 td, th { padding: 0.15rem 0.9rem 0.15rem 0; vertical-align: top; }
 td { border-bottom: 1px solid #e6e6e6; }
 td.n { text-align: right; white-space: nowrap; }
