@@ -507,7 +507,9 @@ def test_the_numbers_of_a_report_by_hand(tmp_path: Path) -> None:
         ("num_calls", "hybrid"): 1.0,
         ("num_calls", "on-policy"): 1.0,
     }
-    assert written.left_out == ("no sweep: no two groups differ in one numeric setting alone.",)
+    assert written.left_out == (
+        "no sweep: no two groups differ in one numeric setting, or in the off-policy source, alone.",
+    )
 
 
 def test_a_report_lies_in_the_run_and_is_the_same_twice(tmp_path: Path) -> None:
@@ -634,6 +636,27 @@ def test_sweeps_of_a_study(tmp_path: Path) -> None:
         float(final["w", "half"]["difference"]) == pytest.approx(-0.3)
         and final["w", "half"]["pairs"] == "1"
     )
+
+
+def test_a_sweep_of_the_off_policy_source(tmp_path: Path) -> None:
+    """Runs that retrieve from another file, or from an expert with two flaws, and are otherwise
+    equal."""
+    error, detour = "tasks.search_world.error_prob", "tasks.search_world.detour_prob"
+    flawless = {"buffer__path": "expert", error: 0.0, detour: 0.0}
+    lines = [study_line("a", 0, 0.8, **flawless)]
+    lines += [study_line("b", 0, 0.6, **flawless | {error: 0.3, detour: 0.4})]
+    lines += [study_line("c", 0, 0.7, **flawless | {"buffer__path": "own.sqlite"})]
+    (tmp_path / "study.jsonl").write_text("".join(lines))
+    write_report([str(tmp_path / "study.jsonl")], out=tmp_path / "out")
+    found = {
+        (row["setting"], row["value"]): float(row["mean"])
+        for row in table(tmp_path / "out", "sweep")
+    }
+    assert found == {
+        ("off-policy source", "expert"): 0.8,
+        ("off-policy source", "expert, detour_prob 0.4, error_prob 0.3"): 0.6,
+        ("off-policy source", "own.sqlite"): 0.7,
+    }
 
 
 def test_shares_of_0_and_1_are_drawn(tmp_path: Path) -> None:

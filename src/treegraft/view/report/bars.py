@@ -7,11 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from treegraft.runs.metrics import meaning
+from treegraft.settings.config import settings_with
 from treegraft.view.report.bands import last_accuracy, paired, student, values_at, wilson
 from treegraft.view.report.drawing import as_percent, looks, new_figure, printable
 from treegraft.view.report.figure import Cell, MissingFigure, ReportFigure, Table, number
 from treegraft.view.report.groups import Group, ReportData, count_note, vary
 
+SOURCE = "off-policy source"
+SOURCE_SETTINGS = settings_with("retrieval_source")
 _MOST_SWEEPS = 6
 """Settings whose sweeps are drawn; the table has all of them."""
 
@@ -169,23 +172,46 @@ def _draw_final(data: ReportData, panels: Sequence[tuple[str, list[Bar], list[Ba
 # ---------------------------------------------------------------------- sweeps
 
 
+def _swept_value(group: Group, name: str, groups: Sequence[Group]) -> float | str | None:
+    """Returns the number of a setting, or the agent that a group retrieves from; None for a flag or
+    a text, and where a sweep of a number shows the same."""
+    values = group.records[0].settings
+    if name != SOURCE:
+        value = values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        return float(value)
+    differing = [
+        one
+        for one in SOURCE_SETTINGS
+        if len({str(each.records[0].settings.get(one)) for each in groups}) > 1
+    ]
+    if differing != ["buffer.path"] and len(differing) < 2:
+        return None
+    flaws = [
+        f"{one.rpartition('.')[2]} {values[one]}"
+        for one in SOURCE_SETTINGS
+        if one != "buffer.path" and values.get(one)
+    ]
+    return ", ".join([str(values.get("buffer.path") or "expert"), *flaws])
+
+
 def sweep(data: ReportData) -> ReportFigure | MissingFigure:
     """Returns the last accuracy against each numeric setting in which runs differ and are equal in
-    all others."""
+    all others, and against the agents whose steps they retrieve."""
     title, key = "Accuracy at the end against a setting", data.accuracy
     if key is None:
         return MissingFigure(title, "no run was evaluated.")
     names = sorted({name for group in data.groups for name in group.records[0].settings})
-    swept = dict[str, list[tuple[str, list[tuple[float, Bar]]]]]()
+    swept = dict[str, list[tuple[str, list[tuple[float | str, Bar]]]]]()
     rows = list[tuple[Cell, ...]]()
     involved = list[Group]()
-    for name in names:
-        for groups in vary(data.groups, (name,)):
+    for name, settings in [*((name, (name,)) for name in names), (SOURCE, SOURCE_SETTINGS)]:
+        for groups in vary(data.groups, settings):
             points = [
-                (float(value), bar, group)
+                (value, bar, group)
                 for group in groups
-                if isinstance(value := group.records[0].settings.get(name), int | float)
-                and not isinstance(value, bool)
+                if (value := _swept_value(group, name, groups)) is not None
                 and (bar := final_bar(group, key)) is not None
             ]
             points.sort(key=lambda point: point[0])
@@ -199,7 +225,10 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
                 for value, bar, group in points
             ]
     if not swept:
-        return MissingFigure(title, "no two groups differ in one numeric setting alone.")
+        return MissingFigure(
+            title,
+            "no two groups differ in one numeric setting, or in the off-policy source, alone.",
+        )
     drawn = list(swept.items())[:_MOST_SWEEPS]
     columns = min(3, len(drawn))
     num_rows = -(-len(drawn) // columns)
@@ -209,12 +238,13 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
     for one, (name, lines) in zip(axes, drawn, strict=False):
         for place, (label, line) in enumerate(lines):
             one.errorbar(
-                [value for value, _ in line],
+                [printable(value, 24) if isinstance(value, str) else value for value, _ in line],
                 [bar.value for _, bar in line],
                 yerr=list(zip(*(bar.whiskers for _, bar in line), strict=True)),
                 capsize=3,
                 label=printable(label, 40),
-                **looks(place),
+                # Between two agents there is nothing that a line could mean.
+                **looks(place) | ({"linestyle": "none"} if name == SOURCE else {}),
             )
         one.set_xlabel(name)
         one.set_ylabel("held-out accuracy (%)")
@@ -223,8 +253,9 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
         one.legend(fontsize=7)
     left = ", ".join(list(swept)[_MOST_SWEEPS:])
     caption = (
-        "Last evaluation of runs that differ in one numeric setting alone; a line is named by the"
-        f" group of its smallest value. {count_note(involved, is_accuracy=True)} Lines join"
+        "Last evaluation of runs that differ in one numeric setting, or in the agent whose steps"
+        " they retrieve, alone; a line is named by the group of its smallest value."
+        f" {count_note(involved, is_accuracy=True)} Lines join"
         f" measured values; between two of them nothing was measured. {key}: {meaning(key)}."
     )
     columns_of = ("setting", "method", "value", "group", "n", "mean", "low", "high")
