@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 from statistics import fmean
 from typing import Literal, get_args, overload
 
@@ -37,8 +38,7 @@ def retrieval_reward(
 
     Args:
         entropy_before: H₋, mean entropy of the policy's tokens in its last step before the graft,
-            in nats. At 0 (or below, by rounding) eq. 5 has no value, and Z, bounded by H₋ in the
-            paper's form, is 0 in all variants.
+            in nats; at 0 or below, Z is 0 in all variants.
         entropy_after: H₊, the same of its first step after the graft.
 
     Raises:
@@ -54,6 +54,7 @@ def retrieval_reward(
             f"retrieval_reward: variant is '{variant}'; expected one of {', '.join(VARIANTS)}"
         )
     before, after = float(entropy_before), float(entropy_after)
+    # At 0 eq. 5 has no value, but Z, at most H₋, tends to 0; rounding gives entropies just below 0.
     if before <= 0.0 or variant == "none":
         return 0.0
     change = -(after - before) / before
@@ -147,12 +148,11 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
     """
     found = []
     for index, step in enumerate(steps):
-        if step.origin is not Origin.RETRIEVED:
-            continue
-        before = next((s for s in reversed(steps[:index]) if any(s.sampled_mask)), None)
-        after = next((s for s in steps[index + 1 :] if any(s.sampled_mask)), None)
-        if before is not None and after is not None:
-            found.append((before, after))
+        if step.origin is Origin.RETRIEVED:
+            before = next((s for s in reversed(steps[:index]) if any(s.sampled_mask)), None)
+            after = next((s for s in steps[index + 1 :] if any(s.sampled_mask)), None)
+            if before is not None and after is not None:
+                found.append((before, after))
     return found
 
 
@@ -164,10 +164,11 @@ def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper")
     sampled in a step; tool results, which the paper's unit also holds, were not drawn from a
     distribution.
     """
-    rewards = [
-        retrieval_reward(_entropy(b), _entropy(a), variant=variant)
-        for b, a in graft_neighbours(path.steps)
+    entropies = [
+        [fmean(compress(step.entropies, step.sampled_mask)) for step in pair]
+        for pair in graft_neighbours(path.steps)
     ]
+    rewards = [retrieval_reward(before, after, variant=variant) for before, after in entropies]
     return fmean(rewards) if rewards else 0.0
 
 
@@ -179,11 +180,3 @@ def path_retrieved_frac(path: Trajectory) -> float:
     """
     origins = [origin for step in path.steps[1:] for origin in step.origins]
     return origins.count(Origin.RETRIEVED) / len(origins) if origins else 0.0
-
-
-def _entropy(step: Step) -> float:
-    return fmean(
-        value
-        for value, is_sampled in zip(step.entropies, step.sampled_mask, strict=True)
-        if is_sampled
-    )

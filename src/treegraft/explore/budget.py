@@ -48,27 +48,22 @@ class Allocation(Protocol):
 
     def open_start(self, leaf: Hashable, ordinal: int) -> None:
         """Notes that a first-level rollout has begun."""
-        ...
 
     def open_branch(self, leaf: Hashable, grant: Grant) -> None:
         """Notes that one of a grant's children has begun."""
-        ...
 
     def propose(
         self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
     ) -> None:
         """Takes a leaf's wish after its `round`-th sampled step; None for none. Each leaf says one
         of the two each round."""
-        ...
 
     def end(self, leaf: Hashable) -> None:
         """Notes that a leaf has ended."""
-        ...
 
     def advance(self) -> list[Grant]:
         """Returns the grants that are possible now; open the children, then ask again until there
         are none."""
-        ...
 
 
 class Rounds:
