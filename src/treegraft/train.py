@@ -25,8 +25,7 @@ from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Watch
-from treegraft.rollout.measure import paired_gain, rollout_metrics
-from treegraft.rollout.unused import unused_metrics
+from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
