@@ -347,7 +347,7 @@ class Step:
     cause: Cause | None = None
     """Why it is here; None for the root."""
     decision: BranchDecision | None = None
-    """Why branches were opened beside it or were not; None where nobody asked: a first step, a
+    """Why branches were opened beside it or were not; None where no rule was asked: a first step, a
     branch's own first step, a step after a graft, an explorer that does not branch."""
     lesson_ids: tuple[int, ...] = ()
     """For a graft: its agent's own text, as the policy would have written it here; read by learning

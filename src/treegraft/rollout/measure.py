@@ -40,6 +40,7 @@ def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
         "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in trees)),
         "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in paths),
         "rollout/steps_mean": _mean(len(path.steps) - 1 for path in paths),
+        # Of unique tokens: a shared graft counts once.
         "rollout/retrieved_frac": (
             sum(s.origins.count(Origin.RETRIEVED) for s in after_prompt) / max(1, num_tokens)
         ),
@@ -192,6 +193,7 @@ def paired_gain(
             f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
             " sides"
         )
+    # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
     num = len(differences)
     draws = np.random.default_rng(seed).integers(0, num, (num_resamples, num))

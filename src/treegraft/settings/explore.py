@@ -52,7 +52,7 @@ class EntropySettings(Settings):
     code), or 1."""
     allocation: Literal["round", "shares"] = "round"
     """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers);
-    "shares" gives each start its own part, so that nobody waits."""
+    "shares" gives each start its own part, so that no decision waits."""
     ranking: Literal["order", "entropy"] = setting(
         "order", idle_unless=when("explore.entropy.allocation", "round")
     )

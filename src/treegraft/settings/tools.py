@@ -157,7 +157,7 @@ class EnvironmentSettings(Settings):
     capability: Literal["auto", "fork", "replay", "none"] = "auto"
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;
-    "auto" is what the class declares."""
+    "auto" takes the class's own declaration."""
     max_replay_calls: int = setting(
         20, ge=0, idle_unless=when("environment.capability", "auto", "replay")
     )
