@@ -22,7 +22,7 @@ from treegraft.explore.entropy import EntropyBranching
 from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.rollout.copied import answer_source, copied_metrics
-from treegraft.rollout.unused import unused_metrics
+from treegraft.rollout.measure import unused_metrics
 from treegraft.runs.health import HealthWarning, Monitor, explained, page, recorded
 from treegraft.runs.health_rules import RULES
 from treegraft.runs.metrics import check_known

@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Parts:
-    """What samples and scores: all that an evaluation needs, with one copy of the model."""
+    """The parts that sample and score: all that an evaluation needs, with one copy of the
+    model."""
 
     config: Config
     source: TaskSource
@@ -68,7 +69,7 @@ class Parts:
     def grower(
         self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
     ) -> Grower:
-        """Returns what grows trees within `limits`; without a retriever nothing is grafted."""
+        """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
         return Grower(
             self.engine,
             self.format,
@@ -95,6 +96,7 @@ class Parts:
             DataError: the first such task, and how many there are.
         """
         bad: list[str] = []
+        # Tokens of the prompt around the question.
         overhead = len(self.format.prompt_ids(Task(id="probe", question="?", reference=())))
         for task in tasks:
             # A plain letter is a token at most, so short plain questions need no encoding: 10,000
@@ -114,7 +116,7 @@ class Parts:
 
 @dataclass(kw_only=True)
 class TrainingParts(Parts):
-    """The same with what learns. The engine has a copy of the model of its own."""
+    """The same with the parts that learn. The engine has a copy of the model of its own."""
 
     explorer: Explorer
     learner: Learner
@@ -125,14 +127,14 @@ class TrainingParts(Parts):
 async def assemble(
     config: Config, *, model_path: Path | str | None = None, source: TaskSource | None = None
 ) -> AsyncIterator[Parts]:
-    """Holds the parts that evaluate what `config` describes; nothing is trained.
+    """Holds the parts of an evaluation; nothing is trained.
 
     Args:
         model_path: load model and tokenizer from here instead of model.path (a checkpoint).
         source: tasks made already; None builds them.
 
     Raises:
-        TreegraftError: what cannot be had, before any work starts.
+        TreegraftError: a part that cannot be made, before any work starts.
     """
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
@@ -146,17 +148,18 @@ async def assemble(
 async def assemble_training(
     config: Config, *, source: TaskSource | None = None, checkpoint: Path | None = None
 ) -> AsyncIterator[TrainingParts]:
-    """Holds the parts that train what `config` describes.
+    """Holds the parts of a training.
 
     Args:
         source: tasks made already; None builds them.
         checkpoint: where to go on from, weights and optimiser; None for the beginning.
 
     Raises:
-        TreegraftError: what cannot be had, before any work starts.
+        TreegraftError: a part that cannot be made, before any work starts.
     """
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
+            # Imported here, so that `treegraft --help` and config checks start without torch.
             from treegraft.policy.checkpoint import load_checkpoint
             from treegraft.policy.learn.credit import find_credit_rule
             from treegraft.policy.learn.learner import Learner
@@ -195,7 +198,8 @@ async def assemble_training(
 
 
 class _World:
-    """What there is before any model: tasks, rewards, environment and tools."""
+    """The parts that need no model: tasks, rewards, environment and tools. Made and checked first,
+    so that contradictions are refused before weights are loaded."""
 
     def __init__(self, config: Config, source: TaskSource | None) -> None:
         self.config = config
@@ -207,6 +211,7 @@ class _World:
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
         self.tools = build_tools(config.tools, own_tools)
+        # Only its kind matters here; the tokenizer, whose size it takes, comes later.
         _refuse_branching(build_explorer(config.explore, vocab_size=2), self.tools)
         _refuse_grafts(config, self.kind)
 
@@ -252,10 +257,9 @@ class _World:
         config = self.config
         engine = _build_engine(config, sampled, tokenizer, model_path or config.model.path)
         stack.push_async_callback(engine.close)
-        limits = [max_context(model), engine.max_context]
-        max_prompt = _room_for_prompts(
-            config, min((limit for limit in limits if limit is not None), default=None)
-        )
+        # The learner packs whole paths, so its model's limit counts beside the engine's.
+        limits = [limit for limit in (max_context(model), engine.max_context) if limit is not None]
+        max_prompt = _room_for_prompts(config, min(limits)) if limits else None
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
         if not is_ours:  # a checkpoint of ours holds the template already
             use_template(config.format, tokenizer)
@@ -267,11 +271,8 @@ class _World:
             end_ids=end_token_ids(model, tokenizer),
             mentions_retrieval="graft" in config.explore.explorers,
         )
-        toolbox = Toolbox(
-            self.tools,
-            config.tools,
-            None if self.kind is None else Environments(self.kind, config.environment),
-        )
+        environments = None if self.kind is None else Environments(self.kind, config.environment)
+        toolbox = Toolbox(self.tools, config.tools, environments)
         stack.push_async_callback(toolbox.close)
         return Parts(
             config=config,
@@ -289,16 +290,12 @@ def _is_native(config: Config) -> bool:
     return config.engine.kind == "native"
 
 
-def _room_for_prompts(config: Config, limit: int | None) -> int | None:
-    """Returns the longest prompt that leaves room for a completion, in tokens, where a model or an
-    engine reads `limit` tokens in all; None for no limit."""
-    if limit is None:
-        return None
-    name, wanted = max(
-        ("rollout.max_completion_tokens", config.rollout.max_completion_tokens),
-        ("eval.max_completion_tokens", config.eval.max_completion_tokens or 0),
-        key=lambda item: item[1],
-    )
+def _room_for_prompts(config: Config, limit: int) -> int:
+    """The longest prompt that leaves room for a completion, where `limit` tokens fit in all."""
+    training, evaluation = config.rollout, config.eval
+    name, wanted = "rollout.max_completion_tokens", training.max_completion_tokens
+    if (evaluation.max_completion_tokens or 0) > wanted:
+        name, wanted = "eval.max_completion_tokens", evaluation.max_completion_tokens or 0
     if wanted >= limit:
         raise SettingError(
             f"{name} is {wanted}, but model '{config.model.path}' reads {limit} tokens in all;"
@@ -334,12 +331,9 @@ def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
             " 'replay'. Declare one of them in the class or as environment.capability, or use"
             " explorers that do not branch."
         )
-    stateful = [
-        tool.name
-        for tool in tools
-        if tool not in own and tool.capability is not Capability.STATELESS
-    ]
-    if stateful:
+    # A tool has one state for all trajectories, so there is nothing that a branch could copy.
+    others = (tool for tool in tools if tool not in own)
+    if stateful := [one.name for one in others if one.capability is not Capability.STATELESS]:
         raise SettingError(
             f"explore.explorers: trees would branch over the tools {stateful}, whose state two"
             " branches cannot share; expected stateless tools, or an environment that can fork or"
@@ -350,11 +344,8 @@ def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
 
 def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
     """Refuses grafts over a state on which their calls cannot be tried."""
-    if (
-        "graft" in config.explore.explorers
-        and kind is not None
-        and kind.capability is Capability.NONE
-    ):
+    grafts = "graft" in config.explore.explorers
+    if grafts and kind is not None and kind.capability is Capability.NONE:
         raise SettingError(
             "explore.explorers: got 'graft' with an environment whose capability is 'none';"
             " expected 'fork' or 'replay', since a grafted step's calls are made on a copy first."
@@ -365,11 +356,9 @@ def _refuse_grafts(config: Config, kind: EnvironmentKind | None) -> None:
 def _refuse_rewards(config: Config, kind: EnvironmentKind | None) -> None:
     """Refuses the environment's reward where there is none."""
     if "environment" in config.reward.funcs and (kind is None or not kind.has_reward):
-        what = (
-            "environment.kind is empty"
-            if kind is None
-            else f"'{kind.name}' has no method get_reward"
-        )
+        fault = "environment.kind is empty"
+        if kind is not None:
+            fault = f"'{kind.name}' has no method get_reward"
         raise SettingError(
-            f"reward.funcs: got 'environment', but {what}; expected an environment with a reward."
+            f"reward.funcs: got 'environment', but {fault}; expected an environment with a reward."
         )

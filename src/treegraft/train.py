@@ -14,7 +14,7 @@ from pathlib import Path
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.errors import DataError
-from treegraft.core.interfaces import Display, TaskSource
+from treegraft.core.interfaces import Display
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
 from treegraft.evals.evaluate import Evaluation, evaluate
@@ -25,8 +25,7 @@ from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Watch
-from treegraft.rollout.measure import paired_gain, rollout_metrics
-from treegraft.rollout.unused import unused_metrics
+from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
 from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
@@ -78,12 +77,16 @@ def sft(
 
 
 async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
-    """The whole run. All parts are made before the run folder, so bad input leaves nothing."""
+    """The whole run."""
     config, state = run.config, run.state
     run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
     source = build_tasks(config.tasks, config.run.seed)
-    if config.run.num_updates and not only_warms_up:
-        refuse_no_tasks(source)
+    if config.run.num_updates and not only_warms_up and not source.train_tasks():
+        raise DataError(
+            "the training tasks are empty; expected at least one row. See tasks.num_train and"
+            " [tasks.dataset]."
+        )
+    # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(config, source=source, checkpoint=run.start.checkpoint) as parts:
         parts.check_prompts([*parts.train_tasks, *parts.eval_tasks])
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
@@ -94,6 +97,7 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         with run.opened(checkpoint_writer(config, parts), source.report()):
             if demonstrations is not None:
                 warm_up_from(demonstrations, run, parts)
+            # Also after a resume: the engine of this process does not know its version yet.
             await publisher.publish(run.state.update)
             if only_warms_up:
                 # After the checkpoint, so that a later training logs update 0 with its evaluation.
@@ -140,6 +144,7 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         trees, learned = learner.learn(trees)
     with clock("publish"):
         await publisher.publish(number)
+    # After learning, so that traces of this update are never retrieved within it.
     buffer.grow(trees, number)
     # The one place where the metrics of an update come together.
     metrics = (
@@ -148,6 +153,7 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
         | learned
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
+    # Taken once an update: each call starts counting anew.
     for part in (parts, grower, buffer, clock):
         metrics |= part.take_metrics()
     run.finish_update(number, trees, metrics, publisher.state())
@@ -212,6 +218,7 @@ def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
 def warm_up_from(demonstrations: Demonstrations, run: Run, parts: TrainingParts) -> None:
     """Supervised fine-tuning on the demonstrations that are still to come."""
     settings, learner, began = run.config.warmup, parts.learner, time.monotonic()
+    # A kill costs at most a quarter of the warm-up.
     save_every = max(1, settings.num_steps // 4)
 
     def on_step(done: int, loss: float) -> bool:
@@ -224,6 +231,7 @@ def warm_up_from(demonstrations: Demonstrations, run: Run, parts: TrainingParts)
     first = run.state.warmup_steps
     warm_up(learner, demonstrations, settings, first_step=first, on_step=on_step)
     if run.state.warmup_steps == settings.num_steps:
+        # AdamW's moments of imitation would go on pushing in its direction in the first updates.
         learner.optimiser.reset()
         solved = [(task, parts.source.expert(task, 0)) for task in parts.eval_tasks]
         held_out = [(task, steps) for task, steps in solved if steps]
@@ -264,15 +272,6 @@ def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, T
     return write
 
 
-def refuse_no_tasks(source: TaskSource) -> None:
-    """Raises DataError where there is nothing to train on."""
-    if not source.train_tasks():
-        raise DataError(
-            "the training tasks are empty; expected at least one row. See tasks.num_train and"
-            " [tasks.dataset]."
-        )
-
-
 def sample_tasks(tasks: Sequence[Task], update: int, *, size: int, seed: int) -> list[Task]:
     """Returns the tasks of an update: epochs over all tasks, each shuffled by a key of its own;
     none twice in an update."""
@@ -281,6 +280,7 @@ def sample_tasks(tasks: Sequence[Task], update: int, *, size: int, seed: int) ->
     for position in range((update - 1) * size, update * size):
         epoch, place = divmod(position, len(tasks))
         if epoch not in orders:
+            # A function of seed and epoch alone, so that a resumed run needs no generator's state.
             keys = [(keyed_int(seed, "epoch", epoch, n), n) for n in range(len(tasks))]
             orders[epoch] = [n for _, n in sorted(keys)]
         task = tasks[orders[epoch][place]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,7 @@ from treegraft.algo.rapo import (
     path_retrieval_reward,
     path_retrieved_frac,
 )
-from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Step, Trajectory, Tree
+from treegraft.core.types import LEARNING_RULES, Leaf, Origin, Status, Trajectory, Tree
 
 Floats = npt.NDArray[np.float64]
 
@@ -44,11 +46,12 @@ def group_advantages(
         raise ValueError(
             f"group_advantages: got rewards {rewards!r}; expected a flat list of finite numbers"
         )
+    # Compared, not std == 0: rounding can leave a spread of 1e-17 where all rewards are equal, so
+    # that their advantages would not be exactly 0 and the group would not be skipped.
     if values.size < 2 or (values == values[0]).all():
         return np.zeros_like(values)
-    centred = values - values.mean()
     spread = float(values.std(ddof=1)) + eps if scale == "std" else 1.0
-    advantages: Floats = centred / spread
+    advantages: Floats = (values - values.mean()) / spread
     return advantages
 
 
@@ -75,9 +78,8 @@ def leaf_weights(
         raise ValueError(
             f"leaf_weights: kind is '{kind}'; expected 'uniform' or 'inverse_branching'"
         )
-    shares = 1.0 / np.asarray(branchings, dtype=np.float64)
-    if kind == "uniform":
-        shares = np.ones_like(shares)
+    products = np.asarray(branchings, dtype=np.float64)
+    shares = 1.0 / products if kind == "inverse_branching" else np.ones_like(products)
     total = shares.sum()
     return shares / total if total else shares
 
@@ -127,60 +129,58 @@ def assign_credit(
     helped = [path_retrieval_reward(path, retrieval_reward) for path in members]
     advantages = combined_advantages(outcomes, helped, weight=retrieval_weight, eps=eps)
     weights = leaf_weights([_branching(tree, path.leaf) for path in members], kind=leaf_weight)
+    # Every field is set anew, so that crediting a tree twice gives the same as once.
     credited = {
-        path.leaf.step_id: replace(
+        leaf.step_id: replace(
+            leaf,
+            advantage=None,
+            outcome_advantage=None,
+            retrieval_reward=0.0,
+            retrieved_frac=0.0,
+            weight=0.0,
+            has_loss=False,
+        )
+        for leaf in tree.leaves
+    }
+    columns = zip(members, advantages, outcomes, helped, weights, strict=True)
+    for path, advantage_, outcome, reward, weight in columns:
+        is_taught = learn_from_truncated or path.status is not Status.TRUNCATED
+        credited[path.leaf.step_id] = replace(
             path.leaf,
-            advantage=float(a),
+            advantage=float(advantage_),
             outcome_advantage=float(outcome),
-            retrieval_reward=z,
+            retrieval_reward=reward,
             retrieved_frac=path_retrieved_frac(path),
-            weight=float(w),
-            has_loss=LEARNING_RULES[path.status].has_loss
-            and (learn_from_truncated or path.status is not Status.TRUNCATED),
+            weight=float(weight),
+            has_loss=is_taught and LEARNING_RULES[path.status].has_loss,
         )
-        for path, a, outcome, z, w in zip(
-            members, advantages, outcomes, helped, weights, strict=True
-        )
-    }
-    nothing: dict[str, Any] = {
-        "advantage": None,
-        "outcome_advantage": None,
-        "retrieval_reward": 0.0,
-        "retrieved_frac": 0.0,
-    }
-    failed = [leaf for leaf in tree.leaves if leaf.step_id not in credited]
-    credited |= {
-        leaf.step_id: replace(leaf, weight=0.0, has_loss=False, **nothing) for leaf in failed
-    }
-    steps = _attributed(tree, members, advantages) if attribution == "hard" else _unattributed(tree)
-    return replace(tree, steps=steps, leaves=tuple(credited[leaf.step_id] for leaf in tree.leaves))
+    shared: Sequence[float | None] = [None] * len(tree.steps)
+    if attribution == "hard":
+        shared = _step_advantages(tree, members, advantages)
+    steps = [
+        step if step.advantage == value else replace(step, advantage=value)
+        for step, value in zip(tree.steps, shared, strict=True)
+    ]
+    return replace(tree, steps=tuple(steps), leaves=tuple(credited.values()))
 
 
-def _attributed(tree: Tree, members: Sequence[Trajectory], advantages: Floats) -> tuple[Step, ...]:
-    """The steps with their mean advantages; None where the policy wrote nothing or no live leaf
-    lies below."""
+def _step_advantages(
+    tree: Tree, members: Sequence[Trajectory], advantages: Floats
+) -> list[float | None]:
+    """[steps] mean advantages; None where the policy wrote nothing or no live leaf lies below."""
     below: dict[str, list[int]] = {step.id: [] for step in tree.steps}
     for index, path in enumerate(members):
         for step in path.steps:
             below[step.id].append(index)
-    shared = shared_advantages(advantages, list(below.values()))
-    return tuple(
-        replace(step, advantage=float(value) if below[step.id] and any(step.sampled_mask) else None)
-        for step, value in zip(tree.steps, shared, strict=True)
-    )
-
-
-def _unattributed(tree: Tree) -> tuple[Step, ...]:
-    return tuple(
-        step if step.advantage is None else replace(step, advantage=None) for step in tree.steps
-    )
+    means = shared_advantages(advantages, list(below.values()))
+    return [
+        float(mean) if below[step.id] and any(step.sampled_mask) else None
+        for step, mean in zip(tree.steps, means, strict=True)
+    ]
 
 
 def _branching(tree: Tree, leaf: Leaf) -> float:
-    """Product over the steps above the leaf of the policy's children of that step, the root's
-    starts left out."""
-    product = 1.0
-    for step in tree.path(leaf.step_id)[1:-1]:
-        children = [s for s in tree.steps if s.parent == step.id and s.origin is Origin.POLICY]
-        product *= max(1, len(children))
-    return product
+    """Product over the steps above the leaf of the policy's children of that step."""
+    # Without the root: how many starts it has is our choice, not the policy's.
+    num_children = Counter(step.parent for step in tree.steps if step.origin is Origin.POLICY)
+    return math.prod(float(max(1, num_children[step.id])) for step in tree.path(leaf.step_id)[1:-1])

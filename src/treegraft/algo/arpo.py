@@ -34,10 +34,9 @@ def entropy_change(
         raise ValueError(
             f"entropy_change: normaliser is {normaliser}; expected a number above 0 (V, ln V or 1)"
         )
-    change = (
-        math.fsum(float(now) - float(then) for now, then in zip(current, initial, strict=False))
-        / normaliser
-    )
+    # fsum rounds once, so the order of the tokens cannot tip a decision at the threshold.
+    pairs = zip(current, initial, strict=False)
+    change = math.fsum(float(now) - float(then) for now, then in pairs) / normaliser
     if not math.isfinite(change):
         raise ValueError(
             f"entropy_change: got entropies {current!r} and {initial!r}; expected finite numbers,"
@@ -88,6 +87,7 @@ def shared_advantages(
     values = np.asarray(advantages, dtype=np.float64)
     means = np.zeros(len(descendants), dtype=np.float64)
     for step, below in enumerate(descendants):
+        # Checked, since numpy takes a negative index for a leaf counted from the end.
         wrong = [index for index in below if not 0 <= index < values.size]
         if wrong:
             raise ValueError(

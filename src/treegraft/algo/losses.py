@@ -53,6 +53,7 @@ def clipped_surrogate(
     shaped = ratios if shaping is None else shaping * ratios
     plain = -shaped * advantages
     clipped = -shaped.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
+    # max of the negated terms: the minimum of the objective's two.
     losses = torch.maximum(plain, clipped)
     is_clipped = clipped > plain
     if dual_clip is not None:
@@ -79,9 +80,8 @@ def engine_correction(
         old_logprobs, sampling_logprobs: [C] log π_old and log μ.
         cap: C > 0.
     """
-    ratios = torch.exp(
-        (old_logprobs - sampling_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ).detach()
+    difference = (old_logprobs - sampling_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratios = torch.exp(difference).detach()
     return ratios.clamp(max=cap), ratios > cap
 
 
@@ -166,6 +166,7 @@ def contribution_weights(
     Raises:
         ValueError: an unknown aggregation.
     """
+    # A step whose only loss tokens belong to leaves of weight 0 has no token to divide by.
     if aggregation == "token-mean":
         factors = leaf_weights / max(denominators.weighted_tokens, 1e-12)
     elif aggregation == "sequence-mean":

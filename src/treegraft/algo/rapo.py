@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import compress
 from statistics import fmean
-from typing import Literal, get_args, overload
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +38,7 @@ def retrieval_reward(
 
     Args:
         entropy_before: H₋, mean entropy of the policy's tokens in its last step before the graft,
-            in nats. At 0 (or below, by rounding) eq. 5 has no value, and Z, bounded by H₋ in the
-            paper's form, is 0 in all variants.
+            in nats; at 0 or below, Z is 0 in all variants.
         entropy_after: H₊, the same of its first step after the graft.
 
     Raises:
@@ -54,6 +54,7 @@ def retrieval_reward(
             f"retrieval_reward: variant is '{variant}'; expected one of {', '.join(VARIANTS)}"
         )
     before, after = float(entropy_before), float(entropy_after)
+    # At 0 eq. 5 has no value, but Z, at most H₋, tends to 0; rounding gives entropies just below 0.
     if before <= 0.0 or variant == "none":
         return 0.0
     change = -(after - before) / before
@@ -110,15 +111,9 @@ def combined_advantages(
     return combined
 
 
-@overload
-def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float: ...
-@overload
-def shaping_factor(retrieved_frac: Sequence[float] | Floats, weight: float = 0.05) -> Floats: ...
-def shaping_factor(
-    retrieved_frac: float | Sequence[float] | Floats, weight: float = 0.05
-) -> float | Floats:
+def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float:
     """Returns 1 + m F, by which the ratios of a trajectory with grafts are multiplied before
-    clipping; [trajectories] for several.
+    clipping.
 
     r̂ = (1 + m F) · ρ        (RAPO, arXiv 2603.03078, eq. 8)
 
@@ -130,13 +125,12 @@ def shaping_factor(
     Raises:
         ValueError: a share outside 0..1.
     """
-    shares: Floats = np.asarray(retrieved_frac, dtype=np.float64)
-    if not ((shares >= 0.0) & (shares <= 1.0)).all():
+    # So written that it refuses NaN too.
+    if not 0.0 <= retrieved_frac <= 1.0:
         raise ValueError(
             f"shaping_factor: retrieved_frac is {retrieved_frac}; expected a share, 0..1"
         )
-    factors: Floats = 1.0 + weight * shares
-    return factors if factors.ndim else float(factors)
+    return 1.0 + weight * retrieved_frac
 
 
 def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
@@ -147,12 +141,11 @@ def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
     """
     found = []
     for index, step in enumerate(steps):
-        if step.origin is not Origin.RETRIEVED:
-            continue
-        before = next((s for s in reversed(steps[:index]) if any(s.sampled_mask)), None)
-        after = next((s for s in steps[index + 1 :] if any(s.sampled_mask)), None)
-        if before is not None and after is not None:
-            found.append((before, after))
+        if step.origin is Origin.RETRIEVED:
+            before = next((s for s in reversed(steps[:index]) if any(s.sampled_mask)), None)
+            after = next((s for s in steps[index + 1 :] if any(s.sampled_mask)), None)
+            if before is not None and after is not None:
+                found.append((before, after))
     return found
 
 
@@ -164,10 +157,11 @@ def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper")
     sampled in a step; tool results, which the paper's unit also holds, were not drawn from a
     distribution.
     """
-    rewards = [
-        retrieval_reward(_entropy(b), _entropy(a), variant=variant)
-        for b, a in graft_neighbours(path.steps)
+    entropies = [
+        [fmean(compress(step.entropies, step.sampled_mask)) for step in pair]
+        for pair in graft_neighbours(path.steps)
     ]
+    rewards = [retrieval_reward(before, after, variant=variant) for before, after in entropies]
     return fmean(rewards) if rewards else 0.0
 
 
@@ -179,11 +173,3 @@ def path_retrieved_frac(path: Trajectory) -> float:
     """
     origins = [origin for step in path.steps[1:] for origin in step.origins]
     return origins.count(Origin.RETRIEVED) / len(origins) if origins else 0.0
-
-
-def _entropy(step: Step) -> float:
-    return fmean(
-        value
-        for value, is_sampled in zip(step.entropies, step.sampled_mask, strict=True)
-        if is_sampled
-    )

@@ -1,8 +1,4 @@
-"""The seams: what a user may replace, each by an import path in the recipe.
-
-Nothing here depends on a kind: the rollout loop, the learner and the command line know these
-protocols only.
-"""
+"""The protocols between the parts; a user may replace each part by an import path in the recipe."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ from treegraft.core.types import (
     Start,
     StepContent,
     Task,
-    ToolCall,
     Trace,
-    Trajectory,
     Tree,
 )
 
@@ -34,8 +28,7 @@ Span = tuple[tuple[int, ...], Origin]
 """Token ids that one author wrote."""
 
 NoiseKey = tuple[int | str, ...]
-"""What keyed randomness is a function of: (seed, purpose, update, task id, path of child
-ordinals)."""
+"""The key of reproducible randomness: (seed, purpose, update, task id, path of child ordinals)."""
 
 
 class Tokenizer(Protocol):
@@ -55,7 +48,6 @@ class Measured(Protocol):
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call, and starts counting anew."""
-        ...
 
 
 class WeightSource(Protocol):
@@ -64,16 +56,13 @@ class WeightSource(Protocol):
     @property
     def names(self) -> Sequence[str]:
         """Names of the plain model's tensors, adapters merged."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Checksum of all tensors; see `Engine.fingerprint`."""
-        ...
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Gives (name, whole tensor), one at a time, so that no second copy has to exist."""
-        ...
 
 
 @runtime_checkable
@@ -86,23 +75,19 @@ class Engine(Measured, Protocol):
     @property
     def capacity(self) -> int:
         """Completions that run at the same time; more wait for a place."""
-        ...
 
     @property
     def max_context(self) -> int | None:
         """Longest path it completes, prompt included, in tokens; None where it has no limit."""
-        ...
 
     @property
     def fingerprint(self) -> str:
         """Checksum of the weights it samples from, equal to the learner's after a publish; empty
         where there are no weights."""
-        ...
 
     @property
     def death(self) -> BaseException | None:
         """Why no completion can come from it any more; None while it serves."""
-        ...
 
     async def complete(
         self,
@@ -122,22 +107,19 @@ class Engine(Measured, Protocol):
             probe_tokens, on_probe: once this many tokens are sampled, `on_probe` is called with
                 their entropies in nats.
         """
-        ...
 
     def forget(self, prefix_ids: Sequence[int]) -> None:
         """Says that no request below this prefix will come again before the next publish."""
-        ...
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
         `version`."""
-        ...
 
     async def close(self) -> None: ...
 
 
 class Capability(StrEnum):
-    """What a tool can do when a tree branches over its state."""
+    """How a tree can branch over a tool's state."""
 
     STATELESS = "stateless"
     """Nothing to copy."""
@@ -146,18 +128,15 @@ class Capability(StrEnum):
     REPLAY = "replay"
     """Its state can be rebuilt from recorded calls."""
     NONE = "none"
-    """Neither: a tree that would branch over it is refused.
-
-    Only an environment has a state for each trajectory, so a tree branches over environments that
-    can fork or replay, and over stateless tools."""
+    """Neither: a tree that would branch over it is refused."""
 
 
 @runtime_checkable
 class Tool(Protocol):
     """A named async function from text to text.
 
-    Raises `ToolError` for what the agent did wrong and `ToolUnavailable` for what it could not
-    help; any other exception counts as the agent's (its text becomes the observation).
+    Raises `ToolError` for a mistake of the agent and `ToolUnavailable` for a failure of the
+    service; any other exception counts as the agent's (its text becomes the observation).
 
     Two further attributes may be there: `is_remote` (True: calls are retried where the service
     failed, and their rate is limited) and `fingerprint` (a text that changes with anything that
@@ -166,7 +145,7 @@ class Tool(Protocol):
     """
 
     name: str
-    """What the agent calls it by; as a tag of the tags format, lower-case letters and
+    """The name in the agent's calls; as a tag of the tags format, lower-case letters and
     underscores."""
     description: str
     """One or two sentences for the system prompt."""
@@ -181,7 +160,7 @@ class Tool(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """What one trajectory acts in, as a class of the user's (TRL's convention): a fresh object for
+    """The world of one trajectory, as a class of the user's (TRL's convention): a fresh object for
     each trajectory.
 
     Its other public methods, typed and with docstrings, are the agent's tools, except these, which
@@ -192,15 +171,14 @@ class Environment(Protocol):
     """
 
     def reset(self, **row: Any) -> Any:
-        """Begins a task, and returns what the agent is told of the beginning beside the question;
-        None for nothing.
+        """Begins a task, and returns a text that the agent is shown beside the question; None for
+        nothing.
 
         Args:
             row: the task's columns, and `question`, `prompt` (the same), `reference`, `task_id` and
                 `seed` (a number that depends on the task alone); a method without ** gets those it
                 names. Equal rows must begin equally.
         """
-        ...
 
 
 class LiveEnvironment(Protocol):
@@ -209,19 +187,15 @@ class LiveEnvironment(Protocol):
 
     async def reset(self, task: Task) -> str:
         """Returns the first observation; empty for none."""
-        ...
 
     async def call(self, name: str, body: str, task: Task) -> Any:
         """Returns the result of one of the kind's tools; raises as a `Tool` does."""
-        ...
 
     async def reward(self) -> Any:
         """Returns the reward of the present state; None for none."""
-        ...
 
     async def fork(self) -> LiveEnvironment:
         """Returns a further one in the same state, which goes its own way."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -230,22 +204,21 @@ class EnvironmentKind(Protocol):
     """Makes the environments of a run."""
 
     name: str
-    """What messages call it."""
+    """Its name in messages."""
     capability: Capability
     """How a tree may branch over its state; never stateless."""
     tools: Sequence[Tool]
-    """What the agent may do in it; they are called through a session alone."""
+    """The agent's actions in it; they are called through a session alone."""
     has_reward: bool
     """Whether its environments have rewards."""
 
     def make(self) -> LiveEnvironment:
         """Returns a fresh one, not yet reset. Does no work."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a tool takes, for formats that show arguments by name; a tool may have one as its
+    """The arguments of a tool, for formats that show them by name; a tool may have one as its
     attribute `signature`.
 
     Signature({"type": "object", "properties": {"query": {"type": "string"}}, "required":
@@ -261,9 +234,7 @@ class Signature:
     @classmethod
     def of_text(cls, name: str = "input", description: str = "") -> Signature:
         """Returns the signature of a tool that takes one text."""
-        described = (
-            {"type": "string", "description": description} if description else {"type": "string"}
-        )
+        described = {"type": "string"} | ({"description": description} if description else {})
         return cls({"type": "object", "properties": {name: described}, "required": [name]}, name)
 
 
@@ -274,7 +245,7 @@ def signature_of(tool: Tool) -> Signature:
 
 
 class Parsed(Protocol):
-    """What a format read out of one step."""
+    """One step as a format has read it."""
 
     @property
     def content(self) -> StepContent: ...
@@ -282,12 +253,10 @@ class Parsed(Protocol):
     @property
     def violation(self) -> str | None:
         """Which rule the step broke, in a few words; None where it broke none."""
-        ...
 
     @property
     def is_complete(self) -> bool:
         """False where the step broke off before a call or an answer ended."""
-        ...
 
 
 class Format(Protocol):
@@ -300,17 +269,14 @@ class Format(Protocol):
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         """Returns the tokens before the first sampled one."""
-        ...
 
     def parse_step(self, token_ids: Sequence[int]) -> Parsed:
-        """Returns what the policy wrote in one step (its own tokens only, end-of-sequence
+        """Returns the content of one step of the policy (its own tokens only, end-of-sequence
         included)."""
-        ...
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
         """Returns results as tokens, markup around them; foreign text cannot forge a tag or an end
         token."""
-        ...
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
         """Returns a step as tokens with their authors, as the policy would have written it.
@@ -318,7 +284,6 @@ class Format(Protocol):
         Raises:
             ValueError: a content that this format cannot say.
         """
-        ...
 
     def render_graft(
         self, values: Sequence[str | StepContent], max_tokens: int | None = None
@@ -329,12 +294,10 @@ class Format(Protocol):
         Args:
             max_tokens: cut the oldest text away down to this length; None cuts nothing.
         """
-        ...
 
     def read_text(self, text: str) -> StepContent | None:
-        """Returns what one step written in this format's markup says, results included; None where
-        it is not one."""
-        ...
+        """Returns the content of a text that is one step in this format's markup, results
+        included; None for any other text."""
 
 
 class TaskSource(Protocol):
@@ -347,38 +310,32 @@ class TaskSource(Protocol):
     def tools(self) -> Sequence[Tool]:
         """Returns the tools that belong to the tasks themselves (a world's own search); often
         none."""
-        ...
 
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
         """Returns a scripted expert's solution as steps with observations, or None where there is
         no expert."""
-        ...
 
     def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        """Returns what an impatient agent would answer after these steps, or None where that makes
-        no sense."""
-        ...
+        """Returns the answer that an impatient agent would give after these steps, or None where
+        that makes no sense."""
 
     def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
         """Returns tasks for demonstrations, disjoint from training and evaluation; empty where
         there is no expert."""
-        ...
 
     def vocabulary(self) -> Sequence[str]:
         """Returns every word of questions, results and answers for a word-level tokenizer; empty
         for open language."""
-        ...
 
     def report(self) -> Sequence[str]:
         """Returns the defects found while reading, one sentence each; they are not fatal."""
-        ...
 
 
 RewardFunc = Callable[..., Any]
 """TRL's keyword signature: func(*, prompts, completions, completion_ids, trajectories, **columns)
 -> list of floats or None.
 
-`completions` hold what the agent wrote, tool text left out; `trajectories` the whole `Trajectory`
+`completions` hold the agent's own text, tool text left out; `trajectories` the whole `Trajectory`
 objects; every column of the data set arrives as a list of its own name, `reference` among them. May
 be async. None: does not apply to that trajectory.
 """
@@ -386,7 +343,7 @@ be async. None: does not apply to that trajectory.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrieved:
-    """What a retrieval found."""
+    """The result of a retrieval."""
 
     traces: tuple[Trace, ...]
     """One step, or the rest of a trajectory in order; never empty."""
@@ -395,7 +352,7 @@ class Retrieved:
 
 
 class Retriever(Measured, Protocol):
-    """Finds what other agents did in a situation like this one."""
+    """Finds steps of other agents in a situation like this one."""
 
     async def retrieve(
         self, task: Task, contents: Sequence[StepContent], *, whole: bool, noise_key: NoiseKey
@@ -405,9 +362,8 @@ class Retriever(Measured, Protocol):
         Args:
             contents: the steps so far, oldest first.
             whole: the rest of the trace's trajectory instead of the one step.
-            noise_key: what a random draw is a function of.
+            noise_key: a random draw is a function of it.
         """
-        ...
 
 
 class Explorer(Protocol):
@@ -420,34 +376,29 @@ class Explorer(Protocol):
 
     def starts(self, max_leaves: int) -> Start:
         """Returns how many first-level rollouts to open, 1..max_leaves."""
-        ...
 
     def is_hybrid(self, start: int) -> bool:
         """Returns whether rollouts of this first-level ordinal may retrieve steps."""
-        ...
 
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns whether the path's next step is sampled or retrieved; never asked for a first
         step or after a graft."""
-        ...
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns whether to open further children beside the step under way, below a step that has
         tool results.
 
-        None and a `Branch` of 0 open none; the latter records what the rule saw.
+        None and a `Branch` of 0 open none; the latter records the numbers that the rule saw.
 
         Args:
             path: ends with the step that the children would hang below.
             probe: entropies in nats of the first tokens, at most `probe_tokens`, of the step under
                 way.
         """
-        ...
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
         """Returns how many further first-level rollouts to open once all leaves have ended; none
         ends the tree."""
-        ...
 
 
 CreditRule = Callable[[Tree], Tree]
@@ -474,79 +425,39 @@ class TreeScorer(Protocol):
     async def __call__(self, tree: Tree) -> Tree: ...
 
 
-__all__ = [
-    "Capability",
-    "CreditRule",
-    "Display",
-    "Engine",
-    "Environment",
-    "EnvironmentKind",
-    "Explorer",
-    "Format",
-    "LiveEnvironment",
-    "Measured",
-    "NoiseKey",
-    "Parsed",
-    "Retrieved",
-    "Retriever",
-    "RewardFunc",
-    "Signature",
-    "Span",
-    "TaskSource",
-    "Tokenizer",
-    "Tool",
-    "ToolCall",
-    "Tracker",
-    "Trajectory",
-    "TreeScorer",
-    "WeightSource",
-    "signature_of",
-]
-
-
 class Display(Protocol):
-    """Where a run says what it is doing. Methods return at once and never raise for what the run
-    did."""
+    """Shows the progress of a run. Methods return at once and never raise for faults of the
+    run."""
 
     def started(self, run_dir: Path, title: str, num_updates: int) -> None:
         """The run folder exists and work begins; `title` names model and tasks."""
-        ...
 
     def phase(self, name: str, done: int, total: int, detail: str = "") -> None:
-        """`done` of `total` parts of the phase are done (total 0: unknown); `detail` says what is
-        being waited for."""
-        ...
+        """`done` of `total` parts of the phase are done (total 0: unknown); `detail` names the
+        waits under way."""
 
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
         """An update has ended."""
-        ...
 
     def evaluated(self, name: str, metrics: Mapping[str, float]) -> None:
         """An evaluation has ended; `name` says of what ("update 5", "start")."""
-        ...
 
     def sample(self, tree: Tree) -> None:
         """A scored tree to show one trajectory of."""
-        ...
 
     def warn(self, text: str) -> None:
         """Something is not as it should be, and the run goes on."""
-        ...
 
     def note(self, text: str) -> None:
         """Something worth a line that is no warning."""
-        ...
 
     def finished(
         self, run_dir: Path, checkpoint_dir: Path | None, metrics: Mapping[str, float]
     ) -> None:
         """The run is complete."""
-        ...
 
     def interrupted(self, resume_command: str, is_saved: bool = True) -> None:
-        """The run was stopped, and what was done is saved or not."""
-        ...
+        """The run was stopped; `is_saved`: with its progress saved."""
 
     def close(self) -> None:
         """Gives the terminal back; may be called twice."""
-        ...

@@ -10,11 +10,10 @@ from typing import Any
 from treegraft.core.types import Observation, StepContent, ToolCall
 
 
-def text_of(value: Any, what: str) -> str:
-    """Returns the value, which has to be text; raises ValueError, naming `what`, where it is
-    not."""
+def text_of(value: Any, field: str) -> str:
+    """Returns the value of a field, which has to be text; raises ValueError where it is not."""
     if not isinstance(value, str):
-        raise ValueError(f"{what} is {value!r:.40}, expected text")
+        raise ValueError(f"{field} is {value!r:.40}, expected text")
     return value
 
 
@@ -25,8 +24,7 @@ def observation_from(fields: Mapping[str, Any]) -> Observation:
 
 
 def read_steps(rows: Any) -> tuple[StepContent, ...]:
-    """Returns steps from [{"thought", "calls": [{"name", "body"}], "observations": [text],
-    "answer"}], each part optional.
+    """Returns the steps of such a trajectory; each part is optional.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: another shape.
@@ -34,6 +32,7 @@ def read_steps(rows: Any) -> tuple[StepContent, ...]:
     steps = tuple(
         StepContent(
             thought=text_of(row.get("thought") or "", "thought"),
+            # `or ()`: files written by other programs hold null for a part that is not there.
             calls=tuple(
                 ToolCall(text_of(call["name"], "name"), text_of(call["body"], "body"))
                 for call in row.get("calls") or ()

@@ -3,7 +3,7 @@
 Each thread that ever ran a parallel region of GNU's OpenMP keeps a team of its own. As soon as the
 teams of a process have more threads than the machine has cores, all of them stop spinning between
 regions and have to be woken for each one, some 50 µs: a decoding step, which has hundreds of them,
-takes half as long again (LOG.md). So whoever is done for a while gives its team back.
+takes half as long again (LOG.md). So a thread that is done for a while gives its team back.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def release_threads() -> None:
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
     """GNU's OpenMP 5 function of torch's own runtime; None where torch has another one."""
+    # Found in the process's map: another libgomp, opened by its name, would know nothing of torch's
+    # threads.
     try:
         with open("/proc/self/maps") as file:
             paths = {line.split()[-1] for line in file if "/torch/lib/libgomp" in line}

@@ -14,13 +14,18 @@ never on when it arrived.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from itertools import pairwise
 from typing import Any
 
 ROOT_ID = "0"
+
+
+def ids_to(step_id: str) -> Iterator[str]:
+    """Yields the ids on the path to a step: "0", "0.2", "0.2.0"."""
+    return itertools.accumulate(step_id.split("."), "{}.{}".format)
 
 
 class Origin(IntEnum):
@@ -39,7 +44,7 @@ class Origin(IntEnum):
 
 
 class Status(StrEnum):
-    """How a trajectory ended; `LEARNING_RULES` gives its effect on learning."""
+    """The end of a trajectory; `LEARNING_RULES` gives its effect on learning."""
 
     COMPLETED = "completed"
     """An answer in the expected format."""
@@ -89,6 +94,8 @@ class LearningRule:
     """Its sampled tokens carry loss."""
 
 
+# Truncations and violations stay in the group, as in the papers: the agent caused them, and without
+# them it would be compared with its successes only. A fault of ours says nothing about the agent.
 LEARNING_RULES: Mapping[Status, LearningRule] = {
     Status.COMPLETED: LearningRule(True, True, True),
     Status.TRUNCATED: LearningRule(True, True, True),
@@ -164,9 +171,8 @@ class Trace:
     """One step of an off-policy agent, stored under the text before it.
 
     Trace(key="r5 of r2 of e9 ?\nsearch e9 r2\nr2 of e9 is e41",
-    value=StepContent(calls=(ToolCall("search", "e41 r5"),), ...),
-          reward=1.0, source="expert", task_id="search_world/train/17", position=1,
-          terminal=False)
+          value=StepContent(calls=(ToolCall("search", "e41 r5"),), ...), reward=1.0,
+          source="expert", task_id="search_world/train/17", position=1, terminal=False)
     """
 
     key: str
@@ -200,15 +206,12 @@ class Trace:
 def _repr_for_hash(content: StepContent) -> str:
     # Observations of 0.6 had one more field, whose value never changed; buffers made then hold
     # hashes with it and have to recognise their traces.
-    class Seen:
-        def __init__(self, observation: Observation) -> None:
-            self.text = f"{repr(observation)[:-1]}, is_cached=False)"
-
-        def __repr__(self) -> str:
-            return self.text
-
-    seen: tuple[Any, ...] = tuple(Seen(observation) for observation in content.observations)
-    return repr(replace(content, observations=seen))
+    seen = [f"{repr(observation)[:-1]}, is_cached=False)" for observation in content.observations]
+    as_tuple = f"({seen[0]},)" if len(seen) == 1 else f"({', '.join(seen)})"
+    return (
+        f"StepContent(thought={content.thought!r}, calls={content.calls!r},"
+        f" observations={as_tuple}, answer={content.answer!r})"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,15 +305,16 @@ class GraftCause:
 
 Cause = StartCause | ContinuationCause | BranchCause | GraftCause
 
+_PER_TOKEN = ("origins", "loss_mask", "sampling_logprobs", "entropies", "old_logprobs", "ratios")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One thought, action and observation; the root holds the prompt.
 
-    Step(id="0.0", parent="0", depth=1, token_ids=(7, 8, 3, 9), origins=(POLICY, POLICY, POLICY,
-    TOOL),
-         loss_mask=(True, True, True, False), sampling_logprobs=(-0.1, -1.2, -0.3, 0.0),
-         entropies=(0.4, 1.9, 0.8, 0.0), ...)
+    Step(id="0.0", parent="0", depth=1, token_ids=(7, 8, 3, 9),
+         origins=(POLICY, POLICY, POLICY, TOOL), loss_mask=(True, True, True, False),
+         sampling_logprobs=(-0.1, -1.2, -0.3, 0.0), entropies=(0.4, 1.9, 0.8, 0.0), ...)
     """
 
     id: str
@@ -343,7 +347,7 @@ class Step:
     cause: Cause | None = None
     """Why it is here; None for the root."""
     decision: BranchDecision | None = None
-    """Why branches were opened beside it or were not; None where nobody asked: a first step, a
+    """Why branches were opened beside it or were not; None where no rule was asked: a first step, a
     branch's own first step, a step after a graft, an explorer that does not branch."""
     lesson_ids: tuple[int, ...] = ()
     """For a graft: its agent's own text, as the policy would have written it here; read by learning
@@ -360,24 +364,17 @@ class Step:
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
-        for name in (
-            "origins",
-            "loss_mask",
-            "sampling_logprobs",
-            "entropies",
-            "old_logprobs",
-            "ratios",
-        ):
+        for name in _PER_TOKEN:
             column = getattr(self, name)
             if column is not None and len(column) != num_tokens:
                 raise ValueError(
                     f"step '{self.id}': {name} has {len(column)} entries, token_ids has"
                     f" {num_tokens}; each holds one entry per token of the step"
                 )
-        for position, (carries_loss, origin) in enumerate(
-            zip(self.loss_mask, self.origins, strict=True)
-        ):
-            if carries_loss and origin is not Origin.POLICY:
+        # Checked here and not in the learner alone: a user's part that builds steps must fail at
+        # the step, not as a policy that slowly learns to imitate its tools.
+        for position, origin in enumerate(self.origins):
+            if self.loss_mask[position] and origin is not Origin.POLICY:
                 raise ValueError(
                     f"step '{self.id}', token {position}: loss on a token of origin"
                     f" {origin.name.lower()}; only tokens that the policy sampled may carry loss"
@@ -515,7 +512,9 @@ class Tree:
 
     def __post_init__(self) -> None:
         ids = [step.ordinals for step in self.steps]
-        if not ids or self.steps[0].id != ROOT_ID or any(a >= b for a, b in pairwise(ids)):
+        # The learner packs trees in this order, and runs are repeatable only if it is one order.
+        in_order = all(a < b for a, b in itertools.pairwise(ids))
+        if not ids or self.steps[0].id != ROOT_ID or not in_order:
             raise ValueError(
                 f"tree '{self.group_id}': steps must start with the root '0' and stand in"
                 " depth-first order"
@@ -541,15 +540,12 @@ class Tree:
     def path(self, step_id: str) -> tuple[Step, ...]:
         """Returns the steps from the root to `step_id`."""
         by_id = {step.id: step for step in self.steps}
-        parts = step_id.split(".")
-        return tuple(by_id[".".join(parts[: n + 1])] for n in range(len(parts)))
+        return tuple(by_id[one] for one in ids_to(step_id))
 
     def trajectories(self) -> list[Trajectory]:
         """Returns one trajectory per leaf, in the order of the leaves."""
-        return [
-            Trajectory(task=self.task, leaf=leaf, steps=self.path(leaf.step_id))
-            for leaf in self.leaves
-        ]
+        paths = ((leaf, self.path(leaf.step_id)) for leaf in self.leaves)
+        return [Trajectory(task=self.task, leaf=leaf, steps=steps) for leaf, steps in paths]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -622,6 +618,5 @@ class Trajectory:
     @property
     def num_tool_calls(self) -> int:
         """Calls the policy made and that were run."""
-        return sum(
-            len(step.content.observations) for step in self.steps if step.origin is Origin.POLICY
-        )
+        own = (step.content for step in self.steps if step.origin is Origin.POLICY)
+        return sum(len(content.observations) for content in own)

@@ -10,7 +10,7 @@ from treegraft.core.types import Branch, BranchCause, BudgetState, Start
 
 
 class Budget:
-    """Grants leaves up to a limit and counts usage; one account per tree."""
+    """Grants leaves up to a limit and counts usage; one for each tree."""
 
     def __init__(self, max_leaves: int) -> None:
         self.max_leaves = max_leaves
@@ -48,36 +48,31 @@ class Allocation(Protocol):
 
     def open_start(self, leaf: Hashable, ordinal: int) -> None:
         """Notes that a first-level rollout has begun."""
-        ...
 
     def open_branch(self, leaf: Hashable, grant: Grant) -> None:
         """Notes that one of a grant's children has begun."""
-        ...
 
     def propose(
         self, leaf: Hashable, round: int, place: tuple[int, ...], branch: Branch | None
     ) -> None:
         """Takes a leaf's wish after its `round`-th sampled step; None for none. Each leaf says one
         of the two each round."""
-        ...
 
     def end(self, leaf: Hashable) -> None:
         """Notes that a leaf has ended."""
-        ...
 
     def advance(self) -> list[Grant]:
         """Returns the grants that are possible now; open the children, then ask again until there
         are none."""
-        ...
 
 
 class Rounds:
     """Grants a round's branches together, once every live leaf of the tree has proposed in it or
     has ended.
 
-    Nobody waits but the decision itself: a leaf that is ahead goes on, and its later proposals are
-    kept. Who comes first where the budget is short: the order in the tree (as the released ARPO
-    code does), or the largest entropy change.
+    Only the decision waits: a leaf that is ahead goes on, and its later proposals are kept. Where
+    the budget is short, the order in the tree decides (as in the released ARPO code), or the
+    largest entropy change.
     """
 
     def __init__(self, budget: Budget, ranking: Literal["order", "entropy"] = "order") -> None:
@@ -131,17 +126,14 @@ class Shares:
     """Gives each start its own part of the leaves, so that a proposal is answered at once. Ours: no
     paper has it.
 
-    Of M leaves, each of N starts owns M // N, the first M mod N one more. A leaf that branches
+    The M leaves are shared evenly among the N starts, the first ones first. A leaf that branches
     shares its remaining leaves evenly with its children, itself first.
     """
 
     def __init__(self, budget: Budget, num_starts: int) -> None:
         self._budget = budget
         # Less one: the start is itself a leaf of its part.
-        self._parts = [
-            budget.max_leaves // num_starts + (number < budget.max_leaves % num_starts) - 1
-            for number in range(num_starts)
-        ]
+        self._parts = [part - 1 for part in _shared(budget.max_leaves, num_starts)]
         self._spare: dict[Hashable, int] = {}
         self._ready: list[Grant] = []
         self._inherited: dict[int, list[int]] = {}
@@ -165,10 +157,8 @@ class Shares:
         num = self._budget.grant(replace(branch, num=min(branch.num, spare)))
         if not num:
             return
-        left, heirs = spare - num, num + 1
-        parts = [left // heirs + (number < left % heirs) for number in range(heirs)]
-        self._spare[leaf] = parts[0]
-        self._inherited[self._num_grants] = parts[1:]
+        # Shared out now: the children begin later, and the leaf may branch again before they do.
+        self._spare[leaf], *self._inherited[self._num_grants] = _shared(spare - num, num + 1)
         self._ready.append(Grant(place, num, branch.cause, self._num_grants))
         self._num_grants += 1
 
@@ -180,3 +170,8 @@ class Shares:
         """Returns the grants since the last call."""
         ready, self._ready = self._ready, []
         return ready
+
+
+def _shared(num: int, parts: int) -> list[int]:
+    """A number in equal parts, of which the first are larger by one where it does not divide."""
+    return [num // parts + (number < num % parts) for number in range(parts)]

@@ -38,18 +38,19 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
     if found is EntropyBranching:
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
     if found is HybridRollout:
-        num_starts = _num_starts(settings)
-        return HybridRollout(settings.graft, num_leaves=settings.num_leaves, num_starts=num_starts)
+        return HybridRollout(
+            settings.graft, num_leaves=settings.num_leaves, num_starts=_num_starts(settings)
+        )
     explorer: Explorer = with_members(found(), Explorer, name, "explore.explorers")
     return explorer
 
 
 def _num_starts(settings: ExploreSettings) -> int:
-    """First-level rollouts that a tree opens at once: the first explorer decides."""
-    is_entropy = settings.explorers[0] == "entropy"
-    return (
-        min(settings.entropy.num_starts, settings.num_leaves) if is_entropy else settings.num_leaves
-    )
+    """First-level rollouts that a tree opens at once."""
+    # Starts come from the first explorer, as in `Composed`; the others only add to them.
+    if settings.explorers[0] != "entropy":
+        return settings.num_leaves
+    return min(settings.entropy.num_starts, settings.num_leaves)
 
 
 def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:

@@ -16,10 +16,8 @@ class Composed:
         """Takes at least one explorer; where several probe, each sees as many tokens as it asked
         for."""
         self._explorers = tuple(explorers)
-        probes = [
-            explorer.probe_tokens for explorer in explorers if explorer.probe_tokens is not None
-        ]
-        self.probe_tokens: int | None = max(probes) if probes else None
+        probes = [one.probe_tokens for one in explorers if one.probe_tokens is not None]
+        self.probe_tokens: int | None = max(probes, default=None)
 
     def starts(self, max_leaves: int) -> Start:
         """Returns the first explorer's starts."""
@@ -27,11 +25,8 @@ class Composed:
 
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns the first answer that is not Generate."""
-        for explorer in self._explorers:
-            decision = explorer.before_step(path)
-            if isinstance(decision, Graft):
-                return decision
-        return Generate()
+        decisions = (explorer.before_step(path) for explorer in self._explorers)
+        return next((one for one in decisions if isinstance(one, Graft)), Generate())
 
     def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
         """Returns all explorers' branches as one, with the cause of the first that wants any, else

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 from treegraft.algo.arpo import branch_probability, entropy_change
 from treegraft.core.keyed import keyed_unit
-from treegraft.core.types import (
-    Branch,
-    BranchCause,
-    Origin,
-    PathView,
-    Start,
-    Step,
-    Tree,
-)
+from treegraft.core.types import Branch, BranchCause, PathView, Start, Step
 from treegraft.explore.independent import Independent
 from treegraft.settings.explore import EntropySettings
 
@@ -28,11 +21,10 @@ class EntropyBranching(Independent):
     bernoulli: branch with probability P (their code)
 
     H_j is the exact entropy of the j-th of the first k tokens after a tool result, H_j^initial that
-    of the trajectory's own j-th token. A branch is a child of the same step as the tokens probed,
-    and inherits the start's H^initial; so the probe costs nothing, it is the trajectory's own
-    continuation. The rest of the budget, when all leaves have ended, becomes fresh starts. With α
-    = τ, as published, the threshold rule branches wherever entropy rose, whatever β and the
-    normaliser are.
+    of the trajectory's own j-th token. A branch is a child of the same step as the tokens probed;
+    so the probe costs nothing, it is the trajectory's own continuation. The rest of the budget,
+    when all leaves have ended, becomes fresh starts. With α = τ, as published, the threshold rule
+    branches wherever entropy rose, whatever β and the normaliser are.
 
     The statistic "lagging" is the released code's: the entropies are those of the step that made
     the call, so a decision comes one result late and the first one sees no change. Not copied: its
@@ -45,14 +37,9 @@ class EntropyBranching(Independent):
         """Takes ARPO's N, Z, k, rule, α, β and τ from the settings, and V, the tokenizer's size."""
         self._settings = settings
         # The lagging statistic reads a finished step, so it needs no token of the one under way.
-        self.probe_tokens: int | None = (
-            settings.probe_tokens if settings.statistic == "probe" else 0
-        )
-        normalisers = {
-            "vocabulary": float(vocab_size),
-            "log_vocabulary": math.log(vocab_size),
-            "none": 1.0,
-        }
+        self.probe_tokens = settings.probe_tokens if settings.statistic == "probe" else 0
+        size = float(vocab_size)
+        normalisers = {"vocabulary": size, "log_vocabulary": math.log(size), "none": 1.0}
         self._normaliser = normalisers[settings.normaliser]
 
     def starts(self, max_leaves: int) -> Start:
@@ -68,19 +55,11 @@ class EntropyBranching(Independent):
         probability = branch_probability(change, own.base_prob, own.entropy_weight)
         is_coin = own.rule == "bernoulli"
         bar = keyed_unit(*path.noise_key, "branch") if is_coin else own.threshold
+        # Recorded also where the rule says no, so that a run shows how near its steps were to
+        # branching.
         cause = BranchCause(entropy_change=change, probability=probability, rule=own.rule, bar=bar)
         return Branch(own.num_branches if probability > bar else 0, cause)
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns the leaves that are still missing, all at once."""
-        return Start(max_leaves - len(tree.leaves))
-
     def _first_entropies(self, step: Step) -> list[float]:
-        sampled = (
-            entropy
-            for entropy, origin in zip(step.entropies, step.origins, strict=True)
-            if origin is Origin.POLICY
-        )
-        return [
-            entropy for _, entropy in zip(range(self._settings.probe_tokens), sampled, strict=False)
-        ]
+        sampled = itertools.compress(step.entropies, step.sampled_mask)
+        return list(itertools.islice(sampled, self._settings.probe_tokens))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from treegraft.core.keyed import keyed_unit
-from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
+from treegraft.core.types import Generate, Graft, PathView
+from treegraft.explore.independent import Independent
 from treegraft.settings.explore import GraftSettings
 
 
-class HybridRollout:
+class HybridRollout(Independent):
     """Opens all leaves at the root; the later ones may retrieve.
 
     Source: Algorithm 1 of RAPO (arXiv 2603.03078, sec. 4.1). The first step is the agent's own, and
@@ -20,8 +19,6 @@ class HybridRollout:
     Together with other explorers the starts may be fewer than the leaves: then the same share of
     each `num_starts` of them is hybrid, the last ones, and a branch is hybrid where its start is.
     """
-
-    probe_tokens: int | None = None
 
     def __init__(
         self, settings: GraftSettings, *, num_leaves: int, num_starts: int | None = None
@@ -37,25 +34,15 @@ class HybridRollout:
         self._num_on_policy = self._num_starts - max(share, min(num_hybrid, 1))
         self._probability, self._whole = settings.probability, settings.unit == "trajectory"
 
-    def starts(self, max_leaves: int) -> Start:
-        """Returns `max_leaves` starts."""
-        return Start(max_leaves)
-
     def is_hybrid(self, start: int) -> bool:
         """Returns whether the rollouts of this first-level ordinal may retrieve."""
+        # Modulo, so that starts that fill up later are hybrid in the same share.
         return start % self._num_starts >= self._num_on_policy
 
     def before_step(self, path: PathView) -> Generate | Graft:
         """Returns Graft for a hybrid path whose coin says so."""
+        # The rest of a trajectory is grafted once: the second would begin where the first ended.
         if not self.is_hybrid(path.start) or (self._whole and path.num_grafts):
             return Generate()
         heads = keyed_unit(*path.noise_key, "graft") < self._probability
         return Graft(whole=self._whole) if heads else Generate()
-
-    def after_probe(self, path: PathView, probe: Sequence[float]) -> Branch | None:
-        """Returns None, always."""
-        return None
-
-    def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns the leaves that are still missing."""
-        return Start(max_leaves - len(tree.leaves))

@@ -8,7 +8,8 @@ from treegraft.core.types import Branch, Generate, Graft, PathView, Start, Tree
 
 
 class Independent:
-    """Opens all leaves at the root and never branches.
+    """Opens all leaves at the root, never branches and never retrieves; the other explorers
+    override the decisions that they make otherwise.
 
     Source: the group sampling of GRPO (Shao et al., arXiv 2402.03300, sec. 4.1).
     """
@@ -32,5 +33,6 @@ class Independent:
         return None
 
     def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns the leaves that are still missing."""
+        """Returns the leaves that are still missing, all at once: none of them can branch any
+        more, so every group has equally many leaves."""
         return Start(max_leaves - len(tree.leaves))

@@ -4,7 +4,7 @@ agent's words."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from treegraft.core.types import Origin, Step, Trajectory
 
@@ -13,11 +13,8 @@ def _words(steps: Iterable[Step]) -> list[str]:
     """The text that an agent wrote in these steps."""
     contents = [step.content for step in steps]
     calls = [call.body for content in contents for call in content.calls]
-    return (
-        [content.thought for content in contents]
-        + calls
-        + [content.answer or "" for content in contents]
-    )
+    answers = [content.answer or "" for content in contents]
+    return [*(content.thought for content in contents), *calls, *answers]
 
 
 def _results(steps: Iterable[Step]) -> list[str]:
@@ -41,13 +38,15 @@ def answer_source(path: Trajectory) -> str | None:
     "words": in another agent's own text in a graft, and in no result, so that it was copied. A
     trace that is plain text counts as words.
     """
-    steps: Sequence[Step] = path.steps
+    steps = path.steps
     grafts = [n for n, step in enumerate(steps) if step.origin is Origin.RETRIEVED]
     answer = path.leaf.answer
     if not grafts or answer is None or not answer.split():
         return None
     others = [steps[n] for n in grafts]
     own = [step for step in steps[1:] if step.origin is Origin.POLICY]
+    # Its words only before the first graft: those after it may repeat the graft's. Results
+    # of its own tools count whenever they came.
     before = [step for step in steps[1 : grafts[0]] if step.origin is Origin.POLICY]
     if _stands_in(answer, [path.task.question, *_words(before), *_results(own)]):
         return "own"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treegraft.settings.config import Config
 
@@ -37,13 +37,11 @@ def training_limits(config: Config) -> Limits:
 
 
 def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limits:
-    """Returns the limits of a trajectory in an evaluation."""
-    rollout, evaluation = config.rollout, config.eval
-    return Limits(
+    """Returns the limits of a trajectory in an evaluation, which samples as its own table says."""
+    limits = training_limits(config)
+    return replace(
+        limits,
         num_leaves=num_leaves,
         temperature=temperature,
-        max_completion_tokens=evaluation.max_completion_tokens or rollout.max_completion_tokens,
-        max_agent_steps=rollout.max_agent_steps,
-        max_tool_calls=rollout.max_tool_calls,
-        deadline_s=rollout.deadline_s,
+        max_completion_tokens=config.eval.max_completion_tokens or limits.max_completion_tokens,
     )

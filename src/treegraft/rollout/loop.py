@@ -7,6 +7,7 @@ decisions of its own tree; no tree waits for another.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ from treegraft.core.interfaces import (
     Explorer,
     Format,
     NoiseKey,
+    Parsed,
     Retrieved,
     Retriever,
     TreeScorer,
@@ -64,10 +66,8 @@ class Watch:
             self.waits[owner] -= 1
 
     def __str__(self) -> str:
-        return (
-            ", ".join(f"{count} on {owner}" for owner, count in sorted(self.waits.items()) if count)
-            or "nothing"
-        )
+        waits = [f"{count} on {owner}" for owner, count in sorted(self.waits.items()) if count]
+        return ", ".join(waits) or "nothing"
 
 
 class Grower:
@@ -90,12 +90,8 @@ class Grower:
         allocate: makes the rule that grants a tree's branches.
         """
         self.engine, self.format, self.toolbox, self.explorer = engine, format, toolbox, explorer
-        self.limits, self.scorer, self.retriever, self.allocate = (
-            limits,
-            scorer,
-            retriever,
-            allocate,
-        )
+        self.limits, self.scorer = limits, scorer
+        self.retriever, self.allocate = retriever, allocate
         self.watch = Watch()
         self.num_grafts_without_room = 0
         """Retrieved steps that were not attached: the trajectory's token limit was too near."""
@@ -128,39 +124,35 @@ class Grower:
             EngineError: the engine has died, or every trajectory of every tree failed for a reason
                 of ours.
         """
-        gate = asyncio.Semaphore(max_live_trees)
-        trees: list[Tree | None] = [None] * len(tasks)
-        done = 0
+        gate, number = asyncio.Semaphore(max_live_trees), itertools.count(1)
 
-        async def grow(index: int, task: Task) -> None:
-            nonlocal done
+        async def grow(task: Task) -> Tree:
+            group_id = f"{group_prefix}/{task.id}"
             async with gate:
-                tree = await self.grow(
-                    task, noise_key=noise_key, group_id=f"{group_prefix}/{task.id}"
-                )
-            trees[index] = tree
-            done += 1
+                tree = await self.grow(task, noise_key=noise_key, group_id=group_id)
             if on_tree is not None:
-                on_tree(done, tree)
+                on_tree(next(number), tree)
+            return tree
 
         async with asyncio.TaskGroup() as group:
-            for index, task in enumerate(tasks):
-                group.create_task(grow(index, task))
+            running = [group.create_task(grow(task)) for task in tasks]
         if (death := self.engine.death) is not None:
             # The trees that were done before are no fair sample of the tasks, so the update cannot
             # go on with them.
             raise EngineError(
                 f"rollout: the engine has died: {death!r}; remove the cause and resume."
             ) from death
-        grown = [tree for tree in trees if tree is not None]
-        leaves = [leaf for tree in grown for leaf in tree.leaves]
+        trees = [task.result() for task in running]
+        leaves = [leaf for tree in trees for leaf in tree.leaves]
+        # One failure is data; all at once have one cause, and an update without rewards would only
+        # hide it.
         if leaves and all(leaf.status is Status.FAILED for leaf in leaves):
             raise EngineError(
-                f"rollout: all {len(leaves)} trajectories of {len(grown)} trees failed; the first:"
+                f"rollout: all {len(leaves)} trajectories of {len(trees)} trees failed; the first:"
                 f" {leaves[0].error}. Expected at least one to end by itself; remove the cause"
                 " and resume."
             )
-        return grown
+        return trees
 
     async def grow(self, task: Task, *, noise_key: NoiseKey, group_id: str) -> Tree:
         """Returns one tree, scored."""
@@ -176,7 +168,9 @@ class Grower:
                 # Only now is it known which leaves will never be branched off; fresh starts take
                 # them, so that every group has as many.
                 granted = budget.grant(self.explorer.fill(tree.close(), budget.max_leaves))
+            # The cache of this prompt's paths makes room for other trees' at once.
             self.engine.forget(prompt_ids)
+        # Outside the sessions, so that environments are closed while rewards are computed.
         with self.watch.waiting("rewards"):
             return await self.scorer(tree.close())
 
@@ -188,6 +182,7 @@ class Grower:
         except DataError as error:
             if task is bare:
                 raise
+            # A long observation of one environment must not end the run: its trajectories fail.
             sessions.refuse(f"the environment's first observation makes no prompt: {error}")
             return bare, self.format.prompt_ids(bare)
 
@@ -227,24 +222,22 @@ class _Growth:
                 assert path.point is not None, "a path is launched with the place it begins at"
                 with self._g.watch.waiting("environments"):
                     path.session = await path.point.open()
-                path.point = None
-                while True:
+                path.point, goes_on = None, True
+                while goes_on:
                     if await self._graft(path, step_id, cause):
                         step_id = tree.next_id(path.parent)
-                    goes_on = await self._step(path, step_id, cause)
-                    if not goes_on:
-                        break
-                    step_id, cause = tree.next_id(path.parent), None
+                    if goes_on := await self._step(path, step_id, cause):
+                        step_id, cause = tree.next_id(path.parent), None
                 with self._g.watch.waiting("environments"):
                     tree.reward_path(path, await path.tools.reward())
-        except TimeoutError as error:
-            reason = (
-                str(error) or f"no end within rollout.deadline_s = {self._g.limits.deadline_s} s"
-            )
-            tree.fail_path(path, step_id, reason, version, cause)
         except Exception as error:
             # The edge of a rollout: a fault of ours, or of a user's engine, is data on its leaf.
-            tree.fail_path(path, step_id, f"{type(error).__name__}: {error}", version, cause)
+            reason = f"{type(error).__name__}: {error}"
+            # Our own deadline comes without words; another one's says whose it was.
+            if isinstance(error, TimeoutError):
+                late = f"no end within rollout.deadline_s = {self._g.limits.deadline_s} s"
+                reason = str(error) or late
+            tree.fail_path(path, step_id, reason, version, cause)
         finally:
             if path.session is not None:
                 path.session.release()
@@ -258,15 +251,14 @@ class _Growth:
     async def _graft(self, path: OpenPath, step_id: str, cause: Cause | None) -> bool:
         """Attaches a step of another agent where the explorer wants one; returns whether it did.
 
-        Never before a first step, after a graft, or as the first step of a branch, which is sampled
-        by definition.
+        Never before a first step or after a graft (RAPO, Algorithm 1), nor as the first step of a
+        branch, which is sampled by definition.
         """
         if self._g.retriever is None or cause is not None or path.after is not Origin.POLICY:
             return False
         # The key of the step that would be sampled here, so that the coin does not depend on when
         # other paths toss theirs.
-        key = (*self._key, step_id)
-        steps = self._tree.steps_to(path.parent)
+        steps, key = self._tree.steps_to(path.parent), (*self._key, step_id)
         decision = self._g.explorer.before_step(PathView(steps, key))
         if not isinstance(decision, Graft):
             return False
@@ -291,10 +283,11 @@ class _Growth:
         return is_attached
 
     def _attach(self, path: OpenPath, step_id: str, found: Retrieved) -> bool:
-        """Appends the retrieved steps; returns whether they were."""
+        """Appends the retrieved steps; False where the token limit leaves no room for them."""
         values = [trace.value for trace in found.traces]
         token_ids = self._g.format.render_graft(values)
-        room, num_whole = self._g.limits.max_completion_tokens - path.num_used, len(token_ids)
+        num_whole = len(token_ids)
+        room = self._g.limits.max_completion_tokens - path.num_used
         if room - num_whole < MIN_CUT_GRAFT:
             # Half of the room, from the left: the end of a result is nearest to its answer, and the
             # agent needs the other half to use it.
@@ -313,15 +306,14 @@ class _Growth:
         )
         only = values[0] if len(values) == 1 else None
         content = only if isinstance(only, StepContent) else StepContent(thought=_as_text(values))
-        lesson: tuple[int, ...] = ()
+        lesson: list[int] = []
         # Nothing is taught of a graft that was cut: the agent was not shown the whole of it.
         if content is only and not cause.num_cut:
             with suppress(ValueError):  # a step that the policy could not have written
-                spans = self._g.format.render_step(content)
-                lesson = tuple(t for ids, origin in spans if origin is Origin.POLICY for t in ids)
-        self._tree.add_graft(
-            step_id, path, token_ids, content, cause, lesson, self._g.limits.temperature
-        )
+                for ids, origin in self._g.format.render_step(content):
+                    lesson += ids if origin is Origin.POLICY else ()
+        temperature = self._g.limits.temperature
+        self._tree.add_graft(step_id, path, token_ids, content, cause, tuple(lesson), temperature)
         return True
 
     # ------------------------------------------------------------------ sampled steps
@@ -332,19 +324,18 @@ class _Growth:
         room = limits.max_completion_tokens - path.num_used
         completion = await self._complete(path, step_id, room, can_propose=cause is None)
         parsed = format.parse_step(completion.token_ids)
-        content = parsed.content
+        content, violation = parsed.content, parsed.violation
         add = partial(tree.add_step, step_id, path, completion, limits.temperature, cause=cause)
-        status, reason = self._end_of(
-            parsed.violation, content.answer, len(content.calls), completion, path
-        )
+        status, reason = self._end_of(parsed, completion, path)
         if status is not None:
-            violation = parsed.violation
-            if status is Status.FORMAT_VIOLATION and violation is None:
-                violation = "ended without a tool call or an answer"
+            if status is Status.FORMAT_VIOLATION:
+                violation = violation or "ended without a tool call or an answer"
             add(content, stop_reason=reason, violation=violation)
             tree.end_path(path, status, content.answer if status is Status.COMPLETED else None)
             return False
         observations = []
+        # One after the other: a later call of the step may depend on the state that an earlier one
+        # left in the environment.
         for call in content.calls:
             with self._g.watch.waiting(f"tool {call.name}"):
                 observations.append(await path.tools.call(call))
@@ -372,6 +363,8 @@ class _Growth:
             stop=format.stop,
             final=format.final,
         )
+        # Before the first result there is nothing to compare with, and a branch's own first step
+        # would propose at the place where it was itself opened.
         num_probed = self._g.explorer.probe_tokens if can_propose and path.num_sampled else None
         propose = None
         if num_probed is not None:
@@ -393,28 +386,23 @@ class _Growth:
         return completion
 
     def _end_of(
-        self,
-        violation: str | None,
-        answer: str | None,
-        num_calls: int,
-        completion: Completion,
-        path: OpenPath,
+        self, parsed: Parsed, completion: Completion, path: OpenPath
     ) -> tuple[Status | None, StopReason | None]:
         """How a step ends its trajectory (status, and the reason where it is a limit); None where
         it goes on."""
-        if violation is not None:
+        num_calls, limits = len(parsed.content.calls), self._g.limits
+        if parsed.violation is not None:
             return Status.FORMAT_VIOLATION, None
-        if answer is not None:
+        # Before the limits: an answer with the last token or in the last step counts.
+        if parsed.content.answer is not None:
             return Status.COMPLETED, None
         if not num_calls:
-            return (
-                Status.TRUNCATED
-                if completion.finish is StopReason.LENGTH
-                else Status.FORMAT_VIOLATION
-            ), None
-        if path.num_tool_calls + num_calls > self._g.limits.max_tool_calls:
+            ran_out = completion.finish is StopReason.LENGTH
+            return Status.TRUNCATED if ran_out else Status.FORMAT_VIOLATION, None
+        if path.num_tool_calls + num_calls > limits.max_tool_calls:
             return Status.TRUNCATED, StopReason.TOOL_CALLS
-        if path.num_sampled + 1 >= self._g.limits.max_agent_steps:
+        # Its calls are not run: no step could read their results.
+        if path.num_sampled + 1 >= limits.max_agent_steps:
             return Status.TRUNCATED, StopReason.AGENT_STEPS
         return None, None
 
@@ -434,14 +422,14 @@ class _Growth:
             branch = self._g.explorer.after_probe(PathView(steps, (*self._key, step_id)), probe)
         if branch is not None:
             self._tree.decide(step_id, BranchDecision(seen=branch.cause, num_wanted=branch.num))
-        if branch is not None and branch.num:
+        wish = branch if branch is not None and branch.num else None
+        if wish is not None:
             # The step under way has made no call yet, so the environment still stands where the
             # branch begins.
             fork.point = path.tools.mark()
             self._forks[steps[-1].ordinals] = fork
         # Also a path without a wish says so: branches of a round are granted once all live leaves
         # have proposed, by their order in the tree, so that no latency decides who gets them.
-        wish = branch if branch is not None and branch.num else None
         self._allocation.propose(path, fork.num_sampled, steps[-1].ordinals, wish)
         self._open_branches()
 
@@ -493,5 +481,5 @@ def _as_text(values: Sequence[str | StepContent]) -> str:
             continue
         calls = [f"{call.name} {call.body}" for call in value.calls]
         seen = [observation.text for observation in value.observations]
-        lines += [text for text in (value.thought, *calls, *seen, value.answer or "") if text]
+        lines += filter(None, (value.thought, *calls, *seen, value.answer))
     return "\n".join(lines)

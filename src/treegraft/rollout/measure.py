@@ -8,58 +8,56 @@ from math import comb
 
 import numpy as np
 
-from treegraft.core.types import BranchCause, GraftCause, Origin, Status, Trajectory, Tree
+from treegraft.core.interfaces import Explorer
+from treegraft.core.types import BranchCause, GraftCause, Origin, Status, Step, Trajectory, Tree
 from treegraft.rollout.copied import copied_metrics
 
 
-def _share(flags: Iterable[bool]) -> float:
-    values = list(flags)
-    return sum(values) / len(values) if values else 0.0
+def _mean(values: Iterable[float]) -> float:
+    """The mean, for flags the share of those that are set; 0 of nothing."""
+    kept = list(values)
+    return statistics.fmean(kept) if kept else 0.0
+
+
+def _ended_frac(paths: Sequence[Trajectory], status: Status) -> float:
+    return _mean(path.status is status for path in paths)
 
 
 def rollout_metrics(trees: Sequence[Tree]) -> dict[str, float]:
-    """Returns the reward/*, rollout/* and branch/* metrics of an update's trees."""
+    """Returns the reward/*, rollout/*, branch/* and graft/* metrics of an update's trees."""
     paths = [path for tree in trees for path in tree.trajectories()]
-    scored = [path for path in paths if path.reward is not None]
+    scored = [path.leaf for path in paths if path.reward is not None]
     rewards = [[leaf.reward for leaf in tree.leaves if leaf.reward is not None] for tree in trees]
     groups = [group for group in rewards if group]
     after_prompt = [step for tree in trees for step in tree.steps[1:]]
     num_tokens = sum(len(step.token_ids) for step in after_prompt)
     metrics = {
-        "reward/mean": (
-            statistics.fmean(statistics.fmean(group) for group in groups) if groups else 0.0
-        ),
-        "reward/std": (
-            statistics.fmean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in groups)
-            if groups
-            else 0.0
-        ),
+        # Of the groups' means, so that a task whose leaves failed counts as much as the others.
+        "reward/mean": _mean(statistics.fmean(group) for group in groups),
+        "reward/std": _mean(statistics.stdev(g) if len(g) > 1 else 0.0 for g in groups),
         "rollout/num_trajectories": float(len(paths)),
         "rollout/num_sampled_tokens": float(sum(tree.budget.num_sampled_tokens for tree in trees)),
         "rollout/num_tool_calls": float(sum(tree.budget.num_tool_calls for tree in trees)),
-        "rollout/tool_calls_mean": (
-            statistics.fmean(path.num_tool_calls for path in paths) if paths else 0.0
-        ),
-        "rollout/steps_mean": (
-            statistics.fmean(len(path.steps) - 1 for path in paths) if paths else 0.0
-        ),
+        "rollout/tool_calls_mean": _mean(path.num_tool_calls for path in paths),
+        "rollout/steps_mean": _mean(len(path.steps) - 1 for path in paths),
+        # Of unique tokens: a shared graft counts once.
         "rollout/retrieved_frac": (
             sum(s.origins.count(Origin.RETRIEVED) for s in after_prompt) / max(1, num_tokens)
         ),
-        "rollout/completed_frac": _share(path.status is Status.COMPLETED for path in paths),
-        "rollout/truncated_frac": _share(path.status is Status.TRUNCATED for path in paths),
-        "rollout/violation_frac": _share(path.status is Status.FORMAT_VIOLATION for path in paths),
-        "rollout/failed_frac": _share(path.status is Status.FAILED for path in paths),
-        "rollout/accuracy": _share(bool(path.leaf.is_correct) for path in scored),
+        "rollout/completed_frac": _ended_frac(paths, Status.COMPLETED),
+        "rollout/truncated_frac": _ended_frac(paths, Status.TRUNCATED),
+        "rollout/violation_frac": _ended_frac(paths, Status.FORMAT_VIOLATION),
+        "rollout/failed_frac": _ended_frac(paths, Status.FAILED),
+        "rollout/accuracy": _mean(bool(leaf.is_correct) for leaf in scored),
         "branch/num_starts": float(sum(step.depth == 1 for step in after_prompt)),
         "branch/num_branches": float(
             sum(isinstance(step.cause, BranchCause) for step in after_prompt)
         ),
     }
     metrics |= _graft_metrics(trees, paths)
-    names = sorted({name for path in scored for name in path.leaf.reward_parts})
-    for name in names:
-        values = [path.leaf.reward_parts[name] for path in scored if name in path.leaf.reward_parts]
+    # A reward function may say nothing of a trajectory; its mean is over those it judged.
+    for name in sorted({name for leaf in scored for name in leaf.reward_parts}):
+        values = [leaf.reward_parts[name] for leaf in scored if name in leaf.reward_parts]
         metrics[f"reward/{name}"] = statistics.fmean(values)
     return metrics
 
@@ -74,25 +72,48 @@ def _graft_metrics(trees: Sequence[Tree], paths: Sequence[Trajectory]) -> dict[s
     ]
     if not causes:
         return {}
-    hybrid = [any(step.origin is Origin.RETRIEVED for step in path.steps) for path in paths]
+    rewards: dict[bool, list[float]] = {True: [], False: []}
+    for path in paths:
+        if path.reward is not None:
+            rewards[_is_hybrid(path.steps)].append(path.reward)
     metrics = {
         "graft/num_grafts": float(len(causes)),
-        "graft/hybrid_frac": _share(hybrid),
-        "graft/same_task_frac": _share(cause.task_id == tree.task.id for tree, cause in causes),
-        "graft/similarity_mean": statistics.fmean(cause.similarity for _, cause in causes),
-        "graft/cut_frac": _share(cause.num_cut > 0 for _, cause in causes),
-        "graft/source_reward_mean": statistics.fmean(cause.reward for _, cause in causes),
+        "graft/hybrid_frac": _mean(_is_hybrid(path.steps) for path in paths),
+        "graft/same_task_frac": _mean(cause.task_id == tree.task.id for tree, cause in causes),
+        "graft/similarity_mean": _mean(cause.similarity for _, cause in causes),
+        "graft/cut_frac": _mean(cause.num_cut > 0 for _, cause in causes),
+        "graft/source_reward_mean": _mean(cause.reward for _, cause in causes),
     }
-    for name, wanted in (("graft/reward_hybrid", True), ("graft/reward_on_policy", False)):
-        rewards = [
-            path.reward
-            for path, is_hybrid in zip(paths, hybrid, strict=True)
-            if is_hybrid is wanted
-        ]
-        scored = [reward for reward in rewards if reward is not None]
-        if scored:
-            metrics[name] = statistics.fmean(scored)
+    # Left out where there is no such trajectory: a 0 would read as a bad reward.
+    for name, is_hybrid in (("graft/reward_hybrid", True), ("graft/reward_on_policy", False)):
+        if rewards[is_hybrid]:
+            metrics[name] = statistics.fmean(rewards[is_hybrid])
     return metrics | copied_metrics(paths)
+
+
+def _is_hybrid(steps: Sequence[Step]) -> bool:
+    return any(step.origin is Origin.RETRIEVED for step in steps)
+
+
+def unused_metrics(trees: Sequence[Tree], explorer: Explorer, num_leaves: int) -> dict[str, float]:
+    """Returns branch/unused_frac and graft/unused_frac, the shares of planned branches and grafts
+    that were never made, each only where the explorer plans for them.
+
+    Args:
+        num_leaves: of a tree, at most.
+    """
+    metrics: dict[str, float] = {}
+    num_starts = explorer.starts(num_leaves).num
+    if trees and num_starts < num_leaves:
+        # Leaves that no branch took became fresh starts.
+        back_fill = [sum(step.depth == 1 for step in tree.steps) - num_starts for tree in trees]
+        num_planned = len(trees) * (num_leaves - num_starts)
+        metrics["branch/unused_frac"] = sum(max(0, num) for num in back_fill) / num_planned
+    paths = [path.steps for tree in trees for path in tree.trajectories()]
+    planned = [steps for steps in paths if explorer.is_hybrid(steps[1].ordinals[1])]
+    if planned:
+        metrics["graft/unused_frac"] = _mean(not _is_hybrid(steps) for steps in planned)
+    return metrics
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
@@ -117,12 +138,10 @@ def accuracy_metrics(trees: Sequence[Tree], name: str) -> dict[str, float]:
         name: "accuracy" (greedy) or "accuracy_sampled".
     """
     paths = [path for tree in trees for path in tree.trajectories()]
-    metrics = {f"eval/{name}": _share(_is_correct(path) for path in paths)}
+    metrics = {f"eval/{name}": _mean(map(_is_correct, paths))}
     for category in sorted({path.task.category for path in paths if path.task.category}):
-        key = category.replace(" ", "_")
-        metrics[f"eval/{name}_{key}"] = _share(
-            _is_correct(path) for path in paths if path.task.category == category
-        )
+        own = (_is_correct(path) for path in paths if path.task.category == category)
+        metrics[f"eval/{name}_{category.replace(' ', '_')}"] = _mean(own)
     return metrics
 
 
@@ -134,24 +153,21 @@ def eval_metrics(greedy: Sequence[Tree] | None, sampled: Sequence[Tree] | None) 
     if sampled is not None:
         metrics |= accuracy_metrics(sampled, "accuracy_sampled")
         counts = [
-            (len(tree.leaves), sum(_is_correct(p) for p in tree.trajectories())) for tree in sampled
+            (len(tree.leaves), sum(map(_is_correct, tree.trajectories()))) for tree in sampled
         ]
+        # Powers of two up to 2048, as in the field's plots; k = 1 is the accuracy.
         for k in (2**n for n in range(1, 12)):
             if counts and all(num >= k for num, _ in counts):
-                metrics[f"eval/pass_at_{k}"] = statistics.fmean(
-                    pass_at_k(num, c, k) for num, c in counts
-                )
+                metrics[f"eval/pass_at_{k}"] = _mean(pass_at_k(num, c, k) for num, c in counts)
     every = [*(greedy or ()), *(sampled or ())]
     paths = [path for tree in every for path in tree.trajectories()]
-    metrics["eval/completed_frac"] = _share(path.status is Status.COMPLETED for path in paths)
-    metrics["eval/failed_frac"] = _share(path.status is Status.FAILED for path in paths)
-    metrics["eval/tool_calls_mean"] = (
-        statistics.fmean(path.num_tool_calls for path in paths) if paths else 0.0
-    )
-    given = [
-        path.leaf.environment_reward for path in paths if path.leaf.environment_reward is not None
-    ]
-    return metrics | ({"eval/environment_reward": statistics.fmean(given)} if given else {})
+    metrics["eval/completed_frac"] = _ended_frac(paths, Status.COMPLETED)
+    metrics["eval/failed_frac"] = _ended_frac(paths, Status.FAILED)
+    metrics["eval/tool_calls_mean"] = _mean(path.num_tool_calls for path in paths)
+    given = (path.leaf.environment_reward for path in paths)
+    if known := [reward for reward in given if reward is not None]:
+        metrics["eval/environment_reward"] = _mean(known)
+    return metrics
 
 
 def paired_gain(
@@ -169,10 +185,7 @@ def paired_gain(
     """
 
     def means(trees: Sequence[Tree]) -> dict[str, float]:
-        return {
-            tree.task.id: _share(_is_correct(path) for path in tree.trajectories())
-            for tree in trees
-        }
+        return {tree.task.id: _mean(map(_is_correct, tree.trajectories())) for tree in trees}
 
     first, second = means(before), means(after)
     if not first or first.keys() != second.keys():
@@ -180,9 +193,9 @@ def paired_gain(
             f"paired_gain: got {len(first)} and {len(second)} tasks; expected the same ones on both"
             " sides"
         )
+    # In one order, so that the seed alone decides which tasks are drawn.
     differences = np.array([second[task] - first[task] for task in sorted(first)])
-    draws = np.random.default_rng(seed).integers(
-        0, len(differences), (num_resamples, len(differences))
-    )
+    num = len(differences)
+    draws = np.random.default_rng(seed).integers(0, num, (num_resamples, num))
     low, high = np.percentile(differences[draws].mean(axis=1), [2.5, 97.5])
     return float(differences.mean()), float(low), float(high)

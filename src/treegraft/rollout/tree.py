@@ -3,8 +3,10 @@ order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from treegraft.core.sessions import Point, Session
 from treegraft.core.types import (
@@ -24,6 +26,7 @@ from treegraft.core.types import (
     StopReason,
     Task,
     Tree,
+    ids_to,
 )
 from treegraft.explore.budget import Budget
 
@@ -35,7 +38,7 @@ class OpenPath:
     parent: str
     """Step below which the next one comes."""
     prefix_ids: list[int]
-    """Everything the engine is given next."""
+    """All tokens of the path, the prompt included: the engine's next input."""
     num_prompt: int
     num_steps: int = 0
     """Steps on it, grafts included."""
@@ -79,7 +82,7 @@ class OpenTree:
     budget: Budget
     _steps: dict[str, Step] = field(default_factory=dict)
     _leaves: dict[str, Leaf] = field(default_factory=dict)
-    _children: dict[str, int] = field(default_factory=dict)
+    _num_children: Counter[str] = field(default_factory=Counter)
     _decisions: dict[str, BranchDecision] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -98,8 +101,7 @@ class OpenTree:
 
     def steps_to(self, step_id: str) -> tuple[Step, ...]:
         """Returns the steps from the root to `step_id`."""
-        parts = step_id.split(".")
-        return tuple(self._steps[".".join(parts[: n + 1])] for n in range(len(parts)))
+        return tuple(self._steps[one] for one in ids_to(step_id))
 
     def open_path(self, point: Point) -> OpenPath:
         """Returns a path that starts at the root, in the session that `point` opens."""
@@ -108,9 +110,8 @@ class OpenTree:
     def next_id(self, parent: str) -> str:
         """Returns the id of a new child of `parent`; ordinals count up in the order of asking."""
         # Of asking, which the loop keeps free of latencies: noise is keyed by these ids.
-        ordinal = self._children.get(parent, 0)
-        self._children[parent] = ordinal + 1
-        return f"{parent}.{ordinal}"
+        self._num_children[parent] += 1
+        return f"{parent}.{self._num_children[parent] - 1}"
 
     def add_step(
         self,
@@ -126,31 +127,25 @@ class OpenTree:
         cause: Cause | None = None,
     ) -> None:
         """Appends a sampled step with its results and moves the path below it."""
-        sampled, shown = len(completion.token_ids), len(observation_ids)
-        self._steps[step_id] = Step(
-            id=step_id,
-            parent=path.parent,
-            depth=path.num_steps + 1,
-            token_ids=(*completion.token_ids, *observation_ids),
-            origins=(Origin.POLICY,) * sampled + (Origin.TOOL,) * shown,
-            loss_mask=(True,) * sampled + (False,) * shown,
-            sampling_logprobs=completion.sampling_logprobs + (0.0,) * shown,
-            entropies=completion.entropies + (0.0,) * shown,
+        num_sampled, unscored = len(completion.token_ids), (0.0,) * len(observation_ids)
+        self._append(
+            step_id,
+            path,
+            (*completion.token_ids, *observation_ids),
+            (Origin.POLICY,) * num_sampled + (Origin.TOOL,) * len(observation_ids),
+            sampling_logprobs=completion.sampling_logprobs + unscored,
+            entropies=completion.entropies + unscored,
             entropy_kind=completion.entropy_kind,
             temperature=temperature,
             content=content,
             stop_reason=stop_reason or completion.finish,
             violation=violation,
             policy_version=completion.policy_version,
-            cause=cause or (StartCause() if path.parent == ROOT_ID else ContinuationCause()),
+            cause=cause or _own_cause(path),
         )
-        path.parent = step_id
-        path.prefix_ids.extend(completion.token_ids)
-        path.prefix_ids.extend(observation_ids)
-        path.num_steps += 1
         path.num_sampled += 1
         path.after = Origin.POLICY
-        self.budget.spend(num_sampled_tokens=sampled)
+        self.budget.spend(num_sampled_tokens=num_sampled)
 
     def add_graft(
         self,
@@ -167,25 +162,41 @@ class OpenTree:
         Args:
             temperature: at which the policy would have written it.
         """
-        count = len(token_ids)
-        self._steps[step_id] = Step(
-            id=step_id,
-            parent=path.parent,
-            depth=path.num_steps + 1,
-            token_ids=token_ids,
-            origins=(Origin.RETRIEVED,) * count,
-            loss_mask=(False,) * count,
-            sampling_logprobs=(0.0,) * count,
-            entropies=(0.0,) * count,
+        self._append(
+            step_id,
+            path,
+            token_ids,
+            (Origin.RETRIEVED,) * len(token_ids),
             temperature=temperature,
             content=content,
             cause=cause,
             lesson_ids=lesson_ids,
         )
+        path.after = Origin.RETRIEVED
+
+    def _append(
+        self,
+        step_id: str,
+        path: OpenPath,
+        token_ids: tuple[int, ...],
+        origins: tuple[Origin, ...],
+        **fields: Any,
+    ) -> None:
+        """Adds a step below the path and moves the path below it; scores that are not among
+        `fields` are 0."""
+        unscored = (0.0,) * len(token_ids)
+        self._steps[step_id] = Step(
+            id=step_id,
+            parent=path.parent,
+            depth=path.num_steps + 1,
+            token_ids=token_ids,
+            origins=origins,
+            loss_mask=tuple(origin is Origin.POLICY for origin in origins),
+            **({"sampling_logprobs": unscored, "entropies": unscored} | fields),
+        )
         path.parent = step_id
         path.prefix_ids.extend(token_ids)
         path.num_steps += 1
-        path.after = Origin.RETRIEVED
 
     def end_path(self, path: OpenPath, status: Status, answer: str | None = None) -> None:
         """Makes the path's last step a leaf."""
@@ -194,9 +205,8 @@ class OpenTree:
     def reward_path(self, path: OpenPath, reward: float | None) -> None:
         """Notes the environment's reward for the state in which an ended path stands."""
         if reward is not None:
-            self._leaves[path.parent] = replace(
-                self._leaves[path.parent], environment_reward=reward
-            )
+            leaf = self._leaves[path.parent]
+            self._leaves[path.parent] = replace(leaf, environment_reward=reward)
 
     def fail_path(
         self,
@@ -208,19 +218,16 @@ class OpenTree:
     ) -> None:
         """Ends a path by our own fault, with an empty step that says where; at its last step where
         it had ended already."""
+        # The environment's reward can fail after the path has ended; its last step is a leaf then.
         if step_id not in self._leaves:
-            self._steps[step_id] = Step(
-                id=step_id,
-                parent=path.parent,
-                depth=path.num_steps + 1,
-                token_ids=(),
-                origins=(),
-                loss_mask=(),
-                sampling_logprobs=(),
-                entropies=(),
+            self._append(
+                step_id,
+                path,
+                (),
+                (),
                 stop_reason=StopReason.ERROR,
                 policy_version=policy_version,
-                cause=cause or (StartCause() if path.parent == ROOT_ID else ContinuationCause()),
+                cause=cause or _own_cause(path),
             )
         self._leaves[step_id] = Leaf(
             step_id=step_id, status=Status.FAILED, has_loss=False, error=error
@@ -231,24 +238,25 @@ class OpenTree:
         the branches that came of it."""
         self._decisions[step_id] = decision
 
-    def _decided(self, step: Step) -> Step:
-        if step.id not in self._decisions:
-            return step
-        beside = (other for other in self._steps.values() if other.parent == step.parent)
-        opened = sum(isinstance(other.cause, BranchCause) for other in beside)
-        return replace(step, decision=replace(self._decisions[step.id], num_opened=opened))
-
     def close(self) -> Tree:
         """Returns the tree in depth-first order."""
-        steps = tuple(
-            self._decided(step)
-            for step in sorted(self._steps.values(), key=lambda step: step.ordinals)
+        branched = Counter(
+            step.parent for step in self._steps.values() if isinstance(step.cause, BranchCause)
         )
-        leaves = tuple(self._leaves[step.id] for step in steps if step.id in self._leaves)
+        # Steps arrive as latencies have it; sorted by their ids they stand the same in every run.
+        steps = sorted(self._steps.values(), key=lambda step: step.ordinals)
+        for number, step in enumerate(steps):
+            if decision := self._decisions.get(step.id):
+                decision = replace(decision, num_opened=branched[step.parent])
+                steps[number] = replace(step, decision=decision)
         return Tree(
             task=self.task,
             group_id=self.group_id,
-            steps=steps,
-            leaves=leaves,
+            steps=tuple(steps),
+            leaves=tuple(self._leaves[step.id] for step in steps if step.id in self._leaves),
             budget=self.budget.state,
         )
+
+
+def _own_cause(path: OpenPath) -> Cause:
+    return StartCause() if path.parent == ROOT_ID else ContinuationCause()

@@ -1,10 +1,6 @@
-"""The settings tree: one recipe file, defaults that are the vetted run, checked once before any
-work starts.
+"""The settings tree: defaults here, then the recipe (TOML), then overrides (`learn.lr=1e-5`).
 
-Precedence: defaults here, then the recipe (TOML), then overrides (`learn.lr=1e-5`). An unknown key
-is refused with the nearest known one. Tables of kinds that are not chosen may lie in a recipe as
-presets; naming one on the command line is an error. `treegraft.settings.load` reads, checks and
-describes this tree; the meaning of a setting is the text under it.
+`treegraft.settings.load` reads and checks it; the meaning of a setting is the text under it.
 """
 
 from __future__ import annotations
@@ -129,9 +125,7 @@ class Config(Settings):
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)
     warmup: WarmupSettings = setting(
-        WarmupSettings(),
-        idle_unless=when("warmup.num_steps"),
-        ignored_by_eval=True,
+        WarmupSettings(), idle_unless=when("warmup.num_steps"), ignored_by_eval=True
     )
     checkpoint: CheckpointSettings = setting(CheckpointSettings(), ignored_by_eval=True)
     track: TrackSettings = setting(TrackSettings(), same_answers=True)
@@ -171,12 +165,13 @@ def foreign_names() -> Mapping[str, str]:
     for name, found in known_settings().items():
         for alias in found.facts.aliases:
             ours.setdefault(alias, []).append(name)
-    return {
-        alias: (" and " if len({name.rpartition(".")[0] for name in names}) == 1 else " or ").join(
-            names
-        )
-        for alias, names in sorted(ours.items())
-    }
+
+    def joined(names: list[str]) -> str:
+        # Settings of one table are meant together, those of several are alternatives.
+        is_one_table = len({name.rpartition(".")[0] for name in names}) == 1
+        return (" and " if is_one_table else " or ").join(names)
+
+    return {alias: joined(names) for alias, names in sorted(ours.items())}
 
 
 @functools.cache

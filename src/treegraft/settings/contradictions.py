@@ -15,6 +15,7 @@ def _names_wrong(config: Config) -> Iterator[str]:
         if known := setting.facts.built_in:
             value = value_of(config, dotted)
             names = value if isinstance(value, list) else [value]
+            # A default such as "" or None is no name.
             own = [name for name in names if name != setting.field.default]
             yield from filter(None, (unknown_name(name, known, dotted) for name in own))
             if len(set(names)) < len(names):
@@ -52,11 +53,10 @@ def _model_wrong(config: Config) -> Iterator[str]:
 
 
 def _tasks_wrong(config: Config) -> Iterator[str]:
-    if (
-        config.tasks.kind in ("arithmetic", "dataset")
-        and not (config.tools.use or config.tools.mcp or config.environment.kind)
-        and config.rollout.max_tool_calls > 0
-    ):
+    # Only for kinds that are known to bring no tools; another source may.
+    brings_none = config.tasks.kind in ("arithmetic", "dataset")
+    has_any = config.tools.use or config.tools.mcp or config.environment.kind
+    if brings_none and not has_any and config.rollout.max_tool_calls > 0:
         yield (
             f"tools.use: got no tool, and tasks of kind '{config.tasks.kind}' bring none, so the"
             ' agent could call nothing. Name one, such as tools.use = ["python"], or say that it'
@@ -68,6 +68,7 @@ def _tasks_wrong(config: Config) -> Iterator[str]:
             " tools.cache on."
         )
     yield from _mcp_wrong(config)
+    # Refused before any work; at the first scoring a tree would be lost.
     weights = config.reward.weights
     if weights is not None and len(weights) != len(config.reward.funcs):
         yield (
@@ -139,9 +140,9 @@ def _explore_wrong(config: Config) -> Iterator[str]:
 
 def _buffer_wrong(config: Config) -> Iterator[str]:
     settings = config.buffer
-    if settings.encoder not in ("hashing", "minilm") and not any(
-        sign in settings.encoder for sign in "/:~."
-    ):
+    # A folder or hub id has one of these signs; a plain word is a misspelt name.
+    is_place = any(sign in settings.encoder for sign in "/:~.")
+    if settings.encoder not in ("hashing", "minilm") and not is_place:
         yield (
             f'buffer.encoder: got \'{settings.encoder}\', expected "minilm", "hashing", a folder, a'
             f' hub id, or "pypi:PACKAGE".{nearest(settings.encoder, ("hashing", "minilm"))}'
@@ -162,8 +163,5 @@ def _buffer_wrong(config: Config) -> Iterator[str]:
 
 def contradictions(config: Config) -> list[str]:
     """Returns one sentence for each pair of settings that do not fit each other."""
-    return [
-        fault
-        for check in (_names_wrong, _model_wrong, _tasks_wrong, _run_wrong)
-        for fault in check(config)
-    ]
+    checks = (_names_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+    return [fault for check in checks for fault in check(config)]

@@ -12,13 +12,13 @@ with_graft = has("explore.explorers", "graft", or_own=True)
 
 def _size_of_rise_counts(config: Settings) -> str:
     own: EntropySettings = value_of(config, "explore.entropy")
-    is_idle = own.rule == "threshold" and own.base_prob == own.threshold and own.entropy_weight > 0
+    # base_prob + entropy_weight * change > threshold = base_prob: the sign of the change decides.
+    if own.rule != "threshold" or own.base_prob != own.threshold or own.entropy_weight <= 0:
+        return ""
     return (
         "with explore.entropy.rule = 'threshold' and base_prob = threshold ="
         f" {own.threshold} a branch opens wherever entropy rose, by however little; change"
         " base_prob or threshold, or take rule = 'bernoulli'"
-        if is_idle
-        else ""
     )
 
 
@@ -37,7 +37,7 @@ class EntropySettings(Settings):
     base_prob: float = setting(0.5, ge=0, le=1)
     """Probability of branching where entropy did not change (ARPO's alpha)."""
     entropy_weight: float = setting(0.2, ge=0, idle_unless=(_size_of_rise_counts,))
-    """What a unit of entropy change adds to the probability (ARPO's beta)."""
+    """Rise of the probability per unit of entropy change (ARPO's beta)."""
     threshold: float = setting(
         0.5, ge=0, le=1, idle_unless=when("explore.entropy.rule", "threshold")
     )
@@ -48,11 +48,11 @@ class EntropySettings(Settings):
     normaliser: Literal["vocabulary", "log_vocabulary", "none"] = setting(
         "vocabulary", idle_unless=(_size_of_rise_counts,)
     )
-    """What the summed change in nats is divided by: the vocabulary's size V (the paper), ln V (the
-    released code), or 1."""
+    """Divisor of the summed change in nats: the vocabulary's size V (the paper), ln V (the released
+    code), or 1."""
     allocation: Literal["round", "shares"] = "round"
     """Who gets branches: "round" lets all leaves of the tree propose, then grants (the papers);
-    "shares" gives each start its own part, so that nobody waits."""
+    "shares" gives each start its own part, so that no decision waits."""
     ranking: Literal["order", "entropy"] = setting(
         "order", idle_unless=when("explore.entropy.allocation", "round")
     )
@@ -105,7 +105,7 @@ class BufferSettings(Settings):
     are expanded), or "expert": the tasks' scripted expert solves the training tasks before the
     first update."""
     encoder: str = "minilm"
-    """What turns keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
+    """Encoder of keys into vectors: "minilm" (the papers'), "hashing" (words, no model), a
     sentence-transformers folder or hub id, or "pypi:PACKAGE". A buffer answers to the encoder that
     it was built with."""
     terminal: Literal["skip", "exclude", "allow"] = "skip"

@@ -1,4 +1,4 @@
-"""Settings of the warnings while training: from where on each one speaks."""
+"""Settings of the warnings while training: the limit from which each one is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treegraft.settings.table import Settings, setting
 
 
 def _limit(value: Any, most: float, expected: str) -> float | Literal["off"]:
-    # Said by one validator, since of a union's members only the last would be heard.
+    # One validator for the whole union: of pydantic's message for each member only one is shown.
     if value == "off":
         return "off"
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most:
@@ -32,7 +32,7 @@ Amount = Annotated[float | Literal["off"], PlainValidator(_amount)]
 
 
 class HealthSettings(Settings):
-    """Limits of the warnings; "off" silences one. What each means and what to do stands in
+    """Limits of the warnings; "off" silences one. Their meanings and remedies stand in
     `treegraft.runs.health`."""
 
     window: int = setting(3, ge=1)

@@ -50,10 +50,12 @@ def suggestion(name: str) -> str:
     by_last: dict[str, list[str]] = {}
     for leaf in known_settings():
         by_last.setdefault(leaf.rpartition(".")[2], []).append(leaf)
+    # The right name in the wrong table, before a name that is merely spelt alike.
     if last in by_last:
         same = difflib.get_close_matches(name, by_last[last], n=1, cutoff=0.7) or by_last[last]
-        return f" Did you mean {' or '.join(repr(leaf) for leaf in same)}?"
+        return f" Did you mean {' or '.join(map(repr, same))}?"
     close = [] if table else difflib.get_close_matches(last, by_last, n=1, cutoff=0.8)
+    # Of a name in a known table its neighbours come first.
     siblings = [leaf for leaf in known_settings() if table and leaf.startswith(f"{table}.")]
     if not close and (found := nearest(name, siblings) or nearest(name, tables_and_settings())):
         return found
@@ -79,12 +81,14 @@ def _literal(text: str, annotation: Any) -> Any:
     itself."""
     is_union = isinstance(annotation, types.UnionType)
     options = typing.get_args(annotation) if is_union else (annotation,)
+    # TOML has no word for None.
     if types.NoneType in options and text.lower() == "none":
         return None
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    # A text with a line break could hold further keys.
     value = parsed["value"] if set(parsed) == {"value"} else text
     # `run.name=2026` and `run.name=2026-11-21` are names, although TOML reads a number and a date.
     wants_text = str in options and not any(typing.get_origin(option) is list for option in options)
@@ -132,12 +136,11 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         found = tables_and_settings().get(name)
         value = _literal(text, found.field.annotation if found else None)
         added = list(_leaves(name, value))
-        for one in added:
-            if one in names:
-                raise SettingError(
-                    f"{COMMAND_LINE}: '{one}' is given twice, and only the last would count; keep"
-                    " one of them."
-                )
+        if twice := [one for one in added if one in names]:
+            raise SettingError(
+                f"{COMMAND_LINE}: '{twice[0]}' is given twice, and only the last would count; keep"
+                " one of them."
+            )
         _put(data, name, value)
         names += added
     return names
@@ -169,9 +172,9 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         folder = path.parent if path.parent.is_dir() else Path("recipes")
         others = [str(other) for other in folder.glob("*.toml")]
-        what = "is a folder" if path.is_dir() else "does not exist"
+        fault = "is a folder" if path.is_dir() else "does not exist"
         raise SettingError(
-            f"recipe '{path}' {what}; expected a .toml or .json file.{nearest(str(path), others)}"
+            f"recipe '{path}' {fault}; expected a .toml or .json file.{nearest(str(path), others)}"
         )
     is_json = path.suffix == ".json"
     try:
@@ -186,7 +189,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise SettingError(
             f"recipe '{path}': got a {type(data).__name__}, expected tables of settings."
         )
-    # JSON was written by `config_json`, perhaps of an earlier version.
+    # JSON was written by `config_json`, perhaps of an earlier version; a recipe's author is told.
     for old, new in renamed().items() if is_json else ():
         table, _, last = old.partition(".")
         if isinstance(data.get(table), dict) and last in data[table]:
@@ -230,13 +233,11 @@ def _type_fault(
 
 
 def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
-    unknown = list(_unknown(data))
-    if unknown:
-        raise SettingError(
-            "\n".join(
-                f"{where(name)}: unknown setting '{name}'.{suggestion(name)}" for name in unknown
-            )
-        )
+    # Before the types, since pydantic cannot say which known name is the nearest.
+    if unknown := [
+        f"{where(name)}: unknown setting '{name}'.{suggestion(name)}" for name in _unknown(data)
+    ]:
+        raise SettingError("\n".join(unknown))
     try:
         # Through JSON, where strict types and lists for tuples go together; `default` turns dates
         # into texts.
@@ -265,18 +266,18 @@ def load_config(
     if isinstance(source, Config):
         origin, data = "settings", source.model_dump(mode="json")
     elif isinstance(source, Mapping):
+        # A copy: overrides are put into it.
         origin, data = "settings", json.loads(json.dumps(source, default=str))
     else:
         origin, data = str(source), _read(Path(source))
     names = _apply(data, overrides)
+    typed = tuple(f"{name}." for name in names)
 
     def where(name: str) -> str:
-        return (
-            COMMAND_LINE if any(f"{name}.".startswith(f"{typed}.") for typed in names) else origin
-        )
+        return COMMAND_LINE if f"{name}.".startswith(typed) else origin
 
     config = _validate(data, where)
-    faults = [f"{origin}: {fault}" for fault in contradictions(config)] + list(_idle(config, names))
+    faults = [*(f"{origin}: {fault}" for fault in contradictions(config)), *_idle(config, names)]
     if faults:
         raise SettingError("\n".join(faults))
     return config

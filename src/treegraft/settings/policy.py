@@ -18,11 +18,11 @@ def _clips(config: Settings) -> str:
     theirs (RAPO, eq. 11)."""
     learn: LearnSettings = value_of(config, "learn")
     is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
+    if is_shaped or learn.num_minibatches * learn.num_epochs > 1:
+        return ""
     return (
-        ""
-        if is_shaped or learn.num_minibatches * learn.num_epochs > 1
-        else "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so"
-        " the ratio is exactly 1 and nothing is clipped; raise one of the two"
+        "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
+        " ratio is exactly 1 and nothing is clipped; raise one of the two"
     )
 
 
@@ -108,12 +108,12 @@ class CreditSettings(Settings):
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
     attribution: Literal["soft", "hard"] = setting("soft", idle_unless=with_entropy)
-    """What a step that several trajectories share carries: "soft" each trajectory's own advantage,
-    "hard" their mean."""
+    """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
+    their mean."""
     retrieval_reward: Literal[
         "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
     ] = setting("paper", idle_unless=(with_graft, when("credit.retrieval_weight")))
-    """How much a graft helped: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
+    """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
     retrieval_weight: float = setting(
         0.2,
@@ -155,9 +155,9 @@ class LossSettings(Settings):
     engine_ratio_cap: float | None = setting(
         None, gt=0, aliases=("tis_imp_ratio_cap", "vllm_importance_sampling_cap")
     )
-    """Corrects for what the engine computes otherwise than the learner (bfloat16, another server):
-    losses times min(ratio, this), the ratio being the learner's probability over the engine's;
-    about 2 is usual. None for no correction."""
+    """Corrects for differences between engine and learner (bfloat16, another server): losses times
+    min(ratio, this), the ratio being the learner's probability over the engine's; about 2 is usual.
+    None for no correction."""
     kl_coef: float = setting(0.0, ge=0, aliases=("beta", "kl_loss_coef"))
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
@@ -174,7 +174,8 @@ class LossSettings(Settings):
     """Weight of learning from grafts: imitation of grafted steps, times the trajectory's advantage
     where above 0; 0 for none."""
     graft_form: Literal["log", "luffy"] = setting("log", idle_unless=when("loss.graft_coef"))
-    """What is raised there: "log" the log-probability, "luffy" p / (p + graft_gamma)."""
+    """The quantity that is raised there: "log" the log-probability, "luffy" p / (p +
+    graft_gamma)."""
     graft_gamma: float = setting(
         0.1, gt=0, idle_unless=(when("loss.graft_coef"), when("loss.graft_form", "luffy"))
     )

@@ -80,7 +80,7 @@ def takes_path(other: str) -> Condition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What holds of a setting, or of all settings of a table, beside type, limits and meaning."""
+    """Facts about a setting, or all settings of a table, beside type, limits and meaning."""
 
     built_in: tuple[str, ...] = ()
     """Names of ours that it takes, besides import paths; empty for a setting without such names."""
@@ -161,6 +161,7 @@ class Setting:
         """Yields a sentence for each reason why it has no effect under `config`."""
         for facts in (*self.above, self.facts):
             for condition in facts.idle_unless:
+                # A table's condition may be one of its own settings, which has an effect always.
                 decides = isinstance(condition, Condition) and condition.other == self.name
                 if not decides and (reason := condition(config)):
                     yield reason
@@ -169,8 +170,8 @@ class Setting:
 def walk(
     model: type[Settings], prefix: str = "", above: tuple[Facts, ...] = ()
 ) -> Iterator[Setting]:
-    """Yields all tables and settings below `model` in the order of the tree, tables before what
-    they hold."""
+    """Yields all tables and settings below `model` in the order of the tree, each table before
+    its settings."""
     for name, field in model.model_fields.items():
         found = Setting(prefix + name, field, above)
         yield found

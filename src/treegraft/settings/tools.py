@@ -26,7 +26,7 @@ class PythonToolSettings(Settings):
 
 class McpSettings(Settings):
     name: str
-    """What messages call the server."""
+    """The server's name in messages."""
     command: list[str] = []
     """Program and arguments of a server that is started here and spoken to over its standard input
     and output (variables are expanded)."""
@@ -98,7 +98,7 @@ class BrowseToolSettings(Settings):
     allow_private: bool = False
     """Also fetch from loopback, private and link-local addresses."""
     respect_robots: bool = True
-    """Leave alone what a site's robots.txt forbids."""
+    """Leave alone the pages that a site's robots.txt forbids."""
     user_agent: str = setting("Treegraft", min_length=1)
     """How the tool introduces itself to sites, and the name it looks for in robots.txt."""
     num_workers: int = setting(2, ge=1)
@@ -147,16 +147,17 @@ class EnvironmentSettings(Settings):
     """Settings of the environment; without a kind there is none."""
 
     kind: str = setting("", built_in=("openenv", "verifiers"))
-    """What each trajectory gets one of: an import path "package.module:Class" (TRL's convention:
-    `reset(**row)`, public methods as tools, `get_reward()`), "openenv" (a session of an OpenEnv
-    server), "verifiers" (an episode of a verifiers environment), or empty for none."""
+    """The environment that each trajectory gets one of: an import path "package.module:Class"
+    (TRL's convention: `reset(**row)`, public methods as tools, `get_reward()`), "openenv" (a
+    session of an OpenEnv server), "verifiers" (an episode of a verifiers environment), or empty for
+    none."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s;
     for "verifiers" taskset, settings, env and tool."""
     capability: Literal["auto", "fork", "replay", "none"] = "auto"
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;
-    "auto" is what the class declares."""
+    "auto" takes the class's own declaration."""
     max_replay_calls: int = setting(
         20, ge=0, idle_unless=when("environment.capability", "auto", "replay")
     )

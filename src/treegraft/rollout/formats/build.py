@@ -10,6 +10,7 @@ from typing import Any
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Format, Tool
 from treegraft.rollout.formats.chat import ChatFormat
+from treegraft.rollout.formats.markup import FormatOptions
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.settings.tasks import FormatSettings
 
@@ -23,29 +24,23 @@ def build_format(
     end_ids: Sequence[int] | None = None,
     mentions_retrieval: bool = False,
 ) -> Format:
-    """Returns the format of a recipe.
-
-    Args:
-        max_context: longest prompt, in tokens; None for no limit.
-        end_ids: every token that ends a completion; None means the tokenizer's end-of-sequence
-            token.
-        mentions_retrieval: the composed system prompt speaks of grafts.
+    """Returns the format of a recipe; the options beside the settings are those of `FormatOptions`.
 
     Raises:
         SettingError: a tool that cannot be a tag, or a chat template that the chat format cannot
             use.
     """
-    shared: dict[str, Any] = {
-        "system_prompt": settings.system_prompt,
-        "require_think": settings.require_think,
-        "require_boxed": settings.require_boxed,
-        "max_context": max_context,
-        "end_ids": end_ids,
-        "mentions_retrieval": mentions_retrieval,
-    }
+    options = FormatOptions(
+        system_prompt=settings.system_prompt,
+        require_think=settings.require_think,
+        require_boxed=settings.require_boxed,
+        max_context=max_context,
+        end_ids=end_ids,
+        mentions_retrieval=mentions_retrieval,
+    )
     if settings.kind == "chat":
-        return ChatFormat(tokenizer, tools, template_options=settings.template_options, **shared)
-    return TagsFormat(tokenizer, tools, **shared)
+        return ChatFormat(tokenizer, tools, template_options=settings.template_options, **options)
+    return TagsFormat(tokenizer, tools, **options)
 
 
 def use_template(settings: FormatSettings, tokenizer: Any) -> None:

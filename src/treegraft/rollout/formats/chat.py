@@ -14,12 +14,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Unpack
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.rollout.formats.markup import (
+    FormatOptions,
     MarkedFormat,
     ParsedStep,
     Specials,
@@ -40,8 +42,8 @@ from treegraft.rollout.formats.template import (
 )
 
 RETRIEVE = ("<retrieve>", "</retrieve>")
+# Results within a graft: the template's own marks may be whole turns, which would end the agent's.
 SHOWN_RESULT = ("<result>", "</result>")
-"""The marks of results within a graft; the template's own may be whole turns."""
 WITHHELD = "withheld"
 """Replaces foreign text that a tokenizer turns into special tokens however it is written."""
 _DECODER = json.JSONDecoder()
@@ -57,57 +59,31 @@ class ChatFormat(MarkedFormat):
         tokenizer: Tokenizer,
         tools: Sequence[Tool],
         *,
-        system_prompt: str | None = None,
-        require_think: bool = True,
-        require_boxed: bool = True,
-        max_context: int | None = None,
-        end_ids: Sequence[int] | None = None,
-        mentions_retrieval: bool = False,
         template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[FormatOptions],
     ) -> None:
-        """Args: system_prompt: None composes one; "" sends none. The template adds the tools.
-        require_think: a turn without <think>...</think> is a violation; without it a thought may
-        also be plain text before a call. require_boxed: an answer without \\boxed{} is a violation.
-        max_context: longest prompt, in tokens; None for no limit. end_ids: every token that ends a
-        completion; None means the tokenizer's end-of-sequence token. mentions_retrieval: the
-        composed system prompt says that context may come in retrieve tags; for runs with grafts.
-        template_options: further variables of the template.
+        """Takes the shared options and further variables of the template. Without `require_think`
+        a thought may also be plain text before a call.
 
         Raises `SettingError` for a template that cannot be appended to, with the reason.
         """
-        super().__init__(
-            tokenizer,
-            require_think=require_think,
-            require_boxed=require_boxed,
-            max_context=max_context,
-            end_ids=end_ids,
-        )
+        super().__init__(tokenizer, tools, **options)
         self._signatures = {tool.name: signature_of(tool) for tool in tools}
-        if system_prompt is None:
-            system_prompt = _system_prompt(
-                bool(tools), require_think, require_boxed, mentions_retrieval
-            )
         self._template = ChatTemplate(
             tokenizer,
             [_schema(tool) for tool in tools],
             end_ids=self._end_ids,
-            system_prompt=system_prompt,
+            system_prompt=self._system_prompt,
             options=template_options,
-            require_think=require_think,
+            require_think=self._require_think,
         )
         dialect = self._dialect = self._template.dialect
         self._foreign_marks = (*RETRIEVE, *SHOWN_RESULT, *sorted(dialect.result_marks))
         """Marks that the agent must not write."""
-        own = {
-            THINK_OPENING,
-            THINK_CLOSING,
-            *MARK.findall(dialect.opening),
-            *MARK.findall(dialect.closing),
-        }
+        own = {THINK_OPENING, THINK_CLOSING, *MARK.findall(f"{dialect.opening} {dialect.closing}")}
         marks = {*dialect.marks, *self._foreign_marks, *own}
-        special = {self._decode([token]) for token in self._end_ids} | set(
-            getattr(tokenizer, "all_special_tokens", ())
-        )
+        special = {self._decode([token]) for token in self._end_ids}
+        special.update(getattr(tokenizer, "all_special_tokens", ()))
         # The marks of its own calls the agent may write, even where the tokenizer counts it among
         # its special tokens.
         self._specials = Specials(tokenizer, sorted((marks - special) | own), self._end_ids)
@@ -121,15 +97,12 @@ class ChatFormat(MarkedFormat):
 
     def _check_reading(self, tools: Sequence[Tool]) -> None:
         """Raises SettingError where the format could not read its own steps back."""
-        thought = "a" if self._dialect.keeps_thoughts else ""
         contents = [StepContent(thought="a", answer="b")]
         for tool in tools[:1]:
             call = ToolCall(tool.name, "a" if self._signatures[tool.name].text_parameter else "{}")
-            contents.append(
-                StepContent(
-                    thought=thought, calls=(call,) * (2 if self._dialect.writes_several else 1)
-                )
-            )
+            calls = (call, call) if self._dialect.writes_several else (call,)
+            thought = "a" if self._dialect.keeps_thoughts else ""
+            contents.append(StepContent(thought=thought, calls=calls))
         for content in contents:
             try:
                 self.render_step(content)
@@ -139,6 +112,19 @@ class ChatFormat(MarkedFormat):
                     f" read back: {error} Name another one with format.chat_template, or set"
                     " format.kind = 'tags'."
                 ) from error
+
+    def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:
+        # The template itself describes the tools.
+        answer = "the answer in \\boxed{...}" if self._require_boxed else "the answer"
+        line = f"Then give {answer}." if self._require_think else f"Give {answer}."
+        if tools:
+            line = (
+                "Then either call tools and wait for what they return, or, once you know it, give"
+                f" {answer}."
+            )
+        return framed_prompt(
+            [line], self._require_think, self._require_boxed, mentions_retrieval=mentions_retrieval
+        )
 
     def _prompt_text(self, question: str) -> str:
         return self._template.prompt(question)
@@ -154,8 +140,7 @@ class ChatFormat(MarkedFormat):
         """
         ids, has_ended = self._before_end(token_ids)
         text = (THINK_OPENING if self._dialect.opens_thought else "") + self._decode(ids)
-        has_special = any(token in self._specials.ids for token in ids)
-        return self._parsed(text, has_ended=has_ended, has_special=has_special)
+        return self._parsed(text, has_ended=has_ended, has_special=bool(self._specials.count(ids)))
 
     def _parsed(self, text: str, *, has_ended: bool, has_special: bool = False) -> ParsedStep:
         thought, body, is_closed = _split_thought(text)
@@ -195,16 +180,13 @@ class ChatFormat(MarkedFormat):
 
     def _joined(self, thought: str, text: str) -> str:
         """The thought with the other text before a call or an answer."""
-        closing = self._dialect.closing
-        for mark in (
-            THINK_OPENING,
-            THINK_CLOSING,
-            *([closing] if closing and self._dialect.opening else []),
-        ):
+        if THINK_OPENING in text:
+            raise Violation("a second thought")
+        # Without an opening mark the closing one may be a plain brace, which any text may hold.
+        closing = self._dialect.closing if self._dialect.opening else ""
+        for mark in filter(None, (THINK_CLOSING, closing)):
             if mark in text:
-                raise Violation(
-                    "a second thought" if mark == THINK_OPENING else f"{mark} out of place"
-                )
+                raise Violation(f"{mark} out of place")
         return "\n".join(filter(None, (thought, text.strip())))
 
     def _read_calls(self, text: str) -> tuple[ToolCall, ...]:
@@ -248,27 +230,19 @@ class ChatFormat(MarkedFormat):
     def read_text(self, text: str) -> StepContent | None:
         """Returns the content of one whole turn in the template's marks, results included; None
         where it is not one."""
-        ends = [
-            (text.find(end), end)
-            for end in (self._decode([token]) for token in self._end_ids)
-            if end in text
-        ]
-        place, end = min(ends, default=(len(text), ""))
+        ends = [self._decode([token]) for token in self._end_ids]
+        places = [(text.find(end), end) for end in ends if end in text]
+        place, end = min(places, default=(len(text), ""))
         turn, results = text[:place], text[place + len(end) :]
-        if (
-            self._dialect.opens_thought
-            and THINK_CLOSING in turn
-            and not turn.lstrip().startswith(THINK_OPENING)
-        ):
+        # Where the prompt opens the thought, a turn in a file may leave that mark out.
+        is_opened = turn.lstrip().startswith(THINK_OPENING)
+        if self._dialect.opens_thought and THINK_CLOSING in turn and not is_opened:
             turn = THINK_OPENING + turn
         parsed = self._parsed(turn, has_ended=True)
         shown = self._read_results(results, len(parsed.content.calls))
         if not parsed.is_complete or shown is None:
             return None
-        content = parsed.content
-        return StepContent(
-            thought=content.thought, calls=content.calls, observations=shown, answer=content.answer
-        )
+        return replace(parsed.content, observations=shown)
 
     def _read_results(self, text: str, num: int) -> tuple[Observation, ...] | None:
         """The results behind a turn, none or one for each call; None for a text that is something
@@ -277,19 +251,14 @@ class ChatFormat(MarkedFormat):
             return ()
         if not num:
             return None
+        # The template itself says how results are framed: it renders probe words in their places.
         probes = ["zqresult"] * num
         closed, opened = self._template.results(probes, opens=False), self._template.results(probes)
-        pattern = r"(.*?)".join(re.escape(piece) for piece in closed.strip().split("zqresult"))
-        found = re.fullmatch(
-            pattern,
-            text.strip().removesuffix(opened.removeprefix(closed).strip()).rstrip(),
-            re.DOTALL,
-        )
-        return (
-            None
-            if found is None
-            else tuple(Observation(text=self._unquoted(group).strip()) for group in found.groups())
-        )
+        pattern = r"(.*?)".join(map(re.escape, closed.strip().split("zqresult")))
+        shown = text.strip().removesuffix(opened.removeprefix(closed).strip()).rstrip()
+        if (found := re.fullmatch(pattern, shown, re.DOTALL)) is None:
+            return None
+        return tuple(Observation(text=self._unquoted(group).strip()) for group in found.groups())
 
     def _unquoted(self, text: str) -> str:
         """A result as it was before the template made a JSON string of it, where it does so."""
@@ -308,11 +277,8 @@ class ChatFormat(MarkedFormat):
 
         Never raises: a text that cannot be encoded is replaced.
         """
-        return tuple(
-            self._harmless_ids(
-                lambda safe: self._template.results([safe(one.text) for one in observations])
-            )
-        )
+        texts = [one.text for one in observations]
+        return tuple(self._harmless_ids(lambda safe: self._template.results([*map(safe, texts)])))
 
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
         return self._harmless_ids(
@@ -331,9 +297,7 @@ class ChatFormat(MarkedFormat):
                 lines.append(safe(f"{call.name}: {call.body.strip()}"))
                 continue
             inner = f'{{"name": "{name}", "arguments": {safe(_json(arguments))}}}'
-            lines.append(
-                "\n".join(filter(None, (self._dialect.opening, inner, self._dialect.closing)))
-            )
+            lines += filter(None, (self._dialect.opening, inner, self._dialect.closing))
         lines += [
             f"{SHOWN_RESULT[0]}\n{safe(one.text)}\n{SHOWN_RESULT[1]}" for one in value.observations
         ]
@@ -356,9 +320,8 @@ class ChatFormat(MarkedFormat):
 
     def _marks(self, ids: Sequence[int]) -> tuple[list[int], list[str]]:
         """Every special token and every mark of a text, in order."""
-        return [
-            token for token in ids if token in self._specials.ids_with_markup
-        ], self._mark.findall(self._decode(ids))
+        special = [token for token in ids if token in self._specials.ids_with_markup]
+        return special, self._mark.findall(self._decode(ids))
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
         """Returns the turn's policy tokens, end token included, then its results as tool tokens.
@@ -369,10 +332,11 @@ class ChatFormat(MarkedFormat):
         """
         ids = self._encode(self._turn_text(content))
         parsed = self.parse_step(ids)
-        said, answer = parsed.content, None
-        if content.answer is not None:
-            answer = normal_answer(clean(content.answer, keep_controls=True))
+        said, answer = parsed.content, content.answer
+        if answer is not None:
+            answer = normal_answer(clean(answer, keep_controls=True))
         thought = clean(content.thought, keep_controls=True).strip()
+        # Read back and compared, since a template is a program: it may trim, escape or leave out.
         calls, wanted = ([self._arguments(call) for call in one.calls] for one in (said, content))
         is_same = (said.thought, said.answer, calls) == (thought, answer, wanted)
         if parsed.violation is not None or not is_same:
@@ -393,9 +357,7 @@ class ChatFormat(MarkedFormat):
         if len(content.calls) > 1 and not self._dialect.writes_several:
             raise ValueError(f"the chat template knows one call a turn; got {len(content.calls)}.")
         answer = "" if content.answer is None else self._answer_text(content.answer)
-        return self._template.turn(
-            thought, [self._arguments(call) for call in content.calls], answer
-        )
+        return self._template.turn(thought, [*map(self._arguments, content.calls)], answer)
 
     def _arguments(self, call: ToolCall) -> Call:
         """The name and the arguments of a call. Raises ValueError for an unknown tool or a body
@@ -435,11 +397,8 @@ def _is_call(body: str) -> bool:
         found, _ = _DECODER.raw_decode(body.lstrip())
     except (ValueError, RecursionError):
         return False
-    return (
-        isinstance(found, dict)
-        and "name" in found
-        and bool({"arguments", "parameters"} & found.keys())
-    )
+    names = found.keys() if isinstance(found, dict) else ()
+    return "name" in names and ("arguments" in names or "parameters" in names)
 
 
 def _json(value: Any) -> str:
@@ -458,20 +417,3 @@ def _schema(tool: Tool) -> dict[str, Any]:
         "parameters": dict(signature_of(tool).schema),
     }
     return {"type": "function", "function": function}
-
-
-def _system_prompt(
-    has_tools: bool, require_think: bool, require_boxed: bool, mentions_retrieval: bool
-) -> str:
-    """A system prompt; the template itself describes the tools."""
-    answer = "the answer in \\boxed{...}" if require_boxed else "the answer"
-    if has_tools:
-        line = (
-            "Then either call tools and wait for what they return, or, once you know it, give"
-            f" {answer}."
-        )
-    else:
-        line = f"Then give {answer}." if require_think else f"Give {answer}."
-    return framed_prompt(
-        [line], require_think, require_boxed, mentions_retrieval=mentions_retrieval
-    )

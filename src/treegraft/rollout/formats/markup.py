@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
@@ -62,23 +64,37 @@ class Specials:
         self.ids_with_markup = self.ids | markup_ids
         """The same with our tags: tokens that no foreign text may hold."""
         texts = {tokenizer.decode([index], skip_special_tokens=False) for index in ids - markup_ids}
-        alternatives = "|".join(
-            re.escape(text) for text in sorted(texts, key=len, reverse=True) if text.strip()
-        )
-        self._texts = re.compile(alternatives) if alternatives else None
+        # The longest first, since of alternatives that begin alike a pattern takes the first.
+        longest_first = filter(str.strip, sorted(texts, key=len, reverse=True))
+        self._texts = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
     def broken(self, text: str) -> str:
         """Returns the text with a space after the first character of each special token's text.
         Idempotent."""
-        if self._texts is None:
-            return text
-        return self._texts.sub(
-            lambda found: f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " ", text
-        )
+        return self._texts.sub(_broken, text)
 
     def count(self, ids: Sequence[int]) -> int:
         """Returns how many of the tokens are special."""
         return sum(token in self.ids for token in ids)
+
+
+class FormatOptions(TypedDict, total=False):
+    """The options that all formats share."""
+
+    system_prompt: str | None
+    """None, the default, composes one from the tools; "" sends none."""
+    require_think: bool
+    """A step without <think>...</think> is a violation; True by default."""
+    require_boxed: bool
+    """An answer without \\boxed{} is a violation; True by default."""
+    max_context: int | None
+    """Longest prompt, in tokens; None, the default, for no limit."""
+    end_ids: Sequence[int] | None
+    """Every token that ends a completion; None, the default, means the tokenizer's end-of-sequence
+    token."""
+    mentions_retrieval: bool
+    """The composed system prompt says that context may come in retrieve tags, as in runs with
+    grafts; False by default."""
 
 
 class MarkedFormat(ABC):
@@ -93,18 +109,27 @@ class MarkedFormat(ABC):
     def __init__(
         self,
         tokenizer: Tokenizer,
+        tools: Sequence[Tool],
         *,
-        require_think: bool,
-        require_boxed: bool,
-        max_context: int | None,
-        end_ids: Sequence[int] | None,
+        system_prompt: str | None = None,
+        require_think: bool = True,
+        require_boxed: bool = True,
+        max_context: int | None = None,
+        end_ids: Sequence[int] | None = None,
+        mentions_retrieval: bool = False,
     ) -> None:
-        """Args: as those of the formats themselves."""
+        """Args: see `FormatOptions`."""
         self._tokenizer = tokenizer
         self._require_think, self._require_boxed = require_think, require_boxed
         self._max_context = max_context
         given = [tokenizer.eos_token_id] if end_ids is None else end_ids
         self._end_ids = {index for index in given if index is not None}
+        if system_prompt is None:
+            system_prompt = self._composed_prompt(tools, mentions_retrieval=mentions_retrieval)
+        self._system_prompt = system_prompt
+
+    @abstractmethod
+    def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str: ...
 
     @abstractmethod
     def _prompt_text(self, question: str) -> str: ...
@@ -151,6 +176,7 @@ class MarkedFormat(ABC):
             max_tokens: the steps are cut from the left to this length, tags included; None cuts
                 nothing.
         """
+        # The marks are encoded apart from the text, so that a cut never takes them along.
         opening, closing = (self._encode(mark) for mark in self._graft_marks)
         ids = self._graft_ids(values)
         if max_tokens is not None:
@@ -162,8 +188,8 @@ class MarkedFormat(ABC):
         broken by a space."""
         return self._forged.sub(_broken, self._specials.broken(clean(text)))
 
-    def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+    def _encode(self, text: str, **options: bool) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False, **options))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
@@ -203,7 +229,7 @@ class MarkedFormat(ABC):
 
 
 def _broken(found: re.Match[str]) -> str:
-    return f"{found[0][0]} {found[0][1:]}"
+    return f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " "
 
 
 def loosely(marks: Iterable[str]) -> re.Pattern[str]:
@@ -257,35 +283,29 @@ def normal_answer(text: str) -> str:
     """Returns the answer without surrounding space and without a \\text{} around the whole of
     it."""
     answer = text.strip()
-    while (found := _TEXT.fullmatch(answer)) and boxed(f"\\boxed{{{found[1]}}}") == found[
-        1
-    ].strip():
-        answer = found[1].strip()
+    while found := _TEXT.fullmatch(answer):
+        inner = found[1].strip()
+        # Of "\\text{a} + \\text{b}" the pattern takes "a} + \\text{b", whose braces do not balance.
+        if boxed(f"\\boxed{{{found[1]}}}") != inner:
+            break
+        answer = inner
     return answer
 
 
 def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], text: str) -> int:
     """Returns how many leading tokens give a text that begins with `text`, as the text of all
     tokens does."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high) // 2
-        if decode(ids[:middle]).startswith(text):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    # By halves: a long step would be decoded once for each of its tokens otherwise.
+    return bisect_left(range(len(ids)), True, key=lambda num: decode(ids[:num]).startswith(text))
 
 
 def _input_of(tool: Tool) -> str:
     """A sentence on the input of a tool that takes more than a text."""
     signature = signature_of(tool)
-    if signature.text_parameter is not None or not signature.schema.get("properties"):
+    properties = signature.schema.get("properties")
+    if signature.text_parameter is not None or not properties:
         return ""
-    return (
-        " Its input is a JSON object:"
-        f" {json.dumps(signature.schema['properties'], ensure_ascii=False)}"
-    )
+    return f" Its input is a JSON object: {json.dumps(properties, ensure_ascii=False)}"
 
 
 def system_prompt_for(

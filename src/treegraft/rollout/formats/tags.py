@@ -15,11 +15,13 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Unpack
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool
 from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.rollout.formats.markup import (
+    FormatOptions,
     MarkedFormat,
     ParsedStep,
     Specials,
@@ -58,40 +60,17 @@ class TagsFormat(MarkedFormat):
         self,
         tokenizer: Tokenizer,
         tools: Sequence[Tool],
-        *,
-        system_prompt: str | None = None,
-        require_think: bool = True,
-        require_boxed: bool = True,
-        max_context: int | None = None,
-        end_ids: Sequence[int] | None = None,
-        mentions_retrieval: bool = False,
+        **options: Unpack[FormatOptions],
     ) -> None:
-        """Args: system_prompt: None composes one from the tools; "" sends none. require_think: a
-        step without a thought is a violation. require_boxed: an answer without \\boxed{} is a
-        violation. max_context: longest prompt, in tokens; None for no limit. end_ids: every token
-        that ends a completion; None means the tokenizer's end-of-sequence token.
-        mentions_retrieval: the composed system prompt says that context may come in retrieve tags;
-        for runs with grafts.
-
-        Raises `SettingError` for a tool whose name is no tag or one of the format's own.
-        """
+        """Raises `SettingError` for a tool whose name is no tag or one of the format's own."""
         for tool in tools:
-            if not re.fullmatch(r"[a-z_]+", tool.name) or tool.name in (
-                THINK,
-                ANSWER,
-                *NOT_THE_AGENTS,
-            ):
+            is_own = tool.name in (THINK, ANSWER, *NOT_THE_AGENTS)
+            if is_own or not re.fullmatch(r"[a-z_]+", tool.name):
                 raise SettingError(
                     f"tool '{tool.name}' cannot be a tag; a name consists of lower-case letters and"
                     f" underscores and is none of '{THINK}', '{ANSWER}', '{RESULT}', '{RETRIEVE}'."
                 )
-        super().__init__(
-            tokenizer,
-            require_think=require_think,
-            require_boxed=require_boxed,
-            max_context=max_context,
-            end_ids=end_ids,
-        )
+        super().__init__(tokenizer, tools, **options)
         self._tool_names = tuple(tool.name for tool in tools)
         self._names = (THINK, *self._tool_names, *NOT_THE_AGENTS, ANSWER)
         self._tag = re.compile(rf"<(/?)({'|'.join(self._names)})>")
@@ -99,13 +78,13 @@ class TagsFormat(MarkedFormat):
         self._forged = loosely(markup)
         self._specials = Specials(tokenizer, markup, self._end_ids)
         self._graft_marks = (f"\n<{RETRIEVE}>\n", f"\n</{RETRIEVE}>\n")
-        if system_prompt is None:
-            system_prompt = system_prompt_for(
-                tools, require_think, require_boxed, mentions_retrieval=mentions_retrieval
-            )
-        self._system_prompt = system_prompt
         self.stop: tuple[str, ...] = tuple(f"</{name}>" for name in self._tool_names)
         self.final: tuple[str, ...] = (f"</{ANSWER}>",)
+
+    def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:
+        return system_prompt_for(
+            tools, self._require_think, self._require_boxed, mentions_retrieval=mentions_retrieval
+        )
 
     def _prompt_text(self, question: str) -> str:
         system = self._system_prompt
@@ -135,7 +114,7 @@ class TagsFormat(MarkedFormat):
                 self._check_end(
                     shortest_prefix(self._decode, ids, text[: reading.end]) == len(ids), reading
                 )
-            if any(token in self._specials.ids for token in ids):
+            if self._specials.count(ids):
                 raise Violation("a special token inside the step")
             if reading.name is None and has_ended:
                 raise Violation("ended without a tool call or an answer")
@@ -268,25 +247,20 @@ class TagsFormat(MarkedFormat):
         ]
 
     def _foreign_ids(self, text: str) -> list[int]:
-        safe = self.sanitized(text)
-        ids = self._encode_text(safe)
-        if self._is_forged(ids):
-            # A normaliser made a mark of harmless characters.
-            ids = self._encode_text(self.sanitized(safe.encode("ascii", "replace").decode()))
-        if self._is_forged(ids):
-            ids = self._encode_text(safe.translate({ord("<"): " ", ord(">"): " "}))
-        return [token for token in ids if token not in self._specials.ids_with_markup]
-
-    def _is_forged(self, ids: Sequence[int]) -> bool:
-        has_token = any(token in self._specials.ids_with_markup for token in ids)
-        return has_token or self._tag.search(self._decode(ids)) is not None
-
-    def _encode_text(self, text: str) -> list[int]:
-        return (
-            list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-            if text
-            else []
+        safe, special = self.sanitized(text), self._specials.ids_with_markup
+        # Each attempt keeps less of the text: a normaliser can make a mark of other characters,
+        # such as full-width brackets.
+        attempts = (
+            safe,
+            self.sanitized(safe.encode("ascii", "replace").decode()),
+            safe.translate({ord("<"): " ", ord(">"): " "}),
         )
+        ids: list[int] = []
+        for attempt in attempts:
+            ids = self._encode(attempt, split_special_tokens=True) if attempt else []
+            if special.isdisjoint(ids) and not self._tag.search(self._decode(ids)):
+                return ids
+        return [token for token in ids if token not in special]
 
     def render_step(self, content: StepContent) -> tuple[Span, ...]:
         """Returns the step's policy tokens, an end-of-sequence token after an answer, then its
@@ -300,14 +274,9 @@ class TagsFormat(MarkedFormat):
         # Split, so that no text becomes a special token; but where our tags are special tokens of
         # the tokenizer, that would tear them apart.
         split = not self._specials.is_markup_special
-        ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=split)
-        ids = list(ids)
+        ids = self._encode(text, split_special_tokens=split)
         parsed = self.parse_step(ids)
-        if (
-            parsed.violation is not None
-            or not parsed.is_complete
-            or any(i in self._specials.ids for i in ids)
-        ):
+        if parsed.violation is not None or not parsed.is_complete or self._specials.count(ids):
             reason = parsed.violation or "it holds a special token or no whole action"
             raise ValueError(f"step {text[:80]!r}: it cannot be written in tags: {reason}.")
         if content.answer is not None and self._tokenizer.eos_token_id is not None:
@@ -317,8 +286,7 @@ class TagsFormat(MarkedFormat):
     def _step_text(self, content: StepContent) -> str:
         texts = [content.thought, content.answer or "", *(call.body for call in content.calls)]
         for text in texts:
-            found = self._tag.search(text)
-            if found:
+            if found := self._tag.search(text):
                 raise ValueError(
                     f"the text {text[:80]!r} holds the reserved tag {found[0]}; no step can say"
                     " that."

@@ -24,17 +24,13 @@ THINK_OPENING, THINK_CLOSING = "<think>", "</think>"
 MARK = re.compile(r"</?[A-Za-z_][\w.-]*>|<[|\uff5c][^<>\s]+[|\uff5c]>|\[/?[A-Z][A-Z_]+\]")
 """The marks that templates put around turns, calls and results."""
 
-_TOOL, _PARAMETER, _VALUE, _THOUGHT, _RESULT, _ANSWER = (
-    "zqtool",
-    "zqparameter",
-    "zqvalue",
-    "zqthought",
-    "zqresult",
-    "zqanswer",
-)
+# Probe words that no template writes by itself.
+_TOOL, _PARAMETER, _VALUE = "zqtool", "zqparameter", "zqvalue"
+_THOUGHT, _RESULT, _ANSWER = "zqthought", "zqresult", "zqanswer"
 _DECODER = json.JSONDecoder()
 Call = tuple[str, Mapping[str, Any]]
 """Name and arguments."""
+_PROBE: Call = (_TOOL, {_PARAMETER: _VALUE})
 Message = dict[str, Any]
 
 
@@ -132,7 +128,7 @@ class ChatTemplate:
         """Returns the text between the agent's end token and its next turn: the results, and
         that turn's opening if `opens`."""
         start = [*self._start("?"), self._dummy]
-        # Rendered anew each time: a template may write the date.
+        # Rendered anew each time: a template may write the date, which changes at midnight.
         before = self._render(start)
         return self._rest + self._render([*start, *map(_result, texts)], opens=opens)[len(before) :]
 
@@ -140,20 +136,19 @@ class ChatTemplate:
         return [*self._system, {"role": "user", "content": question}]
 
     def _agent(self, thought: str, calls: Sequence[Call], answer: str = "") -> Message:
-        if self.dialect.tags_thoughts:
-            said = (
-                f"{THINK_OPENING}\n{thought}\n{THINK_CLOSING}\n\n"
-                if thought or self._require_think
-                else ""
-            )
-        else:
+        if not self.dialect.tags_thoughts:
             said = f"{thought}\n\n" if thought and answer else thought
+        elif thought or self._require_think:
+            said = f"{THINK_OPENING}\n{thought}\n{THINK_CLOSING}\n\n"
+        else:
+            said = ""
         message: Message = {"role": "assistant", "content": said + answer}
         if calls:
             message["tool_calls"] = [_call(number, *call) for number, call in enumerate(calls)]
         return message
 
     def _render(self, messages: list[Message], *, opens: bool = False) -> str:
+        # None, not []: some templates write a heading for an empty list of tools.
         tools = self._schemas or None
         return str(
             self._tokenizer.apply_chat_template(
@@ -181,9 +176,8 @@ class ChatTemplate:
             prompt = self._asked(self._start("?"), opens=True)
         except ValueError as error:
             raise _refusal(f"it cannot write a prompt: {error}") from error
-        self.dialect = replace(self.dialect, opens_thought=prompt.rstrip().endswith(THINK_OPENING))
-        if self.dialect.opens_thought:
-            self.dialect = replace(self.dialect, tags_thoughts=True)
+        if prompt.rstrip().endswith(THINK_OPENING):
+            self.dialect = replace(self.dialect, opens_thought=True, tags_thoughts=True)
         path = self._start("?")
         if self._schemas:
             self._learn_thoughts(path)
@@ -193,12 +187,13 @@ class ChatTemplate:
 
     def _learn_thoughts(self, start: list[Message]) -> None:
         """Fixes the dummy turn: with a thought, unless the template has no place for one."""
+        prompt = self._asked(start, opens=True)
         for name in (schema["function"]["name"] for schema in self._schemas):
-            if name not in self._asked(start, opens=True):
+            if name not in prompt:
                 raise _refusal(
                     f"it does not show the agent its tools ('{name}' is not in the prompt)"
                 )
-        self._dummy = self._agent(_THOUGHT, [(_TOOL, {_PARAMETER: _VALUE})])
+        self._dummy = self._agent(_THOUGHT, [_PROBE])
         try:
             last = self._asked([*start, self._dummy])
             earlier = self._asked([*start, self._dummy, _result(_RESULT)], opens=True)
@@ -216,7 +211,7 @@ class ChatTemplate:
                 " thought there; set it to false"
             )
         self.dialect = replace(self.dialect, keeps_thoughts=False)
-        self._dummy = self._agent("", [(_TOOL, {_PARAMETER: _VALUE})])
+        self._dummy = self._agent("", [_PROBE])
 
     def _learn_calls(self, start: list[Message], prompt: str) -> None:
         """Reads off how a call is written."""
@@ -240,6 +235,7 @@ class ChatTemplate:
                 f" the tokens that end a completion ({', '.join(map(repr, self._ends))}); set the"
                 " tokenizer's eos_token"
             )
+        # White space or a mark behind the end token, which is never sampled.
         self._rest = turn[end:]
         closing = turn[place[1] : end]
         for text in self._ends:
@@ -254,70 +250,57 @@ class ChatTemplate:
         )
 
     def _writes_two(self, start: list[Message]) -> bool:
-        calls: list[Call] = [(_TOOL, {_PARAMETER: _VALUE}), (f"{_TOOL}2", {})]
-        dummy = {
-            **self._dummy,
-            "tool_calls": [_call(number, *call) for number, call in enumerate(calls)],
-        }
+        second = f"{_TOOL}2"
+        dummy = {**self._dummy, "tool_calls": [_call(0, *_PROBE), _call(1, second, {})]}
         try:
-            text = self._asked([*start, dummy])
+            return f'"{second}"' in self._asked([*start, dummy])
         except ValueError:
-            return False
-        return f'"{_TOOL}2"' in text
+            return False  # some refuse several calls, others leave out all but the first
 
     def _learn_results(self, start: list[Message]) -> list[Message]:
         """Checks that results are appended, the same way each time; returns the conversation so
         far."""
         path = [*start, self._dummy]
-        texts = [self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)]
-        if _RESULT not in texts[1]:
+        before, after = self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)
+        if _RESULT not in after:
             raise _refusal("it has no place for a tool's result (a message of the role 'tool')")
-        if not texts[1].startswith(texts[0]):
+        if not after.startswith(before):
             raise _refusal(
                 "it writes earlier turns differently once a tool's result follows, so tokens could"
                 " not be appended"
             )
-        shown = texts[1][len(texts[0]) :]
+        shown = after[len(before) :]
         self._check_neutral(path, shown)
-        marks = frozenset(MARK.findall(self._rest + shown))
-        head, tail = shown.split(_RESULT)[0], shown.split(_RESULT)[-1]
+        head, *_, tail = shown.split(_RESULT)
         if not MARK.search(head) or not MARK.search(tail):
             raise _refusal(
                 "plain text alone marks a tool's result, so a result could pass for the agent or"
                 " the user"
             )
-        path = [*path, _result(_RESULT), self._dummy]
-        second, again = self._asked(path), self._asked([*path, _result(_RESULT)], opens=True)
+        path += [_result(_RESULT), self._dummy]
         # White space may differ: some templates close the last result otherwise than earlier ones.
-        if not _squeezed(second).startswith(_squeezed(texts[1])) or not _squeezed(again).startswith(
-            _squeezed(second)
-        ):
+        first, second = _squeezed(after), _squeezed(self._asked(path))
+        again = _squeezed(self._asked([*path, _result(_RESULT)], opens=True))
+        if not second.startswith(first) or not again.startswith(second):
             raise _refusal(
                 "it writes earlier results or turns differently once further ones follow"
             )
-        if _squeezed(again)[len(_squeezed(second)) :] != _squeezed(shown):
+        if again[len(second) :] != _squeezed(shown):
             raise _refusal("it writes a second result otherwise than the first")
+        marks = frozenset(MARK.findall(self._rest + shown))
+        special = {*getattr(self._tokenizer, "all_special_tokens", ()), *self._ends}
+        own = {THINK_OPENING, THINK_CLOSING, self.dialect.opening, self.dialect.closing}
         self.dialect = replace(
-            self.dialect, marks=self.dialect.marks | marks, result_marks=self._result_marks(marks)
+            self.dialect, marks=self.dialect.marks | marks, result_marks=marks - special - own
         )
-        return [*path[:-1]]
-
-    def _result_marks(self, marks: frozenset[str]) -> frozenset[str]:
-        special = set(getattr(self._tokenizer, "all_special_tokens", ())) | set(self._ends)
-        return (
-            marks
-            - special
-            - {THINK_OPENING, THINK_CLOSING, self.dialect.opening, self.dialect.closing}
-        )
+        return path[:-1]
 
     def _check_neutral(self, path: list[Message], shown: str) -> None:
         """Results must not name the call or the tool that they belong to: the dummy's would stand
         there."""
         for key, value in (("name", "zqother"), ("tool_call_id", "call00077")):
-            other = self._asked([*path, {**_result(_RESULT), key: value}], opens=True)[
-                len(self._asked(path)) :
-            ]
-            if other != shown:
+            other = self._asked([*path, {**_result(_RESULT), key: value}], opens=True)
+            if other[len(self._asked(path)) :] != shown:
                 raise _refusal(
                     f"it writes the {key} of each call beside its result, which has to be known"
                     " before the call is made"
@@ -331,12 +314,10 @@ class ChatTemplate:
             raise _refusal(f"it cannot write an answer: {error}") from error
         if not _squeezed(whole).startswith(_squeezed(prompt)):
             raise _refusal("it writes earlier turns differently once the answer follows")
-        if _ANSWER not in whole or (self._require_think and _THOUGHT not in whole):
-            raise _refusal(
-                "it drops the thought before an answer"
-                if _ANSWER in whole
-                else "it drops the agent's answer"
-            )
+        if _ANSWER not in whole:
+            raise _refusal("it drops the agent's answer")
+        if self._require_think and _THOUGHT not in whole:
+            raise _refusal("it drops the thought before an answer")
         if self._end_of(whole[whole.index(_ANSWER) :]) is None:
             raise _refusal(
                 f"no token that ends a completion ({', '.join(map(repr, self._ends))}) ends an"
@@ -367,11 +348,8 @@ def _find_call(turn: str) -> tuple[int, int] | None:
             value, end = _DECODER.raw_decode(turn, found.start())
         except ValueError:
             continue
-        if (
-            isinstance(value, dict)
-            and value.get("name") == _TOOL
-            and arguments_of(value) == {_PARAMETER: _VALUE}
-        ):
+        is_call = isinstance(value, dict) and value.get("name") == _TOOL
+        if is_call and arguments_of(value) == {_PARAMETER: _VALUE}:
             return found.start(), end
     return None
 
@@ -380,6 +358,7 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the arguments of a call's JSON, whichever of the usual names they have; None where
     they are no object."""
     value = call.get("arguments", call.get("parameters", {}))
+    # OpenAI's own shape: the arguments are JSON within a string.
     if isinstance(value, str):
         try:
             value = json.loads(value)
