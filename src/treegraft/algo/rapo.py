@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import compress
 from statistics import fmean
-from typing import Literal, get_args
+from typing import Literal, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -111,9 +111,15 @@ def combined_advantages(
     return combined
 
 
-def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float:
+@overload
+def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float: ...
+@overload
+def shaping_factor(retrieved_frac: Sequence[float] | Floats, weight: float = 0.05) -> Floats: ...
+def shaping_factor(
+    retrieved_frac: float | Sequence[float] | Floats, weight: float = 0.05
+) -> float | Floats:
     """Returns 1 + m F, by which the ratios of a trajectory with grafts are multiplied before
-    clipping.
+    clipping; [trajectories] for several.
 
     r̂ = (1 + m F) · ρ        (RAPO, arXiv 2603.03078, eq. 8)
 
@@ -125,12 +131,14 @@ def shaping_factor(retrieved_frac: float, weight: float = 0.05) -> float:
     Raises:
         ValueError: a share outside 0..1.
     """
+    shares: Floats = np.asarray(retrieved_frac, dtype=np.float64)
     # So written that it refuses NaN too.
-    if not 0.0 <= retrieved_frac <= 1.0:
+    if not ((shares >= 0.0) & (shares <= 1.0)).all():
         raise ValueError(
             f"shaping_factor: retrieved_frac is {retrieved_frac}; expected a share, 0..1"
         )
-    return 1.0 + weight * retrieved_frac
+    factors: Floats = 1.0 + weight * shares
+    return factors if factors.ndim else float(factors)
 
 
 def graft_neighbours(steps: Sequence[Step]) -> list[tuple[Step, Step]]:
