@@ -236,14 +236,16 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
     for one in axes[len(drawn) :]:
         one.set_axis_off()
     for one, (name, lines) in zip(axes, drawn, strict=False):
+        # Agents stand side by side; between two of them there is nothing that a line could mean.
+        agents = list(dict.fromkeys(value for _, line in lines for value, _ in line))
         for place, (label, line) in enumerate(lines):
+            shift = 0.08 * (place - (len(lines) - 1) / 2)
             one.errorbar(
-                [printable(value, 24) if isinstance(value, str) else value for value, _ in line],
+                [agents.index(value) + shift if name == SOURCE else value for value, _ in line],
                 [bar.value for _, bar in line],
                 yerr=list(zip(*(bar.whiskers for _, bar in line), strict=True)),
                 capsize=3,
                 label=printable(label, 40),
-                # Between two agents there is nothing that a line could mean.
                 **looks(place) | ({"linestyle": "none"} if name == SOURCE else {}),
             )
         one.set_xlabel(name)
@@ -251,6 +253,11 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
         as_percent(one.yaxis)
         one.set_ylim(-0.02, 1.05)
         one.legend(fontsize=7)
+        if name == SOURCE:
+            shown = [printable(str(agent), 24) for agent in agents]
+            one.set_xticks(range(len(agents)), shown, fontsize=7)
+            one.margins(x=0.3)
+            one.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     left = ", ".join(list(swept)[_MOST_SWEEPS:])
     caption = (
         "Last evaluation of runs that differ in one numeric setting, or in the agent whose steps"
