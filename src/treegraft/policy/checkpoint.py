@@ -23,9 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from treegraft.policy.head import base_model
 from treegraft.runs.checkpoint import (
@@ -46,8 +46,8 @@ def save_checkpoint(
     *,
     model: Any,
     tokenizer: Any,
-    weights: Mapping[str, torch.Tensor],
-    optimiser: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
+    optimiser: Mapping[str, Tensor],
     state: TrainState,
     config_json: str,
     keep_adapter: bool,
@@ -96,13 +96,13 @@ def save_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _untied(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _untied(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Without the second name of tied weights, which safetensors would store twice."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return {name: tensor for name, tensor in weights.items() if name not in tied}
 
 
-def _without_adapters(inner: Any) -> dict[str, torch.Tensor]:
+def _without_adapters(inner: Any) -> dict[str, Tensor]:
     """The weights below the adapters, by the plain model's names."""
     weights = inner.state_dict().items()
     return {
@@ -122,7 +122,7 @@ def with_saved_adapter(model: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder / ADAPTER)).merge_and_unload()
 
 
-def load_checkpoint(folder: Path) -> tuple[TrainState, dict[str, torch.Tensor]]:
+def load_checkpoint(folder: Path) -> tuple[TrainState, dict[str, Tensor]]:
     """Returns (state, optimiser tensors); the weights are loaded by `models.load_model` from the
     folder itself.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treegraft.core.interfaces import Tokenizer
 
@@ -34,9 +34,9 @@ class Head:
         )
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """Returns [rows, vocabulary] for hidden [rows, width]."""
-        logits: torch.Tensor = (
+        logits: Tensor = (
             self._project(hidden) / self._divisor if self._divisor != 1.0 else self._project(hidden)
         )
         if self._softcap is not None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
@@ -28,7 +28,7 @@ MASKED = -1e30
 SPAN = 256
 """Positions that one matrix product sums over: beyond some 384, float32 products split their sums
 by the total length."""
-Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Partial = tuple[Tensor, Tensor, Tensor]
 """Maximum, sum and weighted values of softmax attention over one part of the keys, [..., rows, 1 or
 width]."""
 
@@ -37,13 +37,8 @@ class AttentionPlan(Protocol):
     """The attention that engine and learner put in the place of a layer's own."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [tokens, heads, width] for query [heads, tokens, width] and key, value [kv heads,
         tokens, width]."""
         ...
@@ -55,7 +50,7 @@ class AttentionOptions:
     __slots__ = ("scaling", "sinks", "softcap", "window")
 
     def __init__(
-        self, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
+        self, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
     ) -> None:
         self.scaling = scaling
         self.window = window
@@ -69,17 +64,17 @@ class AttentionOptions:
 
 def _hook(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     attention_plan: AttentionPlan | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     if attention_plan is None:
         raise ModelError(
             "the model's attention is Treegraft's, but it was called without a plan; "
@@ -158,9 +153,7 @@ def _steady_rows(width: int, num_threads: int) -> int:
     weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator)
     weights[..., 64:] = 0.0
 
-    def products(
-        batch: int, heads: int, count: int, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def products(batch: int, heads: int, count: int, length: int) -> tuple[Tensor, Tensor]:
         scores = queries[:batch, :heads, :count] @ keys[:batch, :heads, :length].transpose(-1, -2)
         weighted = weights[:batch, :heads, :count, :length] @ values[:batch, :heads, :length]
         return scores[0, 0, :, :64], weighted[0, 0]
@@ -188,11 +181,7 @@ def _steady_rows(width: int, num_threads: int) -> int:
 
 
 def partial_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions
 ) -> Partial:
     """Returns maximum, sum and weighted values (float32) of softmax attention over one part of the
     keys.
@@ -224,7 +213,7 @@ def partial_attention(
     return peak[..., :count, :], total[..., :count, :], weighted[..., :count, :]
 
 
-def merge_partials(parts: list[Partial], sinks: torch.Tensor | None) -> torch.Tensor:
+def merge_partials(parts: list[Partial], sinks: Tensor | None) -> Tensor:
     """Returns the attention output of parts with equal shapes [..., rows, width]; `sinks` broadcast
     to [..., rows, 1]."""
     peak = parts[0][0]
@@ -233,7 +222,7 @@ def merge_partials(parts: list[Partial], sinks: torch.Tensor | None) -> torch.Te
     if sinks is not None:
         peak = torch.maximum(peak, sinks)
     total = torch.zeros_like(peak) if sinks is None else torch.exp(sinks - peak)
-    output: torch.Tensor | float = 0.0
+    output: Tensor | float = 0.0
     for part_peak, part_sum, part_values in parts:
         factor = torch.exp(part_peak - peak)
         total = total + factor * part_sum

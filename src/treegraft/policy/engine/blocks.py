@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.policy.head import head_width
 from treegraft.policy.kernels.engine import BLOCK, padded_width
@@ -41,8 +42,8 @@ class BlockPool:
         size = layers * heads * (width + padded_width(width)) * BLOCK * self._like.element_size()
         self.num_blocks = 0
         self.max_blocks = max(1, int(max_bytes // size))
-        self.keys: list[torch.Tensor] = [self._empty(0, 0)] * layers
-        self.values: list[torch.Tensor] = [self._empty(1, 0)] * layers
+        self.keys: list[Tensor] = [self._empty(0, 0)] * layers
+        self.values: list[Tensor] = [self._empty(1, 0)] * layers
 
     def grow(self, needed: int) -> None:
         """Makes room for `needed` blocks; stored ones stay."""
@@ -59,7 +60,7 @@ class BlockPool:
             keys[target, :, :, :positions] = keys[source, :, :, :positions]
             values[target, :, :positions] = values[source, :, :positions]
 
-    def _empty(self, kind: int, size: int) -> torch.Tensor:
+    def _empty(self, kind: int, size: int) -> Tensor:
         return self._like.new_zeros(size, *self._shapes[kind])
 
 

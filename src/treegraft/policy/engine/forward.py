@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from treegraft.policy.engine.blocks import BlockPool, PathCache, Row
@@ -59,9 +59,7 @@ class Forward(Protocol):
         (batch-invariant)."""
         ...
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         """Returns [tokens, hidden size], the decoder's last norm included, for ids and positions
         [tokens]."""
         ...
@@ -82,13 +80,11 @@ class HookedForward:
         self._decoder = decoder(model)
         self._products = take_over(model.modules(), product_kind(model, kernels)) if pack else []
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         output = self._decoder(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan
         )
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def refresh(self) -> None:
@@ -146,9 +142,7 @@ class FusedForward:
             isinstance(product, LaidOutLinears) for product in self._head
         )
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         state = functional.embedding(ids, self._embed.weight)
         cosines, sines = (
             part[0].contiguous()
@@ -189,7 +183,7 @@ class FusedForward:
             )
         ]
 
-    def _norm(self, state: torch.Tensor, added: torch.Tensor | None, norm: Any) -> torch.Tensor:
+    def _norm(self, state: Tensor, added: Tensor | None, norm: Any) -> Tensor:
         return self._kernels.norm(state, added, norm.weight, norm.variance_epsilon)
 
     def refresh(self) -> None:
@@ -281,7 +275,7 @@ def build_forward(
     )
 
 
-def _hooked_problem(model: Any, kernels: Kernels | None, plain: torch.Tensor) -> str | None:
+def _hooked_problem(model: Any, kernels: Kernels | None, plain: Tensor) -> str | None:
     with tree_attention(model):
         return _distance_problem(model, HookedForward(model, kernels, pack=False), plain)
 
@@ -293,23 +287,23 @@ def model_kernels(model: Any) -> Kernels | None:
     return kernels_for(width, model.dtype, model.device.type) if width else None
 
 
-def _probe_ids(model: Any) -> torch.Tensor:
-    ids: torch.Tensor = (
+def _probe_ids(model: Any) -> Tensor:
+    ids: Tensor = (
         torch.arange(PROBE_LENGTH, device=model.device) * 7 + 3
     ) % model.config.get_text_config().vocab_size
     return ids
 
 
 @torch.inference_mode()
-def _plain_states(model: Any) -> torch.Tensor:
-    states: torch.Tensor = decoder(model)(
+def _plain_states(model: Any) -> Tensor:
+    states: Tensor = decoder(model)(
         input_ids=_probe_ids(model)[None], use_cache=False
     ).last_hidden_state[0]
     return states
 
 
 @torch.inference_mode()
-def _distance_problem(model: Any, forward: Forward, plain: torch.Tensor) -> str | None:
+def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None:
     """Why a forward pass is not to be used on this model: a path in three parts is run against one
     plain pass."""
     ids = _probe_ids(model)
@@ -328,7 +322,7 @@ def _distance_problem(model: Any, forward: Forward, plain: torch.Tensor) -> str 
     )
 
 
-def distance(states: torch.Tensor, plain: torch.Tensor) -> float:
+def distance(states: Tensor, plain: Tensor) -> float:
     """Returns ‖states - plain‖ / ‖plain‖."""
     return float((states.float() - plain.float()).norm() / plain.float().norm())
 
@@ -338,7 +332,7 @@ def limit_of(dtype: torch.dtype) -> float:
     return LIMITS.get(dtype, 0.05)
 
 
-def _states_in_parts(model: Any, forward: Forward, ids: torch.Tensor) -> Sequence[torch.Tensor]:
+def _states_in_parts(model: Any, forward: Forward, ids: Tensor) -> Sequence[Tensor]:
     cache = PathCache(BlockPool(model, max_bytes=0.0), max_rows=1)
     row: Row | None = cache.open(ids.tolist(), PROBE_LENGTH)
     assert row is not None

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from treegraft.policy.engine.blocks import BlockPool
@@ -31,7 +32,7 @@ MAX_BLOCKS = 4096
 """Rows times blocks from which steps are not recorded: there the operators take longer than their
 launching, and much memory."""
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], Tensor]
 Recorder = Callable[[Run], Run]
 """Returns a function that repeats the step on the present contents of the same tensors."""
 
@@ -46,7 +47,7 @@ class DecodingPlan:
         self.used = torch.zeros(rows, blocks, dtype=torch.long, device=device)
         self._gathered: Gathered | None = None
 
-    def fill(self, ids: torch.Tensor, positions: torch.Tensor, used: torch.Tensor) -> None:
+    def fill(self, ids: Tensor, positions: Tensor, used: Tensor) -> None:
         """Takes over a step of `len(used)` rows; the rows that are left repeat the first one,
         to the same places."""
         count, blocks = used.shape
@@ -60,13 +61,8 @@ class DecodingPlan:
         self._gathered = Gathered.of(self.positions, self.used)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [rows, heads, width]; stores the keys and values of the tokens."""
         assert self._gathered is not None
         keys, values = self._pool.keys[layer], self._pool.values[layer]
@@ -98,9 +94,7 @@ class RecordedForward:
         self._num_blocks = 0
         self._is_off = False
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         used = None if self._is_off else plan.blocks_of_decoding()
         if used is None:
             return self._forward(ids, positions, plan)
@@ -138,18 +132,12 @@ class RecordedForward:
         self._forward.refresh()
 
     def _recorded(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        pool: BlockPool,
-        used: torch.Tensor,
-        rows: int,
-        blocks: int,
+        self, ids: Tensor, positions: Tensor, pool: BlockPool, used: Tensor, rows: int, blocks: int
     ) -> _Recording:
         own = DecodingPlan(pool, rows, blocks, ids.device)
         own.fill(ids, positions, used)
 
-        def run() -> torch.Tensor:
+        def run() -> Tensor:
             own.begin()
             return self._forward(own.ids, own.positions, own)
 
@@ -194,7 +182,7 @@ def _cuda_recorder(device: torch.device) -> Recorder:
             finally:
                 torch.cuda.set_stream(before)  # a recording that failed leaves its own
 
-        def play() -> torch.Tensor:
+        def play() -> Tensor:
             with torch.cuda.device(device):
                 graph.replay()
             return states

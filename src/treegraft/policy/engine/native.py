@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
@@ -404,7 +405,7 @@ class NativeEngine:
             offset += count
         return segments, requests
 
-    def _run(self, segments: list[Segment]) -> torch.Tensor:
+    def _run(self, segments: list[Segment]) -> Tensor:
         """Returns the hidden states of the segments' tokens, one after another, and of the
         padding."""
         ids: list[int] = []
@@ -424,7 +425,7 @@ class NativeEngine:
         self.num_rows_fed += len(ids)
         return self._forward(batch[0], batch[1], plan)
 
-    def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
+    def _sample(self, requests: list[Request], hidden: Tensor) -> None:
         # The head's product is padded as those of the layers are; rows of padding are greedy, and
         # thrown away.
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from treegraft.policy.kernels.engine import Kernels
@@ -30,7 +30,7 @@ and sums run in another order."""
 class Product(Protocol):
     """Linear layers with the same input; their outputs stand one after another on the last axis."""
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, rows: Tensor) -> Tensor: ...
 
     def refresh(self) -> None:
         """Takes over weights that have changed."""
@@ -43,7 +43,7 @@ class SeparateLinears:
     def __init__(self, *linears: nn.Linear) -> None:
         self._linears = linears
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         outputs = [linear(rows) for linear in self._linears]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -66,7 +66,7 @@ class LaidOutLinears:
                 _biases(self._linears),
             )
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(
@@ -86,19 +86,19 @@ class PackedLinears:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(_weights(self._linears), ROWS)
             self._bias = _biases(self._linears)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+    def __call__(self, rows: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._weight, self._bias, "none", [], ""
         )
         return result
 
 
-def _weights(linears: Sequence[nn.Linear]) -> torch.Tensor:
+def _weights(linears: Sequence[nn.Linear]) -> Tensor:
     weights = [linear.weight.detach() for linear in linears]
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _biases(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
+def _biases(linears: Sequence[nn.Linear]) -> Tensor | None:
     return (
         torch.cat([_bias(linear) for linear in linears])
         if any(linear.bias is not None for linear in linears)
@@ -106,8 +106,8 @@ def _biases(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     )
 
 
-def _bias(linear: nn.Linear) -> torch.Tensor:
-    bias: torch.Tensor | None = linear.bias
+def _bias(linear: nn.Linear) -> Tensor:
+    bias: Tensor | None = linear.bias
     return linear.weight.new_zeros(linear.out_features) if bias is None else bias.detach()
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
@@ -41,7 +42,7 @@ class RaggedPlan:
         self,
         num_tokens: int,
         pool: BlockPool,
-        table: torch.Tensor,
+        table: Tensor,
         segments: list[Segment],
         kernels: Kernels | None,
     ) -> None:
@@ -56,28 +57,23 @@ class RaggedPlan:
             positions[rows] = range(segment.row.fed, segment.row.fed + segment.count)
         self._slots, self._positions = torch.tensor([slots, positions], dtype=torch.int32)
         self._batch: Pass | None = None
-        self._gathered: list[tuple[torch.Tensor, Gathered]] | None = None
+        self._gathered: list[tuple[Tensor, Gathered]] | None = None
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [num_tokens, heads, width]; stores the keys and values of the tokens taken in."""
         return self.attend_rotated(layer, query, key, value, options, None)
 
     def attend_rotated(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         options: AttentionOptions,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
+        rotation: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
         """Returns the same; with cosines and sines [num_tokens, width] the query (in place) and key
         are rotated first.
 
@@ -105,9 +101,7 @@ class RaggedPlan:
             sinks=options.sinks,
         )
 
-    def _check(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
-    ) -> None:
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, keys: Tensor) -> None:
         """Kernels are told one shape for all layers.
 
         Raises:
@@ -137,13 +131,8 @@ class RaggedPlan:
         )
 
     def _attend_gathered(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """The same with torch's operators, over copies of the paths' blocks laid side by side."""
         heads, count, width = query.shape
         if self._gathered is None:
@@ -157,7 +146,7 @@ class RaggedPlan:
             output[tokens] = part.attend(query[:, tokens], keys, values, options).to(output.dtype)
         return output
 
-    def blocks_of_decoding(self) -> torch.Tensor | None:
+    def blocks_of_decoding(self) -> Tensor | None:
         """Returns [rows, blocks] the blocks of each row's path where every row takes in a single
         token, else None."""
         if any(segment.count > 1 for segment in self._segments):
@@ -165,7 +154,7 @@ class RaggedPlan:
         slots = torch.tensor([segment.row.slot for segment in self._segments])
         return self._table[slots, : int(self._positions.max()) // BLOCK + 1].long()
 
-    def _gather(self, group: list[Segment], device: torch.device) -> tuple[torch.Tensor, Gathered]:
+    def _gather(self, group: list[Segment], device: torch.device) -> tuple[Tensor, Gathered]:
         """Rows of the batch, for segments of equal length; with more than one of them, of a single
         token."""
         tokens = torch.cat([torch.arange(s.offset, s.offset + s.count) for s in group])
@@ -179,36 +168,30 @@ class RaggedPlan:
 class Gathered:
     """R paths of n tokens each, R or n being 1, over B blocks."""
 
-    positions: torch.Tensor
+    positions: Tensor
     """[R * n]"""
-    blocks: torch.Tensor
+    blocks: Tensor
     """[R * n] the block that each token goes to."""
-    places: torch.Tensor
+    places: Tensor
     """[R * n] its place in there."""
-    used: torch.Tensor
+    used: Tensor
     """[R, B] the blocks of each path."""
 
     @classmethod
-    def of(cls, positions: torch.Tensor, used: torch.Tensor) -> Gathered:
+    def of(cls, positions: Tensor, used: Tensor) -> Gathered:
         """Returns the plan for tokens at `positions` [R * n] of paths with the blocks `used` [R,
         B]."""
         blocks = used.gather(1, (positions // BLOCK).view(used.shape[0], -1)).flatten()
         return cls(positions, blocks, positions % BLOCK, used)
 
-    def store(
-        self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """Puts key and value [kv heads, R * n, width] into their blocks."""
         keys[self.blocks, :, :, self.places] = key.transpose(0, 1)
         values[self.blocks, :, self.places, : value.shape[-1]] = value.transpose(0, 1)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [R * n, heads, width] for query [heads, R * n, width]; the query heads of a kv
         head are stacked."""
         heads, count, width = query.shape

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.core.errors import KernelError
 from treegraft.policy.kernels.compiler import compiled
@@ -49,7 +50,7 @@ def declared(function: Any, *arguments: Any, returns: Any = None) -> Any:
     return function
 
 
-def head_rows(x: torch.Tensor) -> tuple[int, int, int]:
+def head_rows(x: Tensor) -> tuple[int, int, int]:
     """Returns the address, the step from token to token and that from head to head of x [heads,
     tokens, width], whose last axis is contiguous."""
     return x.data_ptr(), x.stride(1), x.stride(0)

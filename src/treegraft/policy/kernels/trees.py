@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treegraft.policy.kernels.library import (
-    FLOAT,
-    LONG,
-    POINTER,
-    ThreadCount,
-    declared,
-    head_rows,
-)
+from treegraft.policy.kernels.library import FLOAT, LONG, POINTER, ThreadCount, declared, head_rows
 
 RUN = 64
 """Most tokens of a node that are taken together as columns."""
@@ -83,30 +77,20 @@ class TreeKernels:
         self.is_usable = declared(library.tg_tree_step, returns=LONG)() > 0
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        runs: TreeRuns,
-        scaling: float,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, runs: TreeRuns, scaling: float
+    ) -> Tensor:
         """Returns softmax attention [tokens, heads, width]. Gradients are exact; the backward pass
         forms the scores again.
 
         Args:
             query: [heads, tokens, width]; key and value: [kv heads, tokens, width].
         """
-        output: torch.Tensor = _TreeAttention.apply(query, key, value, self, runs, scaling)  # type: ignore[no-untyped-call]
+        output: Tensor = _TreeAttention.apply(query, key, value, self, runs, scaling)  # type: ignore[no-untyped-call]
         return output
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        runs: TreeRuns,
-        scaling: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, query: Tensor, key: Tensor, value: Tensor, runs: TreeRuns, scaling: float
+    ) -> tuple[Tensor, Tensor]:
         """Returns attention [tokens, heads, width] and log Σ exp(scores) [heads, tokens], float32.
 
         Raises:
@@ -122,13 +106,13 @@ class TreeKernels:
 
     def backward(
         self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad: torch.Tensor,
+        inputs: tuple[Tensor, Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
         runs: TreeRuns,
         scaling: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of query, key and value, shaped as they are, for that of `out`
         [tokens, heads, width].
 
@@ -143,9 +127,7 @@ class TreeKernels:
         query_grad, key_grad, value_grad = (x.transpose(0, 1) for x in grads)
         return query_grad, key_grad, value_grad
 
-    def _plan(
-        self, query: torch.Tensor, key: torch.Tensor, runs: TreeRuns, scaling: float
-    ) -> _Plan:
+    def _plan(self, query: Tensor, key: Tensor, runs: TreeRuns, scaling: float) -> _Plan:
         if query.shape[1] != runs.num_tokens:
             raise ValueError(f"attention: {query.shape[1]} tokens for trees of {runs.num_tokens}")
         heads = (query.shape[0], key.shape[0])
@@ -157,13 +139,13 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         kernels: TreeKernels,
         runs: TreeRuns,
         scaling: float,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         query, key, value = (
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
@@ -174,7 +156,7 @@ class _TreeAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
         return (

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
@@ -29,7 +30,7 @@ _LIMITS = {torch.float32: 1e-3}
 0.05."""
 
 
-def subtree_ends(tree: PackedTree, device: torch.device) -> torch.Tensor:
+def subtree_ends(tree: PackedTree, device: torch.device) -> Tensor:
     """Returns [tokens] end(node of j) - start of the tree."""
     ends = torch.zeros(tree.end - tree.start, dtype=torch.long, device=device)
     for node in tree.nodes:
@@ -37,7 +38,7 @@ def subtree_ends(tree: PackedTree, device: torch.device) -> torch.Tensor:
     return ends
 
 
-def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+def tree_mask(tree: PackedTree, positions: Tensor, window: int | None) -> Tensor:
     """Returns [tokens, tokens] bool: j <= i < end(node of j), and position_i - position_j < window
     where there is one."""
     ends = subtree_ends(tree, positions.device)
@@ -49,12 +50,8 @@ def tree_mask(tree: PackedTree, positions: torch.Tensor, window: int | None) -> 
 
 
 def dense_attend(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    options: AttentionOptions,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
+) -> Tensor:
     """Returns [heads, tokens, width] for query [heads, tokens, width], key and value [kv heads,
     tokens, width]."""
     heads, size, width = query.shape
@@ -74,7 +71,7 @@ def dense_attend(
     return merge_partials([part], sinks).reshape(heads, size, width).to(query.dtype)
 
 
-def probe_positions(device: torch.device) -> torch.Tensor:
+def probe_positions(device: torch.device) -> Tensor:
     """Returns [tokens] how many tokens are before each of the probe's on its path."""
     return (
         tree_mask(PROBE, torch.zeros(PROBE.end, dtype=torch.long, device=device), None).sum(dim=1)
@@ -86,7 +83,7 @@ def probe_positions(device: torch.device) -> torch.Tensor:
 # again.
 @torch.inference_mode(False)
 def distance_from_dense(
-    attend: Callable[..., torch.Tensor], width: int, dtype: torch.dtype, device: torch.device
+    attend: Callable[..., Tensor], width: int, dtype: torch.dtype, device: torch.device
 ) -> float:
     """Returns the largest of ‖x - x'‖ / ‖x'‖ over output and gradients of `attend(query, key,
     value)` on the probe; NaN if any is.
@@ -95,7 +92,7 @@ def distance_from_dense(
     """
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(heads: int) -> torch.Tensor:
+    def drawn(heads: int) -> Tensor:
         return (
             torch.randn(heads, PROBE.end, width, generator=generator)
             .to(device, dtype)

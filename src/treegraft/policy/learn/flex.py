@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from treegraft.policy.learn.dense import (
@@ -30,10 +31,10 @@ MIN_TOKENS = 1024
 """Packed tokens from which block masks are taken on a GPU; a dense mask of so many is 1 MB. A
 guess: not measured."""
 
-Flex = Callable[..., torch.Tensor]
+Flex = Callable[..., Tensor]
 
 
-def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | None) -> BlockMask:
+def tree_block_mask(ends: Tensor, positions: Tensor, window: int | None) -> BlockMask:
     """Returns the tokens that each packed token sees.
 
     Args:
@@ -43,7 +44,7 @@ def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | N
             window.
     """
 
-    def is_visible(_: Any, head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def is_visible(_: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
         visible = (column <= row) & (row < ends[column])
         return (
             visible if window is None else visible & (positions[row] - positions[column] < window)
@@ -54,14 +55,14 @@ def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | N
 
 def flex_attend(
     flex: Flex,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: BlockMask,
     *,
     scaling: float,
     softcap: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads,
     tokens, width]."""
     modify = None if softcap is None else _softcap(softcap)
@@ -78,8 +79,8 @@ def flex_attend(
 
 
 @functools.cache
-def _softcap(cap: float) -> Callable[..., torch.Tensor]:
-    def modify(score: torch.Tensor, *_: Any) -> torch.Tensor:
+def _softcap(cap: float) -> Callable[..., Tensor]:
+    def modify(score: Tensor, *_: Any) -> Tensor:
         return cap * torch.tanh(score / cap)
 
     return modify
@@ -112,7 +113,7 @@ def flex_distance(flex: Flex, width: int, dtype: torch.dtype, device: torch.devi
     """Returns how far FlexAttention is from a dense mask, see `distance_from_dense`."""
     ends, positions = subtree_ends(PROBE, device), probe_positions(device)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = tree_block_mask(ends, positions, None)
         return flex_attend(flex, query, key, value, mask, scaling=width**-0.5, softcap=None)
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treegraft.algo.losses import (
     Denominators,
@@ -80,8 +80,8 @@ class _Pack:
     indices: tuple[int, ...]
     """Which of the update's trees each part of the batch is of."""
     batch: TreeBatch
-    old_logprobs: torch.Tensor | None
-    ref_logprobs: torch.Tensor | None
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
 
 
 class Learner:
@@ -125,16 +125,14 @@ class Learner:
         enabled."""
         return self._scores_of(self.model, self._head, batch)
 
-    def scores_with_lessons(
-        self, batch: TreeBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def scores_with_lessons(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one
         pass, as `scores`."""
         logprobs, entropies = self._scores_of(self.model, self._head, batch, takes_lessons=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
-    def argmax(self, batch: TreeBatch) -> torch.Tensor:
+    def argmax(self, batch: TreeBatch) -> Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
         hidden = self._hidden(self.model, batch)[: batch.sampled.numel()]
         return chunked_argmax(self._head, hidden, self.settings.vocab_chunk)
@@ -209,7 +207,7 @@ class Learner:
             head, hidden, batch.token_ids[targets], temperatures, self.settings.vocab_chunk
         )
 
-    def _hidden(self, model: Any, batch: TreeBatch) -> torch.Tensor:
+    def _hidden(self, model: Any, batch: TreeBatch) -> Tensor:
         if self.packing_problem is not None:
             return rowwise_hidden(model, batch)
         return packed_hidden(model, batch, compile_kernels=self.settings.compile_kernels)
@@ -328,7 +326,7 @@ class Learner:
             )
         return Denominators(groups, tokens, self._length_constant)
 
-    def _factors(self, batch: TreeBatch, denominators: Denominators) -> torch.Tensor:
+    def _factors(self, batch: TreeBatch, denominators: Denominators) -> Tensor:
         """[N] the factor of every contribution of each trajectory."""
         # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
         owners = batch.trajectories[batch.carries_loss]
@@ -341,12 +339,12 @@ class Learner:
     def _pack_loss(
         self,
         pack: _Pack,
-        logprobs: torch.Tensor,
-        entropies: torch.Tensor,
-        old: torch.Tensor,
-        factors: torch.Tensor,
+        logprobs: Tensor,
+        entropies: Tensor,
+        old: Tensor,
+        factors: Tensor,
         tally: Tally,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
         sampled tokens."""
         batch, settings = pack.batch, self._loss
@@ -395,8 +393,8 @@ class Learner:
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
-        self, batch: TreeBatch, logprobs: torch.Tensor, factors: torch.Tensor, tally: Tally
-    ) -> torch.Tensor:
+        self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, tally: Tally
+    ) -> Tensor:
         """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled
         tokens have."""
         assert batch.lessons is not None
@@ -419,12 +417,12 @@ class Learner:
         """Returns the plain model's weights, adapters merged into them, detached."""
         return ModelWeights(plain_weights(self.model))
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Returns everything that training needs to go on: master weights, optimiser moments,
         counters."""
         return self.optimiser.state()
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state()`.
 
         Raises:
@@ -460,8 +458,8 @@ def _check_head(model: nn.Module) -> None:
 def write_back(
     pack: _Pack,
     trees: Sequence[Tree],
-    old: torch.Tensor,
-    new: torch.Tensor,
+    old: Tensor,
+    new: Tensor,
     written: dict[int, dict[str, Step]],
 ) -> None:
     """Fills old log-probabilities and ratios into the pack's steps, for the record."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.settings.policy import LearnSettings
 
@@ -83,7 +84,7 @@ class MasterAdamW:
             for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.copy_(master)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Returns master weights, moments and counters by name; tensors are the live ones."""
         state = {"num_steps": torch.tensor(self.num_steps)}
         for name, master in zip(self._names, self._masters, strict=True):
@@ -92,7 +93,7 @@ class MasterAdamW:
                 state[f"{key}.{name}"] = value
         return state
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state()`; a KeyError names the missing entry."""
         self.num_steps = int(state["num_steps"])
         with torch.no_grad():

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from treegraft.core.types import Leaf, Origin, Step, Trajectory, Tree
 
@@ -53,16 +54,16 @@ class PackedTree:
 class Lessons:
     """The texts of other agents in the grafts of a batch. L lesson tokens, D contributions."""
 
-    packed: torch.Tensor
+    packed: Tensor
     """[L] packed index of each token."""
-    sources: torch.Tensor
+    sources: Tensor
     """[L] packed index of the token before it: the graft's parent's last one, then the lesson's
     own."""
-    temperatures: torch.Tensor
+    temperatures: Tensor
     """[L] of the graft's step."""
-    tokens: torch.Tensor
+    tokens: Tensor
     """[D] which lesson token a contribution is of."""
-    trajectories: torch.Tensor
+    trajectories: Tensor
     """[D] which trajectory holds the graft."""
     paths: tuple[tuple[int, ...], ...]
     """For each lesson the tokens of the path above it, then its own."""
@@ -75,27 +76,27 @@ class TreeBatch:
     """Trees packed one after another. T packed tokens, U unique sampled tokens, C contributions, N
     trajectories."""
 
-    token_ids: torch.Tensor
+    token_ids: Tensor
     """[T]"""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """[T] tokens before it on its path."""
     trees: tuple[PackedTree, ...]
-    sampled: torch.Tensor
+    sampled: Tensor
     """[U] packed index of each sampled token."""
-    sources: torch.Tensor
+    sources: Tensor
     """[U] packed index of the token before it on its path, whose output predicts it."""
-    temperatures: torch.Tensor
+    temperatures: Tensor
     """[U] of its step; scores at temperature 0 are those of 1."""
-    sampling_logprobs: torch.Tensor
+    sampling_logprobs: Tensor
     """[U] of the engine."""
-    tokens: torch.Tensor
+    tokens: Tensor
     """[C] which unique sampled token a contribution is of."""
-    trajectories: torch.Tensor
+    trajectories: Tensor
     """[C] which trajectory it belongs to, 0..N-1 in the order of trees and leaves;
     non-decreasing."""
-    carries_loss: torch.Tensor
+    carries_loss: Tensor
     """[C] bool"""
-    advantages: torch.Tensor
+    advantages: Tensor
     """[C] of the step where attribution is hard, else of the trajectory; 0 before credit."""
     paths: tuple[Trajectory, ...]
     """[N]"""
@@ -113,7 +114,7 @@ class TreeBatch:
         """Tokens that separate trajectories would hold."""
         return sum(len(step.token_ids) for path in self.paths for step in path.steps)
 
-    def per_trajectory(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def per_trajectory(self, values: Tensor) -> list[Tensor]:
         """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories
         by tree and leaf."""
         if values.shape[0] != self.sampled.numel():
@@ -136,7 +137,7 @@ def _moved(batch: TreeBatch | Lessons, device: torch.device) -> dict[str, Any]:
     return {
         n: v.to(device)
         for n in batch.__dataclass_fields__
-        if isinstance(v := getattr(batch, n), torch.Tensor)
+        if isinstance(v := getattr(batch, n), Tensor)
     }
 
 
@@ -358,10 +359,10 @@ def pack_trees(
     for tree in trees:
         packer.add(tree)
 
-    def integers(values: list[int]) -> torch.Tensor:
+    def integers(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
-    def numbers(values: list[float]) -> torch.Tensor:
+    def numbers(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
     columns = packer.lessons

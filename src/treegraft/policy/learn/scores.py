@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
@@ -16,12 +16,10 @@ from treegraft.policy.hook import ATTENTION, tree_attention
 from treegraft.policy.learn.pack import Lessons, Node, PackedTree, TreeBatch
 from treegraft.policy.learn.tree_attention import PackedPlan
 
-Scores = tuple[torch.Tensor, torch.Tensor]
+Scores = tuple[Tensor, Tensor]
 
 
-def packed_hidden(
-    model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True
-) -> torch.Tensor:
+def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> Tensor:
     """Returns [U + L, width], the hidden state that predicts each sampled token and then each
     lesson token.
 
@@ -36,7 +34,7 @@ def packed_hidden(
         use_cache=False,
         attention_plan=PackedPlan(batch, compile_kernels=compile_kernels),
     )
-    hidden: torch.Tensor = output.last_hidden_state[0]
+    hidden: Tensor = output.last_hidden_state[0]
     sources = (
         batch.sources
         if batch.lessons is None
@@ -46,7 +44,7 @@ def packed_hidden(
 
 
 def chunked_scores(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, chunk: int
+    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
 ) -> Scores:
     """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk`
     rows exist at once.
@@ -70,9 +68,7 @@ def chunked_scores(
     )
 
 
-def _scores(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-) -> Scores:
+def _scores(head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
     found: Scores = _TokenScores.apply(head(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
     return found
 
@@ -88,9 +84,7 @@ class _TokenScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-    ) -> Scores:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
         columns = []
         for part, wanted, scale in _few_rows(logits, targets[:, None], temperatures[:, None]):
             z = part.float() / scale
@@ -111,7 +105,7 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, temperatures, entropies, lse = ctx.saved_tensors
         none = torch.zeros_like(lse)
         upstream = [none if grad is None else grad for grad in grads]
@@ -135,20 +129,20 @@ _CACHED, _ROOMY = 1 << 20, 1 << 27
 """Logits that are worked on in float32 at once on a CPU, and elsewhere."""
 
 
-def _few_rows(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _few_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yields the same few rows of all."""
     count = max(1, (_CACHED if logits.device.type == "cpu" else _ROOMY) // logits.shape[-1])
     return zip(*(tensor.split(count) for tensor in (logits, *others)), strict=True)
 
 
 @torch.no_grad()
-def chunked_argmax(head: Head, hidden: torch.Tensor, chunk: int) -> torch.Tensor:
+def chunked_argmax(head: Head, hidden: Tensor, chunk: int) -> Tensor:
     """Returns [rows] the most likely token of each hidden state."""
     parts = [head(rows).argmax(dim=-1) for rows in hidden.split(chunk)]
     return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.long)
 
 
-def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
+def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models
     that cannot be packed.
 
@@ -156,7 +150,7 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
     gradient, is the same in all.
     """
     place = torch.full((batch.sampled.numel(),), -1, dtype=torch.long)
-    hidden: list[torch.Tensor] = []
+    hidden: list[Tensor] = []
     count = 0
     counts = torch.bincount(batch.trajectories, minlength=len(batch.paths)).tolist()
     for path, mine in zip(batch.paths, batch.tokens.cpu().split(counts), strict=True):
@@ -185,7 +179,7 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
     )
 
 
-def _lesson_states(model: nn.Module, lessons: Lessons) -> list[torch.Tensor]:
+def _lesson_states(model: nn.Module, lessons: Lessons) -> list[Tensor]:
     """One plain pass for each lesson, after the path above its graft."""
     rows = []
     for path, length in zip(lessons.paths, lessons.lengths, strict=True):
@@ -253,9 +247,7 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
     )
 
 
-def _probe_plan(
-    ids: torch.Tensor, positions: torch.Tensor, compile_kernels: bool
-) -> tuple[PackedPlan, torch.Tensor]:
+def _probe_plan(ids: Tensor, positions: Tensor, compile_kernels: bool) -> tuple[PackedPlan, Tensor]:
     """A tree of a four-token prompt and two branches of three tokens."""
     empty = torch.zeros(0, dtype=torch.long)
     tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.core.errors import KernelError
 from treegraft.policy.hook import AttentionOptions
@@ -66,19 +67,14 @@ class PackedPlan:
         self._longest = int(batch.position_ids.max()) + 1 if len(batch.position_ids) else 0
         self._positions = batch.position_ids
         self._dense_limit, self._own_flex = dense_limit, flex
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, Any] = {}
         self.num_calls = 0
         """Layers that called; equals the model's layers where the hook reaches all of them."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [tokens, heads, width]; trees do not see each other."""
         self.num_calls += 1
         if options.window is not None and options.window >= self._longest:  # it hides nothing here
@@ -119,7 +115,7 @@ class PackedPlan:
     def _nodes(self) -> tuple[Node, ...]:
         return tuple(node for tree in self._trees for node in tree.nodes)
 
-    def _flex(self, query: torch.Tensor, options: AttentionOptions) -> Flex | None:
+    def _flex(self, query: Tensor, options: AttentionOptions) -> Flex | None:
         if options.sinks is not None:
             return None
         if self._own_flex is not None:
@@ -128,7 +124,7 @@ class PackedPlan:
         return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
 
     def _kernels(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> TreeKernels | None:
         is_alike = len({(x.shape[-1], x.dtype) for x in (query, key, value)}) == 1
         if not (self._compile_kernels and self._trees and is_alike and _is_plain(options)):
@@ -143,15 +139,13 @@ class PackedPlan:
             self._block_masks[window] = tree_block_mask(ends, self._positions, window)
         return self._block_masks[window]
 
-    def _takes_flash(
-        self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions
-    ) -> bool:
+    def _takes_flash(self, tree: PackedTree, query: Tensor, options: AttentionOptions) -> bool:
         gains = (
             tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1
         )  # a mask computes a lone path's upper half too
         return _is_plain(options) and query.device.type == "cpu" and gains
 
-    def _mask(self, index: int, window: int | None) -> torch.Tensor:
+    def _mask(self, index: int, window: int | None) -> Tensor:
         """[tokens, tokens] bool of one tree, row i sees column j."""
         if (index, window) not in self._masks:
             tree = self._trees[index]
@@ -166,17 +160,13 @@ def _is_plain(options: AttentionOptions) -> bool:
 
 
 def _flash_nodes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    nodes: tuple[Node, ...],
-    scale: float,
-) -> torch.Tensor:
-    output: torch.Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
+    query: Tensor, key: Tensor, value: Tensor, nodes: tuple[Node, ...], scale: float
+) -> Tensor:
+    output: Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
     return output[0]
 
 
-def _widened(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _widened(x: Tensor, heads: int) -> Tensor:
     """[1, heads, tokens, width] for [1, kv heads or heads, tokens, width], in the type in which
     flash attention is faster.
 
@@ -204,13 +194,8 @@ class _FlashTree(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        nodes: tuple[Node, ...],
-        scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, nodes: tuple[Node, ...], scale: float
+    ) -> Tensor:
         wide = [_widened(x, query.shape[1]) for x in (query, key, value)]
         output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its
@@ -233,7 +218,7 @@ class _FlashTree(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, output, lse = ctx.saved_tensors
         heads = inputs[0].shape[1]
         query, key, value, output, grad = (
@@ -286,7 +271,7 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
         return None
     runs = TreeRuns(PROBE.nodes, PROBE.end, kernels.num_threads())
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernels.attend(query, key, value, runs, width**-0.5).transpose(0, 1)
 
     gap = distance_from_dense(attend, width, dtype, torch.device("cpu"))
