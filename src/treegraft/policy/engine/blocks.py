@@ -98,6 +98,10 @@ class Row:
     max_nodes: int
     """As many as it may come to have."""
 
+    @property
+    def num_unfed(self) -> int:
+        return len(self.token_ids) - self.fed
+
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns how many leading entries agree."""

@@ -154,7 +154,7 @@ class FusedForward:
             query, key, value = (x.unflatten(-1, (-1, self._width)) for x in (query, key, value))
             for part, norm in zip((query, key), layer.head_norms, strict=False):
                 self._kernels.norm_heads(part, norm.weight, norm.variance_epsilon)
-            seen = plan.attend_rotated(
+            seen = plan.attend(
                 index,
                 query.transpose(0, 1),
                 key.transpose(0, 1),
@@ -340,7 +340,6 @@ def _states_in_parts(model: Any, forward: Forward, ids: Tensor) -> Sequence[Tens
     for count in PROBE_CUTS:
         cache.extend(row, count)
         plan = RaggedPlan(count, cache.pool, cache.table, [Segment(row, count, 0)], forward.kernels)
-        at = torch.arange(row.fed, row.fed + count, device=ids.device)
-        parts.append(forward(ids[at], at, plan))
+        parts.append(forward(*plan.inputs(ids.device), plan))
         cache.fed(row, count)
     return parts
