@@ -12,6 +12,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
+from treegraft.policy.head import base_model
 
 _log = logging.getLogger(__name__)
 
@@ -44,22 +46,19 @@ class AttentionPlan(Protocol):
         ...
 
 
+# Not frozen: one is made for each layer of each pass, and setting its fields would cost more.
+@dataclass(slots=True, eq=False)
 class AttentionOptions:
     """The options of a layer's attention beside queries, keys and values."""
 
-    __slots__ = ("scaling", "sinks", "softcap", "window")
-
-    def __init__(
-        self, scaling: float, window: int | None, softcap: float | None, sinks: Tensor | None
-    ) -> None:
-        self.scaling = scaling
-        self.window = window
-        """Sliding window in tokens: key j is visible to query i only if position_i - position_j <
-        window. None: no window."""
-        self.softcap = softcap
-        """Scores become softcap * tanh(score / softcap). None: not."""
-        self.sinks = sinks
-        """[heads] an extra logit per head that takes probability and gives no value. None: none."""
+    scaling: float
+    window: int | None
+    """Sliding window in tokens: key j is visible to query i only if position_i - position_j <
+    window. None: no window."""
+    softcap: float | None
+    """Scores become softcap * tanh(score / softcap). None: not."""
+    sinks: Tensor | None
+    """[heads] an extra logit per head that takes probability and gives no value. None: none."""
 
 
 def _hook(
@@ -91,17 +90,14 @@ def install_attention(model: nn.Module) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _hook)
-    _inner(model).set_attn_implementation(ATTENTION)
+    base_model(model).set_attn_implementation(ATTENTION)
 
 
 @contextmanager
 def tree_attention(model: nn.Module) -> Iterator[None]:
     """Our hook inside the block, the model's own attention after it."""
-    inner = _inner(model)
+    inner = base_model(model)
     before = inner.config._attn_implementation
-    if before == ATTENTION:
-        yield
-        return
     install_attention(model)
     try:
         yield
@@ -111,8 +107,8 @@ def tree_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def plain_attention(model: nn.Module) -> Iterator[None]:
-    """An attention of transformers inside the block, whatever the model has after it."""
-    inner = _inner(model)
+    """An attention of transformers inside the block, the model's present one after it."""
+    inner = base_model(model)
     before = inner.config._attn_implementation
     if before == ATTENTION:
         inner.set_attn_implementation("eager")
@@ -121,10 +117,6 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
     finally:
         if before == ATTENTION:
             inner.set_attn_implementation(before)
-
-
-def _inner(model: nn.Module) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 UNITS = (1, 2, 4, 8, 16, 32)
@@ -151,6 +143,7 @@ def _steady_rows(width: int, num_threads: int) -> int:
     queries = torch.randn(5, 2, 2 * UNITS[-1], width, generator=generator)
     keys, values = (torch.randn(5, 2, SPAN, width, generator=generator) for _ in range(2))
     weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator)
+    # As behind a path's last token: products over more positions must not change those before.
     weights[..., 64:] = 0.0
 
     def products(batch: int, heads: int, count: int, length: int) -> tuple[Tensor, Tensor]:
@@ -164,6 +157,7 @@ def _steady_rows(width: int, num_threads: int) -> int:
         return all(
             torch.equal(part, full[:count])
             for count in range(unit, 2 * UNITS[-1] + 1, unit)
+            # Threads divide the batch and the heads among them, some of them unevenly.
             for batch, heads in ((1, 1), (1, 2), (2, 1), (3, 1), (5, 2))
             for length in (64, 192, SPAN)
             for part, full in zip(products(batch, heads, count, length), whole, strict=True)
@@ -177,6 +171,7 @@ def _steady_rows(width: int, num_threads: int) -> int:
             width,
             num_threads,
         )
+    # The largest tried: of all it leaves the fewest incomplete tiles.
     return found or UNITS[-1]
 
 
@@ -192,6 +187,7 @@ def partial_attention(
     invisible positions after its own.
     """
     count = query.shape[-2]
+    # Rows of zeros, which see nothing of their own and are cut off again below.
     missing = -count % steady_rows(query.shape[-1], query.dtype, query.device.type)
     if missing > 0:
         query = functional.pad(query, (0, 0, 0, missing))
@@ -201,9 +197,11 @@ def partial_attention(
         scores = torch.tanh(scores / options.softcap) * options.softcap
     scores = scores.masked_fill(~visible, MASKED)
     peak = scores.amax(dim=-1, keepdim=True)
+    # Masked once more: in a row that sees nothing, each score is the peak, and its weight 1.
     weights = torch.exp(scores - peak).masked_fill(~visible, 0.0)
     total = weights.sum(dim=-1, keepdim=True)
     weights = weights.to(value.dtype)
+    # Span by span in a fixed order, so that the sum does not depend on the path's length.
     weighted = (weights[..., :SPAN] @ value[..., :SPAN, :]).float()
     for start in range(SPAN, value.shape[-2], SPAN):
         weighted = (
@@ -216,11 +214,9 @@ def partial_attention(
 def merge_partials(parts: list[Partial], sinks: Tensor | None) -> Tensor:
     """Returns the attention output of parts with equal shapes [..., rows, width]; `sinks` broadcast
     to [..., rows, 1]."""
-    peak = parts[0][0]
-    for part in parts[1:]:
-        peak = torch.maximum(peak, part[0])
-    if sinks is not None:
-        peak = torch.maximum(peak, sinks)
+    peaks = [part[0] for part in parts] + ([] if sinks is None else [sinks])
+    # The common maximum, so that no exponential overflows whichever part holds it.
+    peak = functools.reduce(torch.maximum, peaks)
     total = torch.zeros_like(peak) if sinks is None else torch.exp(sinks - peak)
     output: Tensor | float = 0.0
     for part_peak, part_sum, part_values in parts:

@@ -26,6 +26,7 @@ def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
     addition, so every device and thread count gives the same value.
     """
     digest = hashlib.blake2b(digest_size=16)
+    # Sorted: engine and learner may list the same weights in another order.
     for name in sorted(weights):
         tensor = weights[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -41,6 +42,8 @@ def _checksum(tensor: Tensor) -> int:
     # A view needs an aligned start, which a slice of another tensor may not have.
     head = data[:whole] if data.data_ptr() % 4 == 0 else data[:whole].clone()
     checksum = 0
+    # In chunks, since each word is widened to 64 bits: at once, a weight would take four times its
+    # size again.
     for words in (*head.view(torch.int32).split(CHUNK), data[whole:]):
         odd = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
         total = int((words.to(torch.int64) * odd).sum())

@@ -20,6 +20,7 @@ from torch.nn import functional
 from treegraft.policy.engine.blocks import BlockPool
 from treegraft.policy.engine.forward import HookedForward, distance, limit_of
 from treegraft.policy.engine.ragged import BUCKETS, Gathered, RaggedPlan
+from treegraft.policy.head import first_line
 from treegraft.policy.hook import AttentionOptions
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class DecodingPlan:
         """Takes over a step of `len(used)` rows; the rows that are left repeat the first one,
         to the same places."""
         count, blocks = used.shape
+        # Into the same memory, which the recording reads. The rows that are left write a key that
+        # is there already, so they need no block of their own.
         self.ids[:count], self.ids[count:] = ids[:count], ids[0]
         self.positions[:count], self.positions[count:] = positions[:count], positions[0]
         self.used[:count, :blocks] = used.to(self.used.device)
@@ -99,6 +102,7 @@ class RecordedForward:
         if used is None:
             return self._forward(ids, positions, plan)
         rows = next(bucket for bucket in ROWS if bucket >= len(used))
+        # Powers of two: a recording for every length would take as long as it saves.
         blocks = max(FIRST_BLOCKS, 1 << (used.shape[1] - 1).bit_length())
         if rows * blocks > MAX_BLOCKS:
             return self._forward(ids, positions, plan)
@@ -112,41 +116,33 @@ class RecordedForward:
         try:
             if recording is None:
                 played = None
-                self._recordings[rows, blocks] = self._recorded(
-                    ids, positions, plan.pool, used, rows, blocks
-                )
+                own = DecodingPlan(plan.pool, rows, blocks, ids.device)
+                own.fill(ids, positions, used)
+
+                def run() -> Tensor:
+                    own.begin()
+                    return self._forward(own.ids, own.positions, own)
+
+                self._recordings[rows, blocks] = _Recording(own, self._record(run))
             else:
                 recording.plan.fill(ids, positions, used)
+                # Cloned: the next replay writes into the same memory.
                 played = recording.play()[: len(used)].clone()
         except RuntimeError as error:
             played = None
-            self._turn_off(f"a recording failed with {(str(error).splitlines() or [''])[0]}")
+            self._turn_off(f"a recording failed with {first_line(error)}")
         # The step itself comes last, so that its keys and values stay.
         states = self._forward(ids, positions, plan)
         if recording is not None and played is not None:
-            self._judge(recording, distance(played, states[: len(used)]), states.dtype)
+            gap = distance(played, states[: len(used)])
+            recording.is_proven = gap <= limit_of(states.dtype)
+            if not recording.is_proven:  # NaN is no proof either
+                self._turn_off(f"states played back differ by {gap:.3g} of their length")
         return states
 
     def refresh(self) -> None:
         """Takes over weights that have changed in place, as recordings do."""
         self._forward.refresh()
-
-    def _recorded(
-        self, ids: Tensor, positions: Tensor, pool: BlockPool, used: Tensor, rows: int, blocks: int
-    ) -> _Recording:
-        own = DecodingPlan(pool, rows, blocks, ids.device)
-        own.fill(ids, positions, used)
-
-        def run() -> Tensor:
-            own.begin()
-            return self._forward(own.ids, own.positions, own)
-
-        return _Recording(own, self._record(run))
-
-    def _judge(self, recording: _Recording, gap: float, dtype: torch.dtype) -> None:
-        recording.is_proven = gap <= limit_of(dtype)
-        if not recording.is_proven:  # NaN is no proof either
-            self._turn_off(f"states played back differ by {gap:.3g} of their length")
 
     def _turn_off(self, reason: str) -> None:
         self._is_off = True

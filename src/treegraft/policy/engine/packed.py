@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from treegraft.policy.head import first_line
 from treegraft.policy.kernels.engine import Kernels
 
 _log = logging.getLogger(__name__)
@@ -61,10 +62,8 @@ class LaidOutLinears:
 
     def refresh(self) -> None:
         with torch.inference_mode():
-            self._weight, self._bias = (
-                self._kernels.lay_out(_weights(self._linears)),
-                _biases(self._linears),
-            )
+            self._weight = self._kernels.lay_out(_weights(self._linears))
+            self._bias = _biases(self._linears)
 
     def __call__(self, rows: Tensor) -> Tensor:
         flat = rows.reshape(-1, rows.shape[-1])
@@ -99,27 +98,24 @@ def _weights(linears: Sequence[nn.Linear]) -> Tensor:
 
 
 def _biases(linears: Sequence[nn.Linear]) -> Tensor | None:
-    return (
-        torch.cat([_bias(linear) for linear in linears])
-        if any(linear.bias is not None for linear in linears)
-        else None
-    )
-
-
-def _bias(linear: nn.Linear) -> Tensor:
-    bias: Tensor | None = linear.bias
-    return linear.weight.new_zeros(linear.out_features) if bias is None else bias.detach()
+    if all(linear.bias is None for linear in linears):
+        return None
+    # Query, key and value are one product here, though some models bias only some of them.
+    return torch.cat(
+        [
+            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+            for linear in linears
+        ]
+    ).detach()
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
     """Returns the function that lays a linear layer's weights out in the way that is fastest here;
     `SeparateLinears` where no layout is faster."""
     widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
-    if (
-        kernels is not None
-        and kernels.product_step
-        and not any(width % kernels.product_step for width in widths)
-    ):
+    step = 0 if kernels is None else kernels.product_step
+    # Ours before the library's: of them alone is it known that a row's bits are its own.
+    if kernels is not None and step and not any(width % step for width in widths):
         return functools.partial(LaidOutLinears, kernels)
     return PackedLinears if packs(model) else SeparateLinears
 
@@ -143,6 +139,7 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
     left as they are."""
     taken: list[Product] = []
     for linear in linears:
+        # Not isinstance: a subclass (quantized, LoRA) computes something else in its forward.
         if type(linear) is nn.Linear and kind is not SeparateLinears:
             product = kind(linear)
             linear.forward = product  # type: ignore[assignment]
@@ -151,28 +148,21 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
 
 
 @functools.cache
+@torch.inference_mode()
 def _problem() -> str | None:
     """Why the private operators that this rests on cannot be used, found by a small product; None
     where they can."""
     generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        return _tried(generator)
-
-
-def _tried(generator: torch.Generator) -> str | None:
     weight, rows = (torch.randn(size, 64, generator=generator).bfloat16() for size in (96, 20))
     bias = torch.randn(96, generator=generator).bfloat16()
     plain = functional.linear(rows, weight, bias).float()
+    # Private, so another torch may have none or others under these names: tried, not assumed.
     try:
         laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        ours = torch.ops.mkldnn._linear_pointwise(rows[None], laid_out, bias, "none", [], "")[
-            0
-        ].float()
+        ours = torch.ops.mkldnn._linear_pointwise(rows[None], laid_out, bias, "none", [], "")
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        return str(error).splitlines()[0]
-    gap = float((ours - plain).abs().max() / plain.abs().max())
-    return (
-        None
-        if gap <= _TOLERANCE
-        else f"a product differs from a plain one by {gap:.3g} of its largest value"
-    )
+        return first_line(error)
+    gap = float((ours[0].float() - plain).abs().max() / plain.abs().max())
+    if gap <= _TOLERANCE:
+        return None
+    return f"a product differs from a plain one by {gap:.3g} of its largest value"

@@ -109,16 +109,7 @@ class RaggedPlan:
             )
         # All keys before any attention: tokens of one pass see those before them in it.
         self.kernels.store(self._batch, query, key, value, keys, values, rotation)
-        return self.kernels.attend(
-            self._batch,
-            query,
-            keys,
-            values,
-            scaling=options.scaling,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks,
-        )
+        return self.kernels.attend(self._batch, query, keys, values, options)
 
     def _attend_gathered(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions

@@ -57,6 +57,7 @@ def sample_tokens(
     )
     if logits.shape[-1] <= DRAWN:
         return _sample_at_once(logits / scale[:, None], seeds)
+    # The kernels go row by row themselves, and a GPU is faster with all rows at once.
     step = ROWS if logits.device.type == "cpu" and kernels is None else len(seeds)
     parts = [
         _sample_by_blocks(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from treegraft.core.errors import KernelError
+from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.library import (
     FLOAT,
     LONG,
@@ -90,29 +91,23 @@ class Kernels:
         self._store(batch, *head_rows(query), *head_rows(key), *head_rows(value), *tables, *at)
 
     def attend(
-        self,
-        batch: Pass,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, batch: Pass, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
     ) -> Tensor:
         """Returns attention [tokens, heads, width] of query [heads, tokens, width] over the paths'
         blocks; padding rows are 0."""
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        floats = None if sinks is None else sinks.detach().float().contiguous()
-        last = None if floats is None else floats.data_ptr()
+        # In a variable of its own: a temporary tensor would be freed while the kernel reads it.
+        sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         at = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
-        self._attend(batch, *head_rows(query), *at, scaling, window or 0, softcap or 0.0, last)
+        rules = (options.scaling, options.window or 0, options.softcap or 0.0)
+        last = None if sinks is None else sinks.data_ptr()
+        self._attend(batch, *head_rows(query), *at, *rules, last)
         return out
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Returns rms-normalised x [rows, size] times weight; `added` is first added to x in
         place."""
+        # Not in place: the caller goes on with x, the residual.
         out = torch.empty_like(x)
         plus = None if added is None else added.data_ptr()
         rows, size = x.shape
@@ -151,6 +146,7 @@ class Kernels:
 
     def lay_out(self, weight: Tensor) -> Tensor:
         """Returns a weight [outputs, inputs] as `product` reads it."""
+        # Padded to whole vectors of outputs, so that the product needs no rest of its own.
         outputs, inputs = weight.shape
         weight, to = weight.contiguous(), weight.new_empty(padded_width(outputs), inputs)
         self._lay_out(weight.data_ptr(), to.data_ptr(), inputs, outputs, self.num_threads())

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from treegraft.policy.head import first_line
+from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.learn.dense import (
     PROBE,
     distance_from_dense,
@@ -59,25 +61,24 @@ def flex_attend(
     key: Tensor,
     value: Tensor,
     mask: BlockMask,
-    *,
-    scaling: float,
-    softcap: float | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads,
     tokens, width]."""
-    modify = None if softcap is None else _softcap(softcap)
+    modify = None if options.softcap is None else _softcap(options.softcap)
     output = flex(
         query[None],
         key[None],
         value[None],
         score_mod=modify,
         block_mask=mask,
-        scale=scaling,
+        scale=options.scaling,
         enable_gqa=True,
     )
     return output[0]
 
 
+# One function for each cap: to the compiler another function is another program.
 @functools.cache
 def _softcap(cap: float) -> Callable[..., Tensor]:
     def modify(score: Tensor, *_: Any) -> Tensor:
@@ -91,12 +92,14 @@ def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | 
     """Returns FlexAttention, compiled; None, with a notice, where outputs or gradients on `device`
     are not a dense mask's."""
     try:
+        # Dynamic: packs have all lengths, and each would be compiled anew.
         flex: Flex = torch.compile(flex_attention, dynamic=True)
         gap = flex_distance(flex, width, dtype, device)
     except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
         _log.warning(
-            "learner: attention of large trees takes dense masks: FlexAttention failed with %s",
-            _first_line(error),
+            "learner: attention of large trees takes dense masks: FlexAttention failed with %s: %s",
+            type(error).__name__,
+            first_line(error),
         )
         return None
     if is_exact(gap, dtype):
@@ -112,13 +115,10 @@ def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | 
 def flex_distance(flex: Flex, width: int, dtype: torch.dtype, device: torch.device) -> float:
     """Returns how far FlexAttention is from a dense mask, see `distance_from_dense`."""
     ends, positions = subtree_ends(PROBE, device), probe_positions(device)
+    options = AttentionOptions(width**-0.5, None, None, None)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = tree_block_mask(ends, positions, None)
-        return flex_attend(flex, query, key, value, mask, scaling=width**-0.5, softcap=None)
+        return flex_attend(flex, query, key, value, mask, options)
 
     return distance_from_dense(attend, width, dtype, device)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -24,6 +24,7 @@ class Tally:
 
     def add(self, key: str, values: Tensor) -> None:
         """Adds one value per contribution to a mean."""
+        # In float64: a mean over a million contributions keeps its digits, whatever their order.
         self._sums[key] = self._sums.get(key, 0.0) + float(values.sum(dtype=torch.float64))
         self._counts[key] = self._counts.get(key, 0) + values.numel()
 

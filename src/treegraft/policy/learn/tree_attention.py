@@ -57,9 +57,11 @@ class PackedPlan:
         dense_limit: int = DENSE_LIMIT,
         flex: Flex | None = None,
     ) -> None:
-        """Args: compile_kernels: whether our kernels are taken where there are any. dense_limit:
-        without them, see `DENSE_LIMIT`. flex: FlexAttention, taken wherever it can be; None: that
-        of a GPU, for large batches, where it is proven.
+        """Args:
+        compile_kernels: whether our kernels are taken where there are any.
+        dense_limit: without them, see `DENSE_LIMIT`.
+        flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches,
+            where it is proven.
         """
         self._trees = batch.trees
         self._compile_kernels = compile_kernels
@@ -77,19 +79,20 @@ class PackedPlan:
     ) -> Tensor:
         """Returns [tokens, heads, width]; trees do not see each other."""
         self.num_calls += 1
-        if options.window is not None and options.window >= self._longest:  # it hides nothing here
+        # A window as long as the longest path hides nothing, and without it the faster ways serve.
+        if options.window is not None and options.window >= self._longest:
             options = AttentionOptions(options.scaling, None, options.softcap, options.sinks)
         if (flex := self._flex(query, options)) is not None:
             blocks = self._block_mask(options.window)
-            found = flex_attend(
-                flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap
-            )
-            return found.transpose(0, 1)
+            return flex_attend(flex, query, key, value, blocks, options).transpose(0, 1)
+        # Before flash: they pass over the tree once, where flash takes two calls a node.
         if (kernels := self._kernels(query, key, value, options)) is not None:
             if self._runs is None:
                 self._runs = TreeRuns(self._nodes(), self._trees[-1].end, kernels.num_threads())
             return kernels.attend(query, key, value, self._runs, options.scaling)
+        # By tree: a batch may hold a long one beside others for which a mask is faster.
         takes_flash = [self._takes_flash(tree, query, options) for tree in self._trees]
+        # All trees at once, which saves slicing: the nodes of one never see those of another.
         if all(takes_flash):
             return _flash_nodes(query, key, value, self._nodes(), options.scaling).transpose(0, 1)
         outputs = []
@@ -140,13 +143,13 @@ class PackedPlan:
         return self._block_masks[window]
 
     def _takes_flash(self, tree: PackedTree, query: Tensor, options: AttentionOptions) -> bool:
-        gains = (
-            tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1
-        )  # a mask computes a lone path's upper half too
+        # A lone path needs a single causal call, while a mask computes its upper half too.
+        gains = tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1
         return _is_plain(options) and query.device.type == "cpu" and gains
 
     def _mask(self, index: int, window: int | None) -> Tensor:
         """[tokens, tokens] bool of one tree, row i sees column j."""
+        # Kept for the batch: all layers with the same window share one.
         if (index, window) not in self._masks:
             tree = self._trees[index]
             self._masks[index, window] = tree_mask(
@@ -197,6 +200,7 @@ class _FlashTree(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, nodes: tuple[Node, ...], scale: float
     ) -> Tensor:
         wide = [_widened(x, query.shape[1]) for x in (query, key, value)]
+        # In float32, whatever the type: up to one part per ancestor is merged into each row.
         output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its
         # backward reads it so.
@@ -228,6 +232,8 @@ class _FlashTree(torch.autograd.Function):
             torch.zeros(query.shape, dtype=torch.float32, device=query.device) for _ in inputs
         ]
         for rows, columns, is_causal in _calls(ctx.nodes):
+            # With the merged output and lse, each part's probabilities come out normalised over the
+            # whole path, so the parts' gradients simply add up.
             parts = _flash_backward(
                 grad[:, :, rows],
                 query[:, :, rows],
@@ -252,6 +258,7 @@ class _FlashTree(torch.autograd.Function):
 def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | None:
     """Returns the kernels for heads of `width`; None where there are none: another device, type or
     processor, no compiler."""
+    # In bfloat16 the kernels read two elements as one word, so an odd width has no layout.
     if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or width % 2:
         return None
     return _tree_kernels(width, dtype)
@@ -274,6 +281,7 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernels.attend(query, key, value, runs, width**-0.5).transpose(0, 1)
 
+    # Tried once for each width and type: the compiler and the processor are this machine's own.
     gap = distance_from_dense(attend, width, dtype, torch.device("cpu"))
     if is_exact(gap, dtype):
         return kernels
