@@ -142,6 +142,7 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         ) from error
     try:
         if has_weights:
+            # Unpacked, since quantized weights cannot be trained.
             if gguf is not None:
                 shared["quantization_config"] = GgufConfig(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **shared)

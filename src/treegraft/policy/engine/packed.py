@@ -66,6 +66,7 @@ class LaidOutLinears:
             self._bias = _biases(self._linears)
 
     def __call__(self, rows: Tensor) -> Tensor:
+        # The kernels read a matrix of rows, whatever axes stand before the last one.
         flat = rows.reshape(-1, rows.shape[-1])
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(
@@ -94,6 +95,7 @@ class PackedLinears:
 
 def _weights(linears: Sequence[nn.Linear]) -> Tensor:
     weights = [linear.weight.detach() for linear in linears]
+    # A single one is copied by the new layout anyway.
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 

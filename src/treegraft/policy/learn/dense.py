@@ -13,6 +13,8 @@ from torch.nn import functional
 from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
 from treegraft.policy.learn.pack import Node, PackedTree
 
+# Lengths that are no multiple of a tile or a run, and nodes of a single token: there kernels go
+# wrong first.
 PROBE = PackedTree(
     0,
     401,

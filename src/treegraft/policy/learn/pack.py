@@ -188,6 +188,7 @@ class _Packer:
             offsets[step.id] = len(token_ids)
             parent = by_id[step.parent] if step.parent is not None else None
             first = positions[parent.id] + len(parent.token_ids) if parent is not None else 0
+            # By the path, not by the packed place: a branch is rotated as it would be alone.
             positions[step.id] = first
             token_ids.extend(step.token_ids)
             self.columns["position_ids"].extend(range(first, first + len(step.token_ids)))
