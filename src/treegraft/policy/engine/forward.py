@@ -294,11 +294,11 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
     """Why a forward pass is not to be used on this model: a path in three parts is run against one
     plain pass."""
     ids = _probe_ids(model)
-    cache = PathCache(BlockPool(model, max_bytes=0.0), max_rows=1)
-    row = cache.open(ids.tolist(), PROBE_LENGTH)
-    assert row is not None
     parts = []
     try:
+        cache = PathCache(BlockPool(model, max_bytes=0.0), max_rows=1)
+        row = cache.open(ids.tolist(), PROBE_LENGTH)
+        assert row is not None
         for count in PROBE_CUTS:
             cache.extend(row, count)
             segments = [Segment(row, count, 0)]
@@ -306,7 +306,7 @@ def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None
             parts.append(forward(*plan.inputs(ids.device), plan))
             cache.fed(row, count)
         states = torch.cat(parts)
-    # Any of these may come out of a layer that was written for other arguments.
+    # From a layer that was written for other arguments, or a configuration without attention.
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
         return f"its layers do not take our attention ({first_line(error)})"
     gap = distance(states, plain)

@@ -99,16 +99,15 @@ def _weights(linears: Sequence[nn.Linear]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _biases(linears: Sequence[nn.Linear]) -> Tensor | None:
+def _biases(linears: Sequence[Any]) -> Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     # Query, key and value are one product here, though some models bias only some of them.
-    return torch.cat(
-        [
-            linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
-            for linear in linears
-        ]
-    ).detach()
+    biases = (
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
+    )
+    return torch.cat([bias.detach() for bias in biases])
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
