@@ -38,7 +38,7 @@ def fetcher(**changes: Any) -> Fetcher:
         "allow_private": True,
         "respect_robots": True,
     }
-    return Fetcher(**(own | {"user_agent": "Treegraft/1.0"} | changes))
+    return Fetcher(BrowseToolSettings(**(own | {"user_agent": "Treegraft/1.0"} | changes)))
 
 
 def get(url: str, **changes: Any) -> Page:

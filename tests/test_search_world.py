@@ -171,7 +171,7 @@ def test_a_source_by_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "treegraft.core.plugins.load_object", {"mine:Empty": EmptySource, "mine:World": _world}.get
     )
-    with pytest.raises(SettingError, match="without train_tasks"):
+    with pytest.raises(SettingError, match="without early_answer, eval_tasks"):
         build_tasks(TasksSettings(kind="mine:Empty"), seed=0)
     with pytest.raises(SettingError, match="colour"):
         build_tasks(TasksSettings(kind="mine:Empty", options={"colour": 1}), seed=0)

@@ -39,10 +39,9 @@ from treegraft.core.listener import is_own_name
 from treegraft.core.types import Observation, Step, Tree
 from treegraft.runs.health import recorded
 from treegraft.runs.record import RunFolder, read_places, read_trajectory, tree_to_json, write_trees
-from treegraft.view.pages import draw, path_tokens, summarise
+from treegraft.view.pages import draw, page_warnings, path_tokens, summarise
 from treegraft.view.runs import Run, open_runs
 from treegraft.view.server import CONTENT_SECURITY_POLICY, build_app
-from treegraft.view.warnings import page_warnings
 
 
 @pytest.fixture(scope="module")

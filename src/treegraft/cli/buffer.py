@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, display_on, refuse_idle, say, table
+from treegraft.cli.display import display_on
+from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.text import plain
 
 if TYPE_CHECKING:
-    from treegraft.traces.collect import BuildReport
-    from treegraft.traces.fill import BufferBuild
-    from treegraft.traces.imports import ImportReport
+    from treegraft.traces.collect import StoredCounts
+    from treegraft.traces.fill import AgentChoice, BufferBuild
 
 buffer_app = typer.Typer(
     name="buffer",
@@ -46,7 +46,12 @@ Encoder = Annotated[
 ]
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
 
+MinReward = Annotated[float, typer.Option(help="Keep only trajectories with a reward above this.")]
+Keep = Annotated[int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")]
 # Options of `build`
+NumTasks = Annotated[
+    int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
+]
 Recipe = Annotated[
     str,
     typer.Argument(
@@ -55,13 +60,6 @@ Recipe = Annotated[
 ]
 Out = Annotated[
     Path, typer.Option(metavar="FILE", help="File of the buffer; an existing one is extended.")
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[OVERRIDES]...",
-        help="Settings to change, e.g. tasks.search_world.detour_prob=0.4.",
-    ),
 ]
 Agent = Annotated[
     str,
@@ -114,15 +112,9 @@ def build(
     agent: Agent = "expert",
     model: ServedModel = None,
     samples: Annotated[int, typer.Option(min=1, help="Attempts per task.")] = 16,
-    keep: Annotated[
-        int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")
-    ] = 5,
-    min_reward: Annotated[
-        float, typer.Option(help="Keep only trajectories with a reward above this.")
-    ] = 0.0,
-    num_tasks: Annotated[
-        int | None, typer.Option(min=1, help="Number of training tasks. Default: all.")
-    ] = None,
+    keep: Keep = 5,
+    min_reward: MinReward = 0.0,
+    num_tasks: NumTasks = None,
     encoder: Encoder = None,
     source: Annotated[str | None, typer.Option(help="Name of the agent in the buffer.")] = None,
     temperature: Temperature = None,
@@ -153,18 +145,14 @@ def build(
         num_samples=samples,
         concurrency=concurrency,
     )
-    if choice.kind == "expert":
-        where = "with --agent expert (it is for a server or a model)"
-        refuse_idle(context, where, "--temperature")
-    if choice.kind != "endpoint":
-        where = f"with --agent {agent} (it is for a server's URL)"
-        refuse_idle(context, where, *_OF_SERVERS)
+    _refuse_other_agents(context, choice)
     work = BufferBuild(config, choice, out, encoder or config.buffer.encoder)
     with _no_empty_file(out):
         try:
             with display_on(sys.stderr if as_json else None) as display:
                 work.run(keep, min_reward, num_tasks, display=display)
         except EngineError:
+            # The traces so far are kept, so their counts are shown before the error.
             _print_report(work, out, as_json)
             raise
     _print_report(work, out, as_json)
@@ -182,6 +170,15 @@ def build(
             f" keep{f'; {reasons[0]}' if reasons else ''}. Expected rewards above {min_reward:g};"
             " look at the counts above."
         )
+
+
+def _refuse_other_agents(context: typer.Context, choice: AgentChoice) -> None:
+    if choice.kind == "expert":
+        where = "with --agent expert (it is for a server or a model)"
+        refuse_idle(context, where, "--temperature")
+    if choice.kind != "endpoint":
+        where = f"with --agent {choice.agent} (it is for a server's URL)"
+        refuse_idle(context, where, *_OF_SERVERS)
 
 
 def _reasons(failures: Mapping[str, int], most: int) -> list[str]:
@@ -217,7 +214,7 @@ def _print_report(work: BufferBuild, out: Path, as_json: bool) -> None:
     _print_rows(f"{out}: {work.source}", rows)
 
 
-def _kept_rows(report: BuildReport | ImportReport, num_kept: int) -> dict[str, str]:
+def _kept_rows(report: StoredCounts, num_kept: int) -> dict[str, str]:
     rows = {
         "trajectories": (
             f"{num_kept} kept, {report.num_too_low} too low in reward, {report.num_surplus} not"
@@ -260,13 +257,8 @@ def import_traces(
         str | None,
         typer.Option(help="Name of the agent in the buffer. Default: the name of each file."),
     ] = None,
-    keep: Annotated[
-        int,
-        typer.Option(min=1, help="Trajectories kept per task of a file, the best by reward."),
-    ] = 5,
-    min_reward: Annotated[
-        float, typer.Option(help="Keep only trajectories with a reward above this.")
-    ] = 0.0,
+    keep: Keep = 5,
+    min_reward: MinReward = 0.0,
     reward: Annotated[float, typer.Option(help="Reward of rows without one.")] = 1.0,
     reward_column: Annotated[str, typer.Option(help="Column of the reward.")] = "reward",
     task_column: Annotated[str, typer.Option(help="Column of the task's id.")] = "task_id",
@@ -279,6 +271,7 @@ def import_traces(
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.imports import Columns, check_paths, import_files
 
+    # Before the buffer is opened, which would make its file.
     check_paths(files)
     columns = Columns(reward=reward_column, task_id=task_column, default_reward=reward)
     with _no_empty_file(into), TraceBuffer(into, _encoder_for(into, encoder)) as buffer:

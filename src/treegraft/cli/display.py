@@ -11,7 +11,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -80,8 +81,8 @@ def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> 
     for name in ("accuracy", "accuracy_sampled"):
         if f"eval/{name}" in metrics:
             categories = "" if is_brief or name != main else _by_category(metrics, name)
-            shown = name if name == main else "sampled"
-            parts.append(f"{shown} {metrics[f'eval/{name}']:.1%}{categories}")
+            label = name if name == main else "sampled"
+            parts.append(f"{label} {metrics[f'eval/{name}']:.1%}{categories}")
     if not is_brief:
         prefix = "eval/pass_at_"
         ks = sorted(int(key.removeprefix(prefix)) for key in metrics if key.startswith(prefix))
@@ -147,13 +148,16 @@ class _Lines(ABC):
     ) -> None:
         result = evaluation_line(metrics)
         self._say(f"finished {run_dir}{f': {result}' if result else ''}", "bold green")
-        places = {"metrics": run_dir / "metrics.jsonl", "trees": run_dir / "trees"}
+        places: dict[str, Path | str] = {
+            "metrics": run_dir / "metrics.jsonl",
+            "trees": run_dir / "trees",
+        }
         if checkpoint_dir is not None:
             question = None if self._sample is None else self._sample.task.question
             # A command to copy: a question of many lines would not survive that.
             is_short = question is not None and len(question) <= 80
             asked = shlex.quote(plain(question or "")) if is_short else '"question"'
-            places["checkpoint"] = checkpoint_dir
+            places["checkpoint"] = str(checkpoint_dir)
             places["ask it"] = f"treegraft run {shlex.quote(str(checkpoint_dir))} {asked}"
         for name, place in places.items():
             self._say(f"  {name:<11}{place}")
@@ -219,7 +223,7 @@ class PlainDisplay(_Lines):
 
 
 class RichDisplay(_Lines):
-    """A live display: what is under way, the numbers of the latest updates, and one trajectory."""
+    """A live display: the work under way, the numbers of the latest updates, and one trajectory."""
 
     def __init__(
         self,
@@ -334,3 +338,14 @@ def make_display(file: TextIO | None = None) -> Display:
     lines elsewhere."""
     stream = file if file is not None else sys.stdout
     return RichDisplay(Console(file=stream)) if stream.isatty() else PlainDisplay(stream)
+
+
+@contextmanager
+def display_on(file: TextIO | None) -> Iterator[Display]:
+    """Holds the progress display on a stream, None for standard output, and gives the terminal back
+    whatever happens, so that an error is readable."""
+    display = make_display(file)
+    try:
+        yield display
+    finally:
+        display.close()

@@ -14,7 +14,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, display_on, refuse_idle, say, table
+from treegraft.cli.display import display_on
+from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import SettingError
 from treegraft.core.files import write_atomically
 
@@ -27,12 +28,6 @@ Checkpoint = Annotated[
     str | None,
     typer.Argument(
         metavar="CHECKPOINT", help="Checkpoint folder, or run folder for its latest checkpoint."
-    ),
-]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[OVERRIDES]...", help="Settings to change, e.g. rollout.max_tool_calls=3."
     ),
 ]
 Recipe = Annotated[str | None, typer.Option(help="Recipe to use instead of the run's settings.")]

@@ -30,6 +30,7 @@ def machine(num_threads: int) -> dict[str, Any]:
 
 def num_cpus() -> int:
     """Returns how many processors this process may run on."""
+    # A container may be held to fewer processors than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -23,8 +23,9 @@ from rich.text import Text
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
+from treegraft.cli.display import display_on
 from treegraft.cli.eval import evaluate
-from treegraft.cli.options import AsJson, display_on, refuse_idle, say, table
+from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
@@ -57,12 +58,6 @@ app.add_typer(serve_app)
 Recipe = Annotated[
     str, typer.Argument(metavar="RECIPE", help="Recipe (.toml) or config.json of a run.")
 ]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[OVERRIDES]...", help="Settings to change, e.g. learn.lr=1e-5 run.name=first."
-    ),
-]
 Checkpoint = Annotated[
     Path,
     typer.Argument(
@@ -72,8 +67,7 @@ Checkpoint = Annotated[
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]",
-        help="Recipe (.toml) or config.json of a run; not needed with --resume.",
+        metavar="[RECIPE]", help="Recipe (.toml) or config.json of a run; not needed with --resume."
     ),
 ]
 Resume = Annotated[
@@ -166,6 +160,7 @@ def run(
     from treegraft.settings.load import refuse_ignored
     from treegraft.view.transcript import transcript
 
+    # Settings of training would change nothing here; the user may believe that they do.
     refuse_ignored(overrides or [], "run")
     trajectory, tokenizer = answer_question(checkpoint, question, overrides or [])
     Console().print(transcript(trajectory, tokenizer))
@@ -214,8 +209,7 @@ def view(
     ] = 0,
     browser: Annotated[bool, typer.Option(help="Open the pages in the default browser.")] = True,
     buffer: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Step-Trace Buffer outside the run folder."),
+        Path | None, typer.Option(metavar="FILE", help="Step-Trace Buffer outside the run folder.")
     ] = None,
     text: Annotated[
         bool, typer.Option("--text", help="Print to the terminal instead of a browser.")
@@ -244,6 +238,7 @@ def view(
     if text:
         view_text(runs, update, evaluation, group, leaf)
         return
+    # Typer cannot say that an option needs another one.
     refuse_idle(context, "without --text", "--update", "--eval", "--group", "--leaf")
     view_pages(runs, host, port, opens_browser=browser, buffer=buffer)
 
@@ -309,8 +304,7 @@ def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = F
 @app.command()
 def doctor(
     recipe: Annotated[
-        str | None,
-        typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too."),
+        str | None, typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -387,6 +381,7 @@ def exit_code(error: TreegraftError) -> int:
 def _silence_others() -> None:
     """Keeps progress bars and warnings of the packages below us out of the display; what the user
     has set stays."""
+    # Before these packages are imported, for they read their variables once.
     for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS"):
         os.environ.setdefault(name, "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -13,10 +11,14 @@ from rich.text import Text
 
 from treegraft.core.errors import SettingError
 
-if TYPE_CHECKING:
-    from treegraft.core.interfaces import Display
-
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[OVERRIDES]...", help="Settings to change, e.g. rollout.max_tool_calls=3."
+    ),
+]
 
 
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
@@ -43,16 +45,3 @@ def table(*columns: str, num_left: int = 1, **options: Any) -> Table:
     for number, name in enumerate(columns):
         made.add_column(Text(name), justify="left" if number < num_left else "right")
     return made
-
-
-@contextmanager
-def display_on(file: TextIO | None) -> Iterator[Display]:
-    """Holds the progress display on a stream, None for standard output, and gives the terminal back
-    whatever happens, so that an error is readable."""
-    from treegraft.cli.display import make_display
-
-    display = make_display(file)
-    try:
-        yield display
-    finally:
-        display.close()

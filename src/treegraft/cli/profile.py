@@ -64,7 +64,7 @@ class Line:
     """One row of the table."""
 
     what: str
-    """A phase, and after a colon what happens in it."""
+    """A phase, and after a colon the work in it."""
     seconds: float
     share: float
     """Of the wall time, 0..1."""
@@ -128,7 +128,7 @@ class Recorder:
         return 0.0 if self.began is None else self._since - self.began
 
     def look(self) -> None:
-        """Notes what is being done right now."""
+        """Counts the work that is under way right now."""
         with self._lock:
             if self.began is None or self._phases[-1] not in (ROLLOUT, LEARNING):
                 return
@@ -174,7 +174,7 @@ def _outwards(frame: FrameType | None) -> Iterator[tuple[str, str]]:
 
 
 def engine_part(frame: FrameType | None) -> str | None:
-    """Returns what the engine's thread is doing; None where it waits for work."""
+    """Returns the work of the engine's thread; None where it waits for some."""
     if frame is None:
         return None
     # A frame that has just begun has no line yet.
@@ -199,7 +199,7 @@ def engine_part(frame: FrameType | None) -> str | None:
 
 
 def learning_part(frame: FrameType | None) -> str:
-    """Returns what the learner is doing."""
+    """Returns the part of learning that is under way."""
     stack = list(_outwards(frame))
     # Before the forward pass, which checkpointing repeats inside the backward one.
     if any(name == "backward" and "/torch/" in file for file, name in stack):

@@ -68,6 +68,7 @@ def search(
 
     # Making an index takes long, and says how far it is.
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    # Before the index is made, which takes long: a port in use is found at once.
     listener = listen(host, port)
     try:
         backend = open_corpus(

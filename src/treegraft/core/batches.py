@@ -1,4 +1,4 @@
-"""Questions of many coroutines, answered together by one thread."""
+"""Batches of questions from many coroutines, answered by one thread."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ A = TypeVar("A")
 
 
 class Batcher(Generic[Q, A]):
-    """Answers questions away from the event loop; those that come in while a batch is under way
-    make up the next one."""
+    """Answers questions away from the event loop; those that arrive while a batch is under way
+    form the next one."""
 
     def __init__(self, answer: Callable[[Sequence[Q]], Sequence[A]], thread_name: str) -> None:
         """Args:
@@ -26,13 +26,15 @@ class Batcher(Generic[Q, A]):
         self._worker: asyncio.Task[None] | None = None
 
     async def ask(self, question: Q) -> A:
-        """Returns the answer. Raises what `answer` raises."""
+        """Returns the answer. Raises the errors of `answer`."""
         loop = asyncio.get_running_loop()
-        # A loop that is over took its worker and those who waited with it.
+        # Worker and futures of a loop that has ended can never run again.
         if self._worker is not None and self._worker.get_loop() is not loop:
             self._waiting, self._worker = [], None
         answer: asyncio.Future[A] = loop.create_future()
         self._waiting.append((question, answer))
+        # The worker starts only after this coroutine waits, so questions of one moment share the
+        # first batch.
         if self._worker is None:
             self._worker = asyncio.create_task(self._work())
         return await answer
@@ -44,7 +46,7 @@ class Batcher(Generic[Q, A]):
     async def _work(self) -> None:
         try:
             while self._waiting:
-                # Those who gave up meanwhile are left out.
+                # Questions that were cancelled meanwhile are left out.
                 batch, self._waiting = [one for one in self._waiting if not one[1].done()], []
                 try:
                     answers = await asyncio.get_running_loop().run_in_executor(

@@ -117,8 +117,8 @@ class ChatClient:
             except _TransientError as error:
                 if attempt == self._max_retries:
                     raise ChatError(str(error)) from error
-                wait_s = self._backoff_s * 2**attempt
-                wait_s *= 1.0 - keyed_unit(*noise_key, attempt) / 2
+                # Without the keyed part all requests of a busy server would come back together.
+                wait_s = self._backoff_s * 2**attempt * (1.0 - keyed_unit(*noise_key, attempt) / 2)
                 await asyncio.sleep(min(max(wait_s, error.wait_s), MAX_BACKOFF_S))
             attempt += 1
 
@@ -127,6 +127,7 @@ class ChatClient:
 
         if self._http is None:
             # The wait as a whole is limited below; httpx would limit each read by itself.
+            # The number of requests under way is the caller's to limit.
             self._http = httpx.AsyncClient(
                 headers=self._headers, timeout=None, limits=httpx.Limits(max_connections=None)
             )
@@ -136,6 +137,7 @@ class ChatClient:
         except TimeoutError as error:
             raise _TransientError(f"no reply within {self._timeout_s:g} s") from error
         except httpx.HTTPError as error:
+            # The class alone: with ports and times in them, equal reasons could not be counted.
             raise _TransientError(f"no reply: {type(error).__name__}") from error
         status = response.status_code
         if status in _TRANSIENT or status >= 500:
@@ -146,8 +148,9 @@ class ChatClient:
             choice = response.json()["choices"][0]
             message = choice["message"]
             text = message.get("content") or ""
+            # Two names are in use; neither is part of OpenAI's protocol.
             reasoning = message.get("reasoning_content") or message.get("reasoning")
-            if not isinstance(text, str):
+            if not isinstance(text, str):  # a list of parts, as for images
                 raise TypeError
         except _UNREADABLE as error:
             raise _TransientError("a reply that is no chat completion") from error
@@ -234,6 +237,7 @@ def api_root(url: str, option: str = "--agent") -> str:
             f"{option} '{url}' is not the address of a server; expected one such as"
             " http://127.0.0.1:8000/v1"
         )
+    # Users also paste the address of the route itself.
     path = parts.path.rstrip("/").removesuffix("/chat/completions")
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 

@@ -64,6 +64,7 @@ def tree_of_paths(
 def plain_step(step_id: str, parent: str | None, written: Written) -> Step:
     """Returns a step without log-probabilities and entropies: zeros stand for them."""
     token_ids = tuple(token for ids, _ in written.spans for token in ids)
+    # Nobody sampled these tokens here, and their own scores are not known.
     zeros = (0.0,) * len(token_ids)
     return Step(
         id=step_id,

@@ -10,10 +10,12 @@ from pathlib import Path
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder, since a rename is atomic only within a file system.
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
+        # Else a power cut may leave the new name with no contents.
         os.fsync(file.fileno())
     partial.replace(path)
 
@@ -33,6 +35,7 @@ def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
     if path.exists():
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
+                # A last line without its end is the trace of a crash.
                 if line.endswith(b"\n"):
                     yield number, line[:-1].decode()
 

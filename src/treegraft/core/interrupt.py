@@ -21,6 +21,20 @@ class Interrupted(Exception):
     """A stop was asked for."""
 
 
+@contextmanager
+def _on_sigint(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    # Python lets only the main thread set handlers, and signals reach no other; elsewhere the
+    # caller asks for stops.
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Stop:
     """A stop that has been asked for or not. The first Ctrl-C asks; the second raises
     KeyboardInterrupt on the spot."""
@@ -43,29 +57,19 @@ class Stop:
 
     @contextmanager
     def on_ctrl_c(self, announce: Callable[[], None]) -> Iterator[None]:
-        """Lets Ctrl-C ask for the time of the block, which runs on an event loop.
-
-        A handler of Python's own rather than the event loop's, which would not hear while a warm-up
-        or a backward pass runs. Signals reach the main thread alone; in another thread the caller
-        asks.
-        """
+        """Lets Ctrl-C ask for the time of the block, which runs on an event loop."""
         self._loop = asyncio.get_running_loop()
         if self.is_asked:
             self._event.set()
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self.ask()
             announce()
 
-        before = signal.signal(signal.SIGINT, on_signal)
-        try:
+        # Not the event loop's handler, which waits while a warm-up or a backward pass runs.
+        with _on_sigint(on_signal):
             yield
-        finally:
-            signal.signal(signal.SIGINT, before)
 
     async def interruptible(
         self,
@@ -92,6 +96,7 @@ class Stop:
                 )
             )[0]:
                 on_heartbeat(f"still waiting after {time.monotonic() - began:.0f} s: {waits_on}")
+            # Work that ended together with the request is not thrown away.
             if task.done():
                 return task.result()
             raise Interrupted
@@ -103,19 +108,11 @@ class Stop:
 
 @contextmanager
 def ctrl_c_ends_at_once() -> Iterator[None]:
-    """Lets Ctrl-C raise KeyboardInterrupt on the spot for the time of the block.
-
-    An event loop's own handler cancels the task at its next wait, which a block that loads a model
-    does not have.
-    """
-    if threading.current_thread() is not threading.main_thread():
+    """Lets Ctrl-C raise KeyboardInterrupt on the spot for the time of the block."""
+    # An event loop's own handler cancels the task at its next wait, which a block that loads a
+    # model does not have.
+    with _on_sigint(signal.default_int_handler):
         yield
-        return
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def run_to_end(
@@ -132,6 +129,7 @@ def run_to_end(
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
+    # asyncio.run refuses a thread whose loop runs already, so the work gets a thread of its own.
     outcome: Future[Result] = Future()
 
     def run() -> None:

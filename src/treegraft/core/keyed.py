@@ -12,6 +12,7 @@ Item = TypeVar("Item")
 
 def keyed_int(*key: int | str) -> int:
     """Returns 64 evenly spread bits that depend on the key alone."""
+    # With the types, so that 1 and "1" differ. Python's own hash changes with the process.
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
@@ -23,4 +24,5 @@ def keyed_choice(items: Sequence[Item], *key: int | str) -> Item:
 
 def keyed_unit(*key: int | str) -> float:
     """Returns a number from 0 up to, not including, 1 that depends on the key alone."""
+    # 53 bits are what a float holds; more could round up to 1.
     return (keyed_int(*key) >> 11) / 2**53

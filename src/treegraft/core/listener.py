@@ -1,5 +1,4 @@
-"""Where a server of ours listens, whom it answers, and how it ends; for the viewer and for a
-retrieval server.
+"""Sockets, Host headers and the end of our HTTP servers: the viewer and the retrieval server.
 
 A page in a browser can make its own name point to this machine (DNS rebinding); the names that a
 request may call a server by are therefore checked.
@@ -9,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import signal
 import socket
 from collections.abc import Awaitable, Callable
@@ -19,6 +19,7 @@ from treegraft.core.errors import SettingError
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application: of scope, receive and send."""
+_NAME_AND_PORT = re.compile(r"(?:\[([^]]*)\]|([^:]*))(?::\d+)?")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -33,8 +34,10 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         with contextlib.ExitStack() as opened:
             listener = opened.enter_context(socket.socket(family, kind, protocol))
+            # So that a server can start again while the connections of the last one expire.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            # From here on requests queue up, so the address can be told before the server is ready.
             listener.listen(512)
             opened.pop_all()
     except OSError as error:
@@ -53,7 +56,7 @@ def address_of(listener: socket.socket) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a server that listens there."""
+    """Returns whether a server on this address is reachable from this machine only."""
     try:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -67,14 +70,9 @@ def is_own_name(header: str, host: str) -> bool:
     those of loopback, and any where it listens beyond loopback, as the machine's own name is there.
     """
     name = header.strip().lower()
-    if name.startswith("["):
-        name, _, rest = name[1:].partition("]")
-        if rest and not (rest.startswith(":") and rest[1:].isdigit()):
-            return False
-    elif name.count(":") == 1:
-        name, _, port = name.partition(":")
-        if not port.isdigit():
-            return False
+    # A bare IPv6 address has more colons than fit, and is a name as it stands.
+    if found := _NAME_AND_PORT.fullmatch(name):
+        name = found[1] or found[2] or ""
     if name in ("localhost", host.lower()):
         return True
     try:
@@ -96,6 +94,7 @@ class OwnNames:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answers with status 421 or lets the application answer."""
         if scope["type"] == "http":
+            # Two Host headers are refused: others may read the one that is not checked here.
             hosts = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
             if len(hosts) != 1 or not is_own_name(hosts[0], self._host):
                 headers = [(b"content-type", b"text/plain; charset=utf-8")]
@@ -144,7 +143,7 @@ def serve(
             app,
             log_level="warning",
             access_log=False,
-            ws="none",
+            ws="none",  # else uvicorn looks for a library of websockets
             timeout_graceful_shutdown=grace_s,
         )
     )

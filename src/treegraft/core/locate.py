@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, a hub id, or an installed package."""
+"""The location of a model: a folder, a hub id, or an installed package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARKS = {"model": ("config.json",), "encoder": ("modules.json", "config.json")}
 
 
 def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str, str | None]:
-    """Returns where a setting points: (folder or hub id, name of the GGUF file in it or None).
+    """Returns the location that a setting names: (folder or hub id, its GGUF file's name or None).
 
     Args:
         path: a folder, a hub id, or "pypi:PACKAGE".
@@ -39,20 +39,17 @@ def locate(path: str, kind: Literal["model", "encoder"] = "model") -> tuple[str,
             else "no modules.json and no config.json; expected a saved sentence-transformers model"
         )
         raise ModelError(f"{kind} '{path}': the folder has {expected}")
-    if _is_meant_as_folder(path):
+    # A hub id is NAME or OWNER/NAME; anything else was meant as a folder. RUNS/NAME looks like a
+    # hub id, but is more likely a run that is not there.
+    owner, _, rest = path.partition("/")
+    is_beside_runs = bool(rest) and any(Path(owner).glob("*/checkpoints"))
+    if path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs:
         raise ModelError(f"{kind} '{path}': there is no such folder{_neighbours(folder)}")
     return path, None
 
 
-def _is_meant_as_folder(path: str) -> bool:
-    """Whether a path that leads nowhere is hardly a hub id, which is NAME or OWNER/NAME."""
-    owner, _, rest = path.partition("/")
-    is_beside_runs = bool(rest) and any(Path(owner).glob("*/checkpoints"))
-    return path.startswith((".", "/", "~")) or "/" in rest or "\\" in path or is_beside_runs
-
-
 def _neighbours(folder: Path) -> str:
-    """Returns what to say about the folders beside one that is missing."""
+    """Returns a hint for messages: the folders beside a missing one."""
     if not folder.parent.is_dir():
         return f", nor '{folder.parent}'"
     names = sorted(one.name for one in folder.parent.iterdir() if one.is_dir())
@@ -66,6 +63,7 @@ def _neighbours(folder: Path) -> str:
 
 
 def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
+    # By its metadata: an import would run the package's code.
     try:
         files = metadata.files(package) or []
     except metadata.PackageNotFoundError as error:

@@ -1,5 +1,4 @@
-"""Names in recipes to the objects they stand for: names of ours, and import paths
-"package.module:name"."""
+"""From names in recipes to objects: built-in names, and import paths "package.module:name"."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterable, Mapping
 from inspect import get_annotations
-from types import ModuleType
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
@@ -34,7 +32,7 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
         setting: dotted name of the setting, for errors.
 
     Raises:
-        SettingError: an unknown name, which is told the nearest one; an import path to nothing.
+        SettingError: an unknown name, with the nearest known one; an import path to nothing.
     """
     if name in table:
         return table[name]
@@ -72,25 +70,15 @@ def load_object(path: str) -> Any:
         part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
     ):
         raise SettingError(f"'{path}' is no import path; write 'package.module:name'.")
-    found: Any = _import(module_name, path)
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            raise SettingError(
-                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
-            )
-        found = getattr(found, attribute)
-    return found
-
-
-def _import(module_name: str, path: str) -> ModuleType:
     directory = os.getcwd()
     if directory not in sys.path and "" not in sys.path:
         # A console script does not see its working directory. Appended, it cannot shadow an
         # installed module.
         sys.path.append(directory)
     try:
-        return importlib.import_module(module_name)
+        found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
+        # The module itself or a package around it, or one that it imports?
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise SettingError(
                 f"'{path}': there is no module '{error.name}'; install it, or start from the folder"
@@ -103,3 +91,10 @@ def _import(module_name: str, path: str) -> ModuleType:
         raise SettingError(
             f"'{path}': importing '{module_name}' failed: {type(error).__name__}: {error}"
         ) from error
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise SettingError(
+                f"'{path}': no '{attribute}' in '{module_name}'.{nearest(attribute, dir(found))}"
+            )
+        found = getattr(found, attribute)
+    return found

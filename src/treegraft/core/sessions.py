@@ -121,8 +121,9 @@ class SessionSource(Protocol):
 
 
 class SharedSession:
-    """The session, the sessions and the points of a tree without an environment: there is no state,
-    so one object serves all trajectories."""
+    """The session, the sessions and the points of a tree without an environment."""
+
+    # There is no state, so one object serves all trajectories, and every call of its own is empty.
 
     can_branch = True
 

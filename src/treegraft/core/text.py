@@ -18,14 +18,12 @@ def describe(error: BaseException | None) -> str:
     """Returns an error's class and message."""
     try:
         message = str(error)
-    except Exception:
+    except Exception:  # classes of users may fail at this too
         message = ""
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
-
-
 _VISIBLE |= {127: "\u2421"} | dict.fromkeys(
     [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"
 )

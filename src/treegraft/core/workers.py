@@ -1,12 +1,8 @@
-"""Child processes that answer requests within a deadline.
-
-Some work can hang inside one C call or take any amount of memory; only a process can be stopped
-then. The children are plain ones on pipes, so nothing of the caller is imported or copied.
-"""
+"""Child processes that answer requests within a deadline: some work can hang inside one C call or
+take any amount of memory, and only a process can be stopped then."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
@@ -15,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +43,15 @@ class WorkerPool:
         self._script, self._task, self._package = script, task, package
         self._lock = threading.Lock()
         self._workers: set[Worker] = set()
-        # None stands for a process that has not been started.
+        # Last in, first out: the processes beyond the need are never started. None stands for one
+        # that has not been started.
         self._free: queue.LifoQueue[Worker | None] = queue.LifoQueue()
         for _ in range(num_workers):
             self._free.put(None)
 
     def start(self) -> None:
         """Starts a process in the background, so that the first request need not wait for it."""
-        with contextlib.suppress(queue.Empty):
+        with suppress(queue.Empty):
             self._free.put(self._free.get_nowait() or self._start())
 
     def ask(self, request: Any, deadline_s: float, *, cpu_s: float = 0.0) -> Any:
@@ -90,6 +88,7 @@ class WorkerPool:
             if worker is not None and answer is None:
                 with self._lock:
                     self._workers.discard(worker)
+                # Not to be used again: its answer may still come, and pass for the next one's.
                 worker.kill()
             self._free.put(worker if answer is not None else None)
         return answer
@@ -118,6 +117,7 @@ class Worker:
     """One child process, for one thread at a time; `kill` may come from another."""
 
     def __init__(self, script: Path) -> None:
+        # Not `multiprocessing`, whose children import the caller's main module or copy its memory.
         self.process = subprocess.Popen(
             # -P: the folders of the scripts have modules named like packages.
             [sys.executable, "-P", str(_LOOP), str(script)],
@@ -137,12 +137,12 @@ class Worker:
     def ask(self, request: Any, deadline_s: float) -> Any:
         """Returns the answer; None where there is none in time: the worker is then of no more
         use."""
-        # A worker reads a whole line before it begins, so writing never waits for its answer.
+        assert self.process.stdin is not None
         try:
-            assert self.process.stdin is not None
+            # A worker reads a whole line before it begins, so writing never waits for its answer.
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError):  # it has ended, or was closed by another thread
             return None
         return self._read(deadline_s)
 
@@ -157,7 +157,7 @@ class Worker:
         """Closes this side of the pipes."""
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     stream.close()
 
     def _read(self, deadline_s: float) -> Any:
@@ -165,13 +165,14 @@ class Worker:
         end = time.monotonic() + deadline_s
         line = bytearray()
         poll = select.poll()
+        assert self.process.stdout is not None
         try:
-            assert self.process.stdout is not None
             descriptor = self.process.stdout.fileno()
-            poll.register(descriptor, select.POLLIN | select.POLLHUP)
+            poll.register(descriptor, select.POLLIN)
             while not line.endswith(b"\n"):
                 if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
                     return None
+                # Not through the buffered stream, which would wait for more without a deadline.
                 data = os.read(descriptor, 1 << 16)
                 if not data or len(line) > MAX_ANSWER_BYTES:
                     return None

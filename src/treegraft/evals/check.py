@@ -395,7 +395,7 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
     if not num_rows:
         raise DataError(f"'{name}' has no rows; expected one object a line.")
     columns = [_summary(name, list(kinds[name]), sorted(lengths[name])) for name in kinds]
-    return FileView(name, num_rows, *used, columns, shown, problems)
+    return FileView(name, num_rows, used[0], used[1], columns, shown, problems)
 
 
 def _summary(name: str, kinds: list[str], lengths: list[int]) -> ColumnSummary:

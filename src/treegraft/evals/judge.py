@@ -91,6 +91,7 @@ def messages_for(task: Task, answer: str) -> list[dict[str, str]]:
     asked = {"question": task.question, "accepted": list(task.reference), "answer": shown}
     return [
         {"role": "system", "content": SYSTEM_PROMPT},
+        # As JSON, so that an answer cannot pose as an instruction outside of it.
         {"role": "user", "content": json.dumps(asked, ensure_ascii=False)},
     ]
 
@@ -98,6 +99,7 @@ def messages_for(task: Task, answer: str) -> list[dict[str, str]]:
 def verdict_key(model: str, task: Task, answer: str) -> str:
     """Returns a checksum of all that a verdict depends on; equal answers to one question are judged
     once."""
+    # With the prompt, so that verdicts of another wording are not taken for this one's.
     text = json.dumps([model, messages_for(task, answer)])
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -12,7 +12,6 @@ from treegraft.core.types import Status, Trajectory, Tree
 from treegraft.evals.judge import Verdict, verdict_key
 from treegraft.evals.scores import (
     Interval,
-    answer_of,
     bootstrap,
     calls_by_tool,
     num_sampled_tokens,
@@ -21,6 +20,7 @@ from treegraft.evals.scores import (
 )
 from treegraft.evals.suites import EvalSet, SetRule
 from treegraft.rollout.measure import pass_at_k
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +121,7 @@ def correctness(measure: str, verdicts: Verdicts | None) -> Callable[[Trajectory
     """Returns the test of a trajectory's correctness: the judge's verdict where it is the measure,
     else the rule."""
     if measure == "judge" and verdicts is not None:
+        # An answer without a readable verdict counts as not correct.
         return lambda path: verdicts.of(path) == Verdict.CORRECT
     return lambda path: bool(path.leaf.is_correct)
 
@@ -156,12 +157,12 @@ def set_numbers(one: EvalSet, trees: Sequence[Tree], verdicts: Verdicts | None) 
     status = Counter(path.status for path in paths)
     completed = [score(path) for path in paths if path.status is Status.COMPLETED]
     counts = [(len(tree.leaves), sum(map(is_correct, tree.trajectories()))) for tree in trees]
-    # Trees of an interrupted run may have fewer leaves; pass@k needs k of every item.
+    # pass@k needs k samples of every item.
     num_samples = min(num for num, _ in counts)
     calls = sum((calls_by_tool(path) for path in paths), Counter[str]())
     num_calls = sum(path.num_tool_calls for path in paths)
 
-    parts = {
+    parts: dict[str, Any] = {
         name: statistics.fmean(path.leaf.reward_parts.get(name, 0.0) for path in paths)
         for name in ("em", "f1", "match")
     }

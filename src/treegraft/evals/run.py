@@ -1,4 +1,4 @@
-"""Runs an agent over evaluation sets; what is done is kept item by item, and the same call goes on
+"""Runs an agent over evaluation sets; results are kept item by item, and the same call goes on
 where it stopped."""
 
 from __future__ import annotations
@@ -16,19 +16,24 @@ from treegraft.core.types import Task, Tree
 from treegraft.evals.folder import EvalFolder, is_finished
 from treegraft.evals.judge import Judge, JudgeSettings
 from treegraft.evals.numbers import SuiteNumbers, Verdicts, suite_numbers
-from treegraft.evals.scores import answer_of, suite_scorer
+from treegraft.evals.scores import suite_scorer
 from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
+from treegraft.runs.run import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
+from treegraft.tasks.fields import nested_columns
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuitePlan:
-    """What to evaluate, and how: SuitePlan(suite="gsm8k,web", data_dir=Path("data"), num=100,
-    num_samples=4)"""
+    """The sets of an evaluation, and how they are run.
+
+    SuitePlan(suite="gsm8k,web", data_dir=Path("data"), num=100, num_samples=4)
+    """
 
     suite: str
     """Sets and groups by name, separated by commas; NAME=FILE reads a set from there."""
@@ -66,7 +71,7 @@ class SuitePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteResult:
-    """What `evaluate_suite` gives back."""
+    """The result of `evaluate_suite`."""
 
     report: SuiteNumbers | None
     """None where a stop came before the first item was done."""
@@ -84,8 +89,8 @@ def evaluate_suite(
     *,
     display: Display | None = None,
 ) -> SuiteResult:
-    """Returns what a checkpoint scores on the sets of a plan; trees, verdicts and report.json are
-    in its folder.
+    """Returns the numbers of a checkpoint on the sets of a plan; trees, verdicts and report.json
+    are in its folder.
 
     Items that an earlier call with the same settings has done are not run again; those lost to
     failures of ours are.
@@ -102,6 +107,7 @@ def evaluate_suite(
         EngineError: every trajectory of a set failed, or the judge cannot be reached; what is done
             is kept.
     """
+    # All that can be refused comes before the folder is made and the model loaded.
     temperature = plan.settled_temperature()
     names = parse_names(plan.suite)
     judge = None if plan.judge is None else Judge(plan.judge)
@@ -115,20 +121,20 @@ def evaluate_suite(
         )
     asked = _asked(config, place, plan, temperature)
     folder = EvalFolder.open(plan.into or default_folder(checkpoint, place), asked, sets)
-    work = _Suite(config, place, plan, temperature, sets, folder, display)
+    work = _Suite(config, place, plan, temperature, sets, folder, display or NoDisplay())
     try:
-        is_stopped = run_to_end(work.main(judge), on_interrupt=work.ask_to_stop)
+        is_stopped = run_to_end(work.main(judge), on_interrupt=work.stop.ask)
+        # Also after a stop: the numbers of the finished items.
         report = work.report(checkpoint)
         if report is not None:
             folder.write_report(report.as_dict())
     finally:
         folder.close()
-    num_done = sum(len(trees) for trees in work.trees.values())
     return SuiteResult(
         report=report,
         folder=folder.path,
         is_stopped=is_stopped,
-        num_done=num_done,
+        num_done=sum(map(len, work.trees.values())),
         num_items=sum(len(one.tasks) for one in sets),
     )
 
@@ -144,38 +150,22 @@ def default_folder(checkpoint: Path | str, place: Path | str) -> Path:
 def _asked(
     config: Config, place: Path | str, plan: SuitePlan, temperature: float
 ) -> dict[str, Any]:
-    """Everything that a trajectory depends on, by name."""
+    """Returns everything that a trajectory depends on, by name."""
+    from treegraft.runs.checkpoint import file_checksum
+
     no_matter = settings_with("ignored_by_eval", "same_answers")
     values = {
         name: value
-        for name, value in _flat(config.model_dump(mode="json"), "")
-        if not name.startswith(no_matter)
+        for name, value in nested_columns(config.model_dump(mode="json"))
+        if not isinstance(value, Mapping) and not name.startswith(no_matter)
     }
-    return values | {
-        "weights": _weights_id(place),
-        "samples": plan.num_samples,
-        "temperature": temperature,
-    }
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        found += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
-    return found
-
-
-def _weights_id(place: Path | str) -> str:
-    """Returns a checksum of a folder's weights, or the name of a model that is no folder."""
-    from treegraft.runs.checkpoint import file_checksum
-
-    if not isinstance(place, Path):
-        return str(place)
-    files = sorted(
-        file for file in place.iterdir() if file.suffix in (".safetensors", ".bin", ".gguf")
-    )
-    return " ".join(f"{file.name}:{file_checksum(file)[:16]}" for file in files)
+    weights = str(place)
+    if isinstance(place, Path):
+        # Their contents, since a training that goes on may write others under the same name.
+        kinds = (".safetensors", ".bin", ".gguf")
+        files = sorted(file for file in place.iterdir() if file.suffix in kinds)
+        weights = " ".join(f"{file.name}:{file_checksum(file)[:16]}" for file in files)
+    return values | {"weights": weights, "samples": plan.num_samples, "temperature": temperature}
 
 
 class _Suite:
@@ -189,91 +179,76 @@ class _Suite:
         temperature: float,
         sets: Sequence[EvalSet],
         folder: EvalFolder,
-        display: Display | None,
+        display: Display,
     ) -> None:
         self._config, self._place, self._plan, self._temperature = config, place, plan, temperature
         self._sets, self._folder, self._display = sets, folder, display
-        self._stop: Stop | None = None
-        wanted = {one.name: {task.id for task in one.tasks} for one in sets}
-        self.trees: dict[str, dict[str, Tree]] = {
-            name: {task_id: tree for task_id, tree in folder.trees(name).items() if task_id in ids}
-            for name, ids in wanted.items()
-        }
+        self.stop = Stop()
+        self._watch = Watch()
         self._verdicts = folder.verdicts()
-
-    def ask_to_stop(self) -> None:
-        """Asks to stop at the next item."""
-        if self._stop is not None:
-            self._stop.ask()
+        self.trees: dict[str, dict[str, Tree]] = {}
+        for one in sets:
+            # The folder may hold more items than this call asks for.
+            wanted, held = {task.id for task in one.tasks}, folder.trees(one.name)
+            self.trees[one.name] = {name: tree for name, tree in held.items() if name in wanted}
 
     async def main(self, judge: Judge | None) -> bool:
-        """Runs what is left; returns whether a stop came first."""
-        stop = self._stop = Stop()
-        watch = Watch()
+        """Runs the items that are left; returns whether a stop came first."""
+        text = "stopping; what is done is kept (Ctrl-C again to stop at once)"
+        warn = self._display.warn
         try:
-            with stop.on_ctrl_c(
-                lambda: self._warn("stopping; what is done is kept (Ctrl-C again to stop at once)")
-            ):
-                await stop.interruptible(
-                    self._all(judge, watch), waits_on=watch, on_heartbeat=self._warn
+            with self.stop.on_ctrl_c(lambda: warn(text)):
+                await self.stop.interruptible(
+                    self._all(judge), waits_on=self._watch, on_heartbeat=warn
                 )
         except Interrupted:
             return True
         return False
 
-    async def _all(self, judge: Judge | None, watch: Watch) -> None:
+    async def _all(self, judge: Judge | None) -> None:
         left = {
-            one.name: [task for task in one.tasks if not self._is_done(one.name, task)]
+            one.name: [
+                task
+                for task in one.tasks
+                if (tree := self.trees[one.name].get(task.id)) is None or not is_finished(tree)
+            ]
             for one in self._sets
         }
-        tasks = [task for one in left.values() for task in one]
-        if tasks:
+        # A call that only judges, or only reports, loads no model.
+        if tasks := [task for one in left.values() for task in one]:
             async with assemble(self._config, model_path=self._place) as parts:
                 parts.check_prompts(tasks)
                 scored = replace(parts, scorer=suite_scorer(self._config.reward.deadline_s))
                 for one in self._sets:
-                    await self._run_set(one, left[one.name], scored, watch)
+                    if left[one.name]:
+                        await self._run_set(one, left[one.name], scored)
         if judge is not None:
-            await self._judge(judge, watch)
+            await self._judge(judge)
 
-    def _is_done(self, name: str, task: Task) -> bool:
-        tree = self.trees[name].get(task.id)
-        return tree is not None and is_finished(tree)
-
-    async def _run_set(
-        self, one: EvalSet, left: Sequence[Task], parts: Parts, watch: Watch
-    ) -> None:
-        num_before = len(one.tasks) - len(left)
-        if not left:
-            return
+    async def _run_set(self, one: EvalSet, left: Sequence[Task], parts: Parts) -> None:
         config, num_samples = self._config, self._plan.num_samples
-        grower = parts.grower(
-            Independent(),
-            eval_limits(config, temperature=self._temperature, num_leaves=num_samples),
-        )
-        grower.watch = watch
+        limits = eval_limits(config, temperature=self._temperature, num_leaves=num_samples)
+        grower = parts.grower(Independent(), limits)
+        grower.watch = self._watch
+        num_before = len(one.tasks) - len(left)
 
         def keep(done: int, tree: Tree) -> None:
             self._folder.add_tree(one.name, tree)
             self.trees[one.name][tree.task.id] = tree
-            if self._display is not None:
-                self._display.phase(one.name, num_before + done, len(one.tasks), str(watch))
+            self._display.phase(one.name, num_before + done, len(one.tasks), str(self._watch))
 
         await grower.grow_all(
             left,
+            # The update is no part of it: two checkpoints meet the same draws.
             noise_key=(config.run.seed, "eval-suite"),
             group_prefix="eval",
             max_live_trees=parts.num_trees_at_once(num_samples),
             on_tree=keep,
         )
 
-    async def _judge(self, judge: Judge, watch: Watch) -> None:
-        paths = [
-            path
-            for trees in self.trees.values()
-            for tree in trees.values()
-            for path in tree.trajectories()
-        ]
+    async def _judge(self, judge: Judge) -> None:
+        trees = [tree for trees in self.trees.values() for tree in trees.values()]
+        paths = [path for tree in trees for path in tree.trajectories()]
         asked = [(path.task, answer) for path in paths if (answer := answer_of(path)) is not None]
 
         def keep(row: Mapping[str, str]) -> None:
@@ -281,15 +256,18 @@ class _Suite:
             self._verdicts[row["key"]] = row["verdict"]
 
         def progress(done: int, total: int) -> None:
-            if self._display is not None:
-                self._display.phase("judge", done, total, str(watch))
+            self._display.phase("judge", done, total, str(self._watch))
 
-        with watch.waiting(f"judge {judge.settings.model}"):
+        with self._watch.waiting(f"judge {judge.settings.model}"):
             await judge.judge_all(asked, self._verdicts, keep, progress)
 
     def report(self, checkpoint: Path | str) -> SuiteNumbers | None:
-        """Returns the numbers of what is done; None where nothing is."""
-        ordered = {one.name: in_order(one, self.trees[one.name]) for one in self._sets}
+        """Returns the numbers of the finished items; None without one."""
+        # In the order of the items, whatever the order of their ends.
+        ordered = {
+            one.name: [trees[task.id] for task in one.tasks if task.id in trees]
+            for one, trees in zip(self._sets, self.trees.values(), strict=True)
+        }
         if not any(ordered.values()):
             return None
         judge = self._plan.judge
@@ -302,12 +280,3 @@ class _Suite:
             num_samples=self._plan.num_samples,
             seed=self._config.run.seed,
         )
-
-    def _warn(self, text: str) -> None:
-        if self._display is not None:
-            self._display.warn(text)
-
-
-def in_order(one: EvalSet, trees: Mapping[str, Tree]) -> list[Tree]:
-    """Returns the trees that there are, in the order of the set's items."""
-    return [trees[task.id] for task in one.tasks if task.id in trees]

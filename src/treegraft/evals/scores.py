@@ -12,7 +12,6 @@ import numpy as np
 from treegraft.core.types import Trajectory
 from treegraft.tasks import scoring
 from treegraft.tasks.rewards import RewardScorer, answer_reward
-from treegraft.tasks.rewards import answer_of as answer_of
 
 NUM_RESAMPLES = 10_000
 """Draws of a bootstrap."""
@@ -68,6 +67,7 @@ def stratified_bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0) ->
     draws = np.mean(
         [_resampled_means(np.asarray(group, dtype=float), generator) for group in groups], axis=0
     )
+    # Percentiles, not a normal interval: shares near 0 and 1 are skewed.
     low, high = np.percentile(draws, [2.5, 97.5])
     return Interval(float(np.mean([np.mean(group) for group in groups])), float(low), float(high))
 
@@ -75,6 +75,7 @@ def stratified_bootstrap(groups: Sequence[Sequence[float]], *, seed: int = 0) ->
 def _resampled_means(
     values: np.ndarray[Any, Any], generator: np.random.Generator
 ) -> np.ndarray[Any, Any]:
+    # In batches: 10,000 draws of a large set at once would take gigabytes.
     rows = max(1, _BATCH_DRAWS // len(values))
     parts = []
     for start in range(0, NUM_RESAMPLES, rows):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -43,21 +42,25 @@ def print_report(report: SuiteNumbers, console: Console) -> None:
     is_greedy = report.temperature == 0
     how = "greedy" if is_greedy else f"{report.num_samples} at temperature {report.temperature:g}"
     judged = f", judged by {report.judge_model}" if report.judge_model else ""
-    parts: list[Any] = [_scores(report, f"{report.checkpoint}: {how}{judged}"), _ends(report)]
+    console.print(_scores(report, f"{report.checkpoint}: {how}{judged}"))
+    console.print(_ends(report))
     if any(one.levels for one in report.sets):
-        parts.append(_levels(report.sets))
-    console.print(Group(*parts))
+        levels = _table("", ["", "level", "items", "score [95 %]"], 2)
+        for one in report.sets:
+            for level, found in one.levels.items():
+                items, score = str(found.num_items), interval(found.score)
+                levels.add_row(one.name, Text(plain(level)), items, score)
+        console.print(levels)
     for one in report.sets:
         for note in _notes(one):
             console.print(Text(f"{one.name}: {note}", "dim"), soft_wrap=True)
     if not report.is_complete:
-        console.print(
-            Text("not all items are done; these are the numbers of those that are", "bold"),
-            soft_wrap=True,
-        )
+        text = "not all items are done; these are the numbers of those that are"
+        console.print(Text(text, "bold"), soft_wrap=True)
 
 
 def _scores(report: SuiteNumbers, title: str) -> Table:
+    # pass@1 is the score itself.
     ks = sorted({k for one in report.sets for k in one.pass_at if k > 1})
     has_judge = report.judge_model is not None
     columns = ["set", "by", "items", "score [95 %]", "em", "f1", "match"]
@@ -85,32 +88,21 @@ def _ends(report: SuiteNumbers) -> Table:
     return table
 
 
-def _levels(sets: Sequence[SetNumbers]) -> Table:
-    table = _table("", ["", "level", "items", "score [95 %]"], 2)
-    for one in sets:
-        for level, found in one.levels.items():
-            table.add_row(one.name, Text(plain(level)), str(found.num_items), interval(found.score))
-    return table
-
-
-def _notes(one: SetNumbers) -> list[str]:
-    notes = list(one.notes)
+def _notes(one: SetNumbers) -> Iterator[str]:
+    yield from one.notes
     if one.num_failed:
-        notes.append(
+        yield (
             f"{one.num_failed} trajectories were lost to failures of ours and count as wrong; the"
             " same command runs them again"
         )
     if one.judge is not None:
-        notes.append(
+        yield (
             f"judge and rule differ on {one.judge_yes_rule_no + one.judge_no_rule_yes} of"
             f" {one.num_judged} answers ({one.judge_yes_rule_no} right by the judge alone,"
             f" {one.judge_no_rule_yes} by the rule alone)"
         )
     if one.num_unparsed:
-        notes.append(
-            f"{one.num_unparsed} replies of the judge were no verdict and count as not correct"
-        )
-    return notes
+        yield f"{one.num_unparsed} replies of the judge were no verdict and count as not correct"
 
 
 def print_comparison(found: Comparison, console: Console) -> None:
@@ -127,12 +119,13 @@ def print_comparison(found: Comparison, console: Console) -> None:
     for one in found.sets:
         for kind, flips in (("gained", one.gained), ("lost", one.lost)):
             for flip in flips[:MAX_FLIPS]:
+                answers = (flip.answer_before, flip.answer_after)
+                before, after = (plain(answer or "no answer", 40) for answer in answers)
                 text = (
-                    f"{kind} {flip.task_id}: {plain(flip.question, 60)}  "
-                    f"{plain(flip.answer_before or 'no answer', 40)} ->"
-                    f" {plain(flip.answer_after or 'no answer', 40)}"
-                    f"  (accepted: {plain(flip.reference[0], 40)})"
+                    f"{kind} {flip.task_id}: {plain(flip.question, 60)} {before} -> {after}"
+                    f" (accepted: {plain(flip.reference[0], 40)})"
                 )
+                # On one line, whatever line breaks the model wrote.
                 console.print(Text(" ".join(text.split())), soft_wrap=True)
             if more := len(flips[MAX_FLIPS:]):
                 console.print(Text(f"... and {more} more {kind}; --json names all"), soft_wrap=True)

@@ -16,13 +16,7 @@ from treegraft.core.errors import DataError, SettingError, nearest
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
 from treegraft.rollout.formats.markup import boxed
-from treegraft.tasks.fields import (
-    Defects,
-    accepted_answers,
-    after_mark,
-    find_value,
-    question_text,
-)
+from treegraft.tasks.fields import Defects, accepted_answers, after_mark, find_value, question_text
 from treegraft.tasks.readers import BadRow, read_rows
 
 Measure = Literal["math", "f1", "judge"]
@@ -193,13 +187,12 @@ def load_sets(
 
     Raises:
         SettingError: a set without a source.
-        DataError: a source that is missing or has no usable row. All sources are looked for before
-            the first is read.
+        DataError: a source that is missing or has no usable row.
     """
+    # All are looked for before the first is read: a set can take minutes to fetch.
     sources = {name: given or find_source(name, data_dir) for name, given in names.items()}
     return [
-        read_set(name, source, num=num, shuffle_seed=shuffle_seed)
-        for name, source in sources.items()
+        read_set(name, place, num=num, shuffle_seed=shuffle_seed) for name, place in sources.items()
     ]
 
 
@@ -242,9 +235,8 @@ def read_set(
     """
     rule, defects, columns = SETS[name], Defects(), set[str]()
     tasks: list[Task] = []
-    num_rows = 0
+    number = -1
     for number, row in enumerate(read_rows(source, "test")):
-        num_rows += 1
         if isinstance(row, BadRow):
             defects.add("that cannot be read", number)
             continue
@@ -257,12 +249,13 @@ def read_set(
     if not tasks:
         has = f" Its columns are {', '.join(sorted(columns))}." if columns else ""
         raise DataError(
-            f"set '{name}': '{source}' has no usable row among {num_rows}"
+            f"set '{name}': '{source}' has no usable row among {number + 1}"
             f" ({'; '.join(defects.sentences()) or 'it is empty'}). Expected a question in"
             f" {' or '.join(rule.question)} and a reference in"
             f" {' or '.join((*rule.reference, *rule.boxed))}.{has}"
         )
     if shuffle_seed is not None:
+        # By a key of each task alone, so that rows added to the file do not reorder the others.
         tasks.sort(key=lambda task: keyed_int(shuffle_seed, "eval-order", task.id))
     notes = defects.sentences()
     if num is not None and num > len(tasks):
@@ -298,6 +291,7 @@ def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
     if not reference:
         return "without a reference"
     category = "" if level is None or level[1] is None else str(level[1]).strip()
+    # A bare number would not tell what it counts in a table.
     if category.isdigit():
         category = f"level {category}"
     return Task(id=task_id, question=text, reference=reference, category=category)

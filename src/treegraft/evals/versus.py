@@ -14,8 +14,9 @@ from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.types import Tree
 from treegraft.evals.folder import EvalFolder
 from treegraft.evals.numbers import Verdicts, correctness, item_means, main_measure, main_score
-from treegraft.evals.scores import Interval, answer_of, bootstrap, stratified_bootstrap
+from treegraft.evals.scores import Interval, bootstrap, stratified_bootstrap
 from treegraft.evals.suites import SETS
+from treegraft.tasks.rewards import answer_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +91,11 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
         if (alone := [name for name in own if name not in common])
     ]
     models = [None if one is None else one.model for one in verdicts]
-    is_judged = models[0] is not None and models[0] == models[1]
-    if not is_judged and any(models):
-        notes.append("not judged by one model on both sides, so answers count by rule")
+    if models[0] is None or models[0] != models[1]:
+        # Two judges are no more comparable than a judge and a rule.
+        verdicts = [None, None]
+        if any(models):
+            notes.append("not judged by one model on both sides, so answers count by rule")
     compared, differences = [], []
     for name in common:
         if held[0][name]["digest"] != held[1][name]["digest"]:
@@ -102,16 +105,11 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
                 " Evaluate both with the same --num, --shuffle-seed and source."
             )
         trees = [_finished(folder, name, held[0][name]["num"]) for folder in folders]
-        one, values = _compare_set(name, trees, verdicts if is_judged else [None, None])
+        one, values = _compare_set(name, trees, verdicts)
         compared.append(one)
         differences.append(values)
-    return Comparison(
-        before=str(before),
-        after=str(after),
-        sets=compared,
-        gain=stratified_bootstrap(differences),
-        notes=notes,
-    )
+    gain = stratified_bootstrap(differences)
+    return Comparison(before=str(before), after=str(after), sets=compared, gain=gain, notes=notes)
 
 
 def _verdicts(folder: EvalFolder) -> Verdicts | None:
@@ -129,6 +127,7 @@ def _finished(folder: EvalFolder, name: str, num: int) -> list[Tree]:
             f"'{folder.path}': {len(trees)} of the {num} items of '{name}' are done; expected all. "
             "Let that evaluation finish first."
         )
+    # By id, so that both sides pair up: each folder holds them in the order of their ends.
     return [trees[key] for key in sorted(trees)]
 
 
@@ -150,9 +149,7 @@ def _compare_set(
             answer_before=answer_of(old.trajectories()[0]),
             answer_after=answer_of(new.trajectories()[0]),
         )
-        for old, new, share_before, share_after in zip(
-            trees[0], trees[1], shares[0], shares[1], strict=True
-        )
+        for old, new, share_before, share_after in zip(*trees, *shares, strict=True)
     ]
     compared = SetComparison(
         name=name,

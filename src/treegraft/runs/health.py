@@ -94,7 +94,7 @@ class Monitor:
             if (limit := getattr(self._settings, rule.name)) != "off"
             for subject, value in sorted(rule.check(self._history, line, limit).items())
         ]
-        self._history.end(line)  # also where all rules are off: a resume may turn one on
+        self._history.end(line)
         began = [warning for warning in found if warning.name not in self._last]
         update = int(line["update"])
         self._last |= {warning.name: update for warning in found}

@@ -94,7 +94,7 @@ METRICS: Mapping[str, str] = {
     "tools/{name}_calls": "calls of this tool",
     "tools/{name}_failure_frac": "share of its calls that returned an error",
     "time/tool_{name}_retries": "retries of calls whose service failed",
-    "time/tool_{name}_cached_frac": "share of its calls answered from the cache (new after a resume)",
+    "time/tool_{name}_cached_frac": "share of its calls answered from cache, empty after a resume",
     "environment/num_opened": "environments created and reset, those for replays included",
     "environment/num_forks": "copies made of an environment's state",
     "environment/num_replays": "branches whose state was restored by repeating the calls",

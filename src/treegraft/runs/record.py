@@ -18,12 +18,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate, groupby, islice, repeat
+from itertools import accumulate, chain, compress, groupby, islice, repeat
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import append_line, write_atomically
@@ -55,9 +55,14 @@ CAUSES: Mapping[str, type[Any]] = {
     "graft": GraftCause,
 }
 _KINDS = {cause: kind for kind, cause in CAUSES.items()}
-SAMPLED_COLUMNS = ("sampling_logprobs", "entropies", "old_logprobs", "ratios")
-"""Columns written for sampled tokens only."""
-FILLERS = {"sampling_logprobs": 0.0, "entropies": 0.0, "old_logprobs": 0.0, "ratios": 1.0}
+SAMPLED_COLUMNS: Mapping[str, float] = {
+    "sampling_logprobs": 0.0,
+    "entropies": 0.0,
+    "old_logprobs": 0.0,
+    "ratios": 1.0,
+}
+"""Columns written for sampled tokens only, with the value that a tree has for the others."""
+T = TypeVar("T")
 
 
 # ---------------------------------------------------------------------- trees
@@ -70,7 +75,7 @@ def tree_to_json(tree: Tree) -> str:
 
 
 def _texts(tree: Tree) -> tuple[str, list[str]]:
-    """A line up to its first step, and each of its steps."""
+    """A line up to its first step, and each of its steps; the index needs their places."""
     head = {
         "group_id": tree.group_id,
         "task": asdict(tree.task),
@@ -113,14 +118,11 @@ def step_to_dict(step: Step) -> dict[str, Any]:
         "lesson_ids": step.lesson_ids,
         "advantage": step.advantage,
     }
+    # Prompts, results and grafts are most of the tokens; their fillers would double the file.
     mask = step.sampled_mask
     for name in SAMPLED_COLUMNS:
         column = getattr(step, name)
-        data[name] = (
-            None
-            if column is None
-            else [v for v, sampled in zip(column, mask, strict=True) if sampled]
-        )
+        data[name] = None if column is None else list(compress(column, mask))
     return data
 
 
@@ -151,40 +153,44 @@ def _tree_from_dict(data: dict[str, Any]) -> Tree:
     )
 
 
-def _filled(values: Sequence[float], runs: Sequence[list[int]], filler: float) -> Iterator[float]:
-    """The values of sampled tokens, in order, with a filler for each other token."""
-    rest = iter(values)
-    for origin, count in runs:
-        yield from islice(rest, count) if origin == Origin.POLICY else repeat(filler, count)
+def _expanded(runs: Sequence[list[int]], kind: Callable[[int], T]) -> tuple[T, ...]:
+    """[[1, 3], [2, 1]] -> (1, 1, 1, 2), each value made a `kind`."""
+    return tuple(chain.from_iterable(repeat(kind(value), count) for value, count in runs))
 
 
 def _step_from_dict(data: dict[str, Any]) -> Step:
     runs = data.pop("origins")
     num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
-    columns: dict[str, tuple[float, ...] | None] = {}
-    for name in SAMPLED_COLUMNS:
+    columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(SAMPLED_COLUMNS)
+    for name, filler in SAMPLED_COLUMNS.items():
         values = data.pop(name)
-        if values is not None and len(values) != num_sampled:
+        if values is None:
+            continue
+        if len(values) != num_sampled:
             raise ValueError(
                 f"step '{data['id']}': {name} has {len(values)} entries for {num_sampled} sampled"
                 " tokens"
             )
-        columns[name] = None if values is None else tuple(_filled(values, runs, FILLERS[name]))
-    content = data.pop("content")
-    cause = data.pop("cause")
+        rest = iter(values)
+        columns[name] = tuple(
+            chain.from_iterable(
+                islice(rest, count) if origin == Origin.POLICY else repeat(filler, count)
+                for origin, count in runs
+            )
+        )
+    content, cause = data.pop("content"), data.pop("cause")
+    # The first versions recorded neither decisions nor lesson_ids.
     decision = data.pop("decision", None)
+    if decision is not None:
+        decision = BranchDecision(**{**decision, "seen": BranchCause(**decision["seen"])})
     return Step(
         **{
             **data,
             **columns,
             "token_ids": tuple(data["token_ids"]),
             "lesson_ids": tuple(data.get("lesson_ids", ())),
-            "origins": tuple(o for value, count in runs for o in repeat(Origin(value), count)),
-            "loss_mask": tuple(
-                carries
-                for value, count in data["loss_mask"]
-                for carries in repeat(bool(value), count)
-            ),
+            "origins": _expanded(runs, Origin),
+            "loss_mask": _expanded(data["loss_mask"], bool),
             "entropy_kind": EntropyKind(data["entropy_kind"]),
             "stop_reason": None if data["stop_reason"] is None else StopReason(data["stop_reason"]),
             "content": StepContent(
@@ -194,11 +200,7 @@ def _step_from_dict(data: dict[str, Any]) -> Step:
                 answer=content["answer"],
             ),
             "cause": None if cause is None else CAUSES[cause.pop("kind")](**cause),
-            "decision": (
-                None
-                if decision is None
-                else BranchDecision(**{**decision, "seen": BranchCause(**decision["seen"])})
-            ),
+            "decision": decision,
         }
     )
 
@@ -253,8 +255,8 @@ def write_trees(path: Path, trees: Iterable[Tree]) -> None:
 def read_places(path: Path) -> list[TreePlace]:
     """Returns where a file has each tree: by its index, or, where that is missing or was written
     for a file of another size, by parsing the file, then without the places of steps."""
-    index = _index_path(path)
-    if index is not None:
+    if (index := _index_path(path)) is not None:
+        # Runs of 0.6 have no index, and one may be damaged: parsing is slow but always possible.
         with suppress(OSError, ValueError, KeyError, TypeError):
             data = json.loads(index.read_bytes())
             if data["size"] == path.stat().st_size:
@@ -263,6 +265,7 @@ def read_places(path: Path) -> list[TreePlace]:
     with path.open("rb") as file:
         for line in file:
             task_id = ""
+            # A damaged line keeps its number, so that the trees behind it keep theirs.
             with suppress(ValueError, KeyError, TypeError):
                 task_id = str(json.loads(line)["task"]["id"])
             begin, end = end, end + len(line)
@@ -283,11 +286,14 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             return file.read(end - begin)
 
         try:
+            # With an index, only the head and the steps of one path are read: a line may be of
+            # many megabytes, and a page shows one path.
             head_end = min((begin for begin, _ in place.steps.values()), default=place.end)
             data = json.loads(part(place.begin, head_end) + (b"]}" if place.steps else b""))
             if not 0 <= leaf < len(data["leaves"]):
                 raise DataError(f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}")
             chosen = data["leaves"][leaf]
+            # Ids name their ancestors: "0.2.1" stands below "0.2" and "0".
             ids = accumulate(chosen["step_id"].split("."), "{}.{}".format)
             known = {step["id"]: step for step in data["steps"]}
             data["leaves"] = [chosen]
@@ -343,6 +349,7 @@ class RunFolder:
             CheckpointError: the folder exists.
         """
         cls.refuse_existing(path)
+        # Made aside and renamed: a killed process leaves no folder that looks like a run.
         partial = path.with_name(f".{path.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         for folder in ("trees", "checkpoints"):
@@ -417,9 +424,10 @@ class RunFolder:
 
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes all metrics and trees written after the checkpoint of `update`."""
-        if self.metrics_size() < metrics_size:
+        size = self.metrics_size()
+        if size < metrics_size:
             raise CheckpointError(
-                f"run folder '{self.path}': metrics.jsonl has {self.metrics_size()} bytes, the"
+                f"run folder '{self.path}': metrics.jsonl has {size} bytes, the"
                 f" checkpoint of update {update} saw {metrics_size}; the file was changed or"
                 " removed by hand. Put it back, or start a new run."
             )
@@ -427,7 +435,7 @@ class RunFolder:
             os.truncate(self.metrics_path, metrics_size)
         for file in (*self.trees_dir.glob("*.jsonl"), *self.index_dir.glob("*.json")):
             number = re.search(r"-(\d{6,})", file.name)
-            if number and int(number.group(1)) > update:
+            if number and int(number[1]) > update:
                 file.unlink()
 
 

@@ -16,7 +16,7 @@ from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.types import Status, Tree
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
-from treegraft.runs.record import RunFolder, write_trees
+from treegraft.runs.record import write_trees
 from treegraft.runs.start import Start, update_latest
 from treegraft.runs.trackers import find_trackers
 
@@ -50,12 +50,8 @@ class Run:
     """
 
     def __init__(self, start: Start, display: Display | None, command: str) -> None:
-        self.start, self.config, self.state, self.path = (
-            start,
-            start.config,
-            start.state,
-            start.path,
-        )
+        self.start, self.config = start, start.config
+        self.state, self.path = start.state, start.path
         self.display: Display = NoDisplay() if display is None else display
         self.stop = Stop()
         self.latest: dict[str, float] = {}
@@ -108,14 +104,21 @@ class Run:
         Raises:
             KeyboardInterrupt: after Ctrl-C.
         """
-        self.folder = self._open_folder()
+        self.folder = self.start.open_folder()
+        try:
+            self._trackers = [make(self.path) for make in self._make_trackers]
+        except BaseException:
+            self.start.give_up(self.folder)
+            raise
+        self._is_opened = True
         self._write_checkpoint = write_checkpoint
         self.latest = self.start.latest_metrics()
         self.health = Monitor(self.config.health, self.start.history())
         for text in defects:
             self.display.warn(text)
         try:
-            with self.stop.on_ctrl_c(self._announce_stop):
+            stopping = "stopping and saving (Ctrl-C again to stop without saving)"
+            with self.stop.on_ctrl_c(lambda: self.display.warn(stopping)):
                 title = f"{self.config.model.path} on {self.config.tasks.kind}"
                 self.display.started(self.path, title, self.config.run.num_updates)
                 if self.health.standing:
@@ -123,6 +126,7 @@ class Run:
                     self.display.note(f"warnings that stood when the run stopped: {standing}")
                 yield
         except Interrupted as error:
+            # Raised at safe points only, so that the state is whole.
             self.save()
             self.display.interrupted(self._resume_command)
             raise KeyboardInterrupt from error
@@ -144,34 +148,20 @@ class Run:
                 tracker.close()
             self.folder.release()
 
-    def _open_folder(self) -> RunFolder:
-        folder = self.start.open_folder()
-        try:
-            self._trackers = [make(folder.path) for make in self._make_trackers]
-        except BaseException:
-            self.start.give_up(folder)
-            raise
-        self._is_opened = True
-        return folder
-
-    def _announce_stop(self) -> None:
-        self.display.warn("stopping and saving (Ctrl-C again to stop without saving)")
-
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
         """Returns the result of the work, or raises Interrupted where a stop is asked for first.
 
         Args:
             waits_on: its text names the owners of the wait, for a line after every minute.
         """
-        warn = self.display.warn
-        return await self.stop.interruptible(work, waits_on=waits_on, on_heartbeat=warn)
+        return await self.stop.interruptible(
+            work, waits_on=waits_on, on_heartbeat=self.display.warn
+        )
 
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint."""
         self.save()
-        checkpoint = self._checkpoint_path()
-        self.display.finished(self.path, checkpoint, self.latest)
-        return RunResult(run_dir=self.path, checkpoint_dir=checkpoint, metrics=self.latest)
+        return self._finished(self._checkpoint_path(), self.latest)
 
     def already_finished(self, checkpoint: Path) -> RunResult:
         """Returns the results of a run that has nothing left to do, and shows how to train on."""
@@ -181,6 +171,9 @@ class Run:
             f"run {self.path} is finished: {count} of {count} updates are done. To train on:"
             f" treegraft train --resume {self.path} run.num_updates={2 * count or 20}"
         )
+        return self._finished(checkpoint, metrics)
+
+    def _finished(self, checkpoint: Path, metrics: Mapping[str, float]) -> RunResult:
         self.display.finished(self.path, checkpoint, metrics)
         return RunResult(run_dir=self.path, checkpoint_dir=checkpoint, metrics=metrics)
 
@@ -227,6 +220,7 @@ class Run:
         update, state = self.state.update, self.state
         metrics = {**state.pending, **evaluated}
         if update and evaluated:
+            # The clock of the update stopped before its evaluation, which belongs to it.
             metrics["time/update_s"] += metrics["time/eval_s"]
         self.log(update, metrics)
         accuracy = metrics.get("eval/accuracy", metrics.get("eval/accuracy_sampled"))
@@ -234,11 +228,13 @@ class Run:
             state.best_accuracy is None or accuracy > state.best_accuracy
         )
         best = accuracy if is_best else state.best_accuracy
+        # Closed before anything is saved: a resume from here must not evaluate and log it again.
         self.state = replace(self.state, is_closed=True, pending={}, best_accuracy=best)
         if is_best:
             self._write(self.folder.checkpoints_dir / "best")
         if update % self.config.checkpoint.every == 0 or update == self.config.run.num_updates:
             self.save()
+        # A safe point: nothing is pending that a checkpoint would not hold.
         self.stop.raise_if_asked()
 
     def log(self, update: int, metrics: Mapping[str, float]) -> None:
@@ -250,6 +246,7 @@ class Run:
         self.latest = update_latest(self.latest, full)
         for tracker in self._trackers:
             tracker.log(update, full)
+        # Update 0 is the evaluation before the first update: no progress to show.
         if update:
             self.display.update(update, self.config.run.num_updates, full)
         for warning in began:
@@ -264,6 +261,7 @@ class Run:
         if self.state == self._saved:
             return
         self._write(self._checkpoint_path())
+        # `_write` has set metrics_size, so the state is remembered after it.
         self._saved = self.state
         prune_checkpoints(self.folder.checkpoints_dir, self.config.checkpoint.keep)
 

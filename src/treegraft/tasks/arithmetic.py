@@ -45,6 +45,7 @@ _CONCLUSIONS = (
     "It comes to {}.",
 )
 
+# Without **, since a power of small numbers can fill the memory.
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -62,6 +63,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Invert: operator.invert,
 }
 _MAX_SHIFT = 4096
+"""Bits; a larger shift of a wrong expression would fill the memory."""
 
 
 class ReasoningGym(OpenTasks):
@@ -120,6 +122,7 @@ class ReasoningGym(OpenTasks):
         Fewer than `num` where it cannot do some or the generator has no more; none where there is
         no expert.
         """
+        # A few tasks tell: expressions are a matter of the generator, not of the item.
         if all(self.expert(task, seed) is None for task in self._train[:_DRAWS_PER_TASK]):
             return ()
         seen = {task.question for task in (*self._eval, *self._train)}
@@ -218,8 +221,9 @@ def _program(expression: str) -> tuple[str, str] | None:
     except (SyntaxError, ValueError, ArithmeticError, TypeError, RecursionError, MemoryError):
         return None
     if isinstance(tree, ast.Constant):
-        return None
+        return None  # a number alone, with nothing to compute
     if isinstance(value, float):
+        # Binary floats print 0.1 + 0.2 as 0.30000000000000004.
         decimals = map(len, re.findall(r"\.(\d*)", expression))
         places = 10 if re.search(r"[*/]", expression) else max(decimals)
         return f"print(round({exact}, {places}))", str(round(value, places))

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.plugins import pick
+from treegraft.core.plugins import pick, with_members
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
 from treegraft.tasks.search_world import SearchWorld
-
-_METHODS = tuple(name for name in vars(TaskSource) if not name.startswith("_"))
 
 
 def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
@@ -31,7 +29,7 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
         built_in: TaskSource = make(settings, seed)
         return built_in
     try:
-        source: TaskSource = make(
+        source = make(
             seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options
         )
     except TypeError as error:
@@ -39,14 +37,8 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             f"tasks.kind '{settings.kind}' could not be called with seed, num_train, num_eval and"
             f" tasks.options ({', '.join(settings.options) or 'none'}): {error}"
         ) from error
-    missing = [name for name in _METHODS if not callable(getattr(source, name, None))]
-    if missing:
-        raise SettingError(
-            f"tasks.kind '{settings.kind}' gave a {type(source).__name__} without"
-            f" {', '.join(missing)}; expected every method of"
-            " treegraft.core.interfaces.TaskSource"
-        )
-    return source
+    checked: TaskSource = with_members(source, TaskSource, settings.kind, "tasks.kind")
+    return checked
 
 
 TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {

@@ -76,7 +76,7 @@ class DatasetSource(OpenTasks):
             sentence
             for scan in scans
             for spec, defects in scan.defects.items()
-            for sentence in defects.told(spec)
+            for sentence in defects.summary(spec)
         ]
         if len(scans) == 2 and (num_shared := len(scans[0].questions & scans[1].questions)):
             sentences.append(
@@ -87,6 +87,7 @@ class DatasetSource(OpenTasks):
 
     @cached_property
     def _training(self) -> _Scan:
+        # Without evaluation files the last training rows are held out.
         num_held_out = 0 if self._settings.eval else self._num_eval
         return self._scan(self._settings.train, self._num_train, num_held_out)
 
@@ -109,9 +110,10 @@ class DatasetSource(OpenTasks):
 
     def _scan(self, specs: Sequence[str], num_first: int, num_last: int) -> _Scan:
         settings, scan = self._settings, _Scan(last=deque(maxlen=num_last))
-        for spec in dict.fromkeys(specs):
+        for spec in dict.fromkeys(specs):  # a file named twice is read once
             defects = scan.defects.setdefault(spec, _FileDefects())
             num_before = scan.num_usable
+            # The split of a hub's data set that names none.
             is_eval = spec in settings.eval and spec not in settings.train
             for row in read_rows(spec, "test" if is_eval else "train"):
                 defects.num_rows += 1
@@ -124,6 +126,7 @@ class DatasetSource(OpenTasks):
                     scan.last.append(task)
                     if len(scan.tasks) < num_first:
                         scan.tasks.append(task)
+            # A file without use is a mistake in the settings, even where the others are fine.
             if scan.num_usable == num_before:
                 _refuse_source(spec, defects, settings)
         return scan
@@ -138,7 +141,7 @@ class _FileDefects(Defects):
     """Of the rows that lacked one that the settings name."""
     num_rows: int = 0
 
-    def told(self, spec: str) -> list[str]:
+    def summary(self, spec: str) -> list[str]:
         name = spec if spec.startswith(HUB) else spec.rpartition("/")[2]
         sentences = self.unreadable[:3]
         if len(self.unreadable) > 3:
@@ -167,6 +170,7 @@ class _Scan:
     def adds(self, task: Task, row: int, defects: Defects) -> bool:
         """Returns False, and counts it, where question and reference occurred before."""
         question = " ".join(task.question.split())
+        # Digests, since the texts of a large file would not fit in memory.
         key, pair_key = _digest(question), _digest(question, *task.reference)
         is_new = pair_key not in self.pairs
         if not is_new:
@@ -188,8 +192,9 @@ _KEPT = (_OTHER_REFERENCE, _CONTROL)
 
 
 def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefects) -> Task | None:
-    """Returns the row as a task; None, and the defect counted, where it is of no use."""
+    """Returns the row as a task; None, after counting the defect, where it cannot be used."""
     wanted = (settings.question_column, settings.reference_column, settings.category_column)
+    # A column that the settings leave empty counts as found, without a value.
     found = [find_value(row.values, [column]) if column else ("", None) for column in wanted]
     if None in found:
         defects.add(_NO_COLUMN, row.number)
@@ -200,6 +205,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         defects.add("without a question", row.number)
         return None
     accepted = accepted_answers(reference)
+    # A row without the mark has no answer in the promised place; the whole text would be graded.
     if accepted and (mark := settings.reference_after) is not None:
         accepted = after_mark([one for one in accepted if mark in one], mark)
         if not accepted:
@@ -216,6 +222,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         question=str(question),
         reference=accepted,
         category="" if category is None else str(category),
+        # Question and reference have fields of their own; rewards get the others by name.
         columns={column: one for column, one in row.values.items() if column not in wanted[:2]},
     )
 
@@ -232,11 +239,12 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
                 f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
                 f" {', '.join(sorted(defects.columns))}"
             )
-    found = "; ".join(defects.told(spec)) or "every row repeats one of an earlier file"
+    found = "; ".join(defects.summary(spec)) or "every row repeats one of an earlier file"
     raise DataError(f"'{spec}' has no usable row among {defects.num_rows}: {found}")
 
 
 def _digest(*texts: str) -> bytes:
+    # JSON may hold lone surrogates, which UTF-8 refuses.
     return hashlib.blake2b(
         "\x1f".join(texts).encode("utf-8", "surrogatepass"), digest_size=16
     ).digest()

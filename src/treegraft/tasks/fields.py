@@ -18,8 +18,8 @@ REFERENCE_COLUMNS = (
 )
 """Where a reference is looked for."""
 
-# Tabs and line breaks belong to text; the others are mostly what a lost backslash leaves: a
-# backspace and "oxed".
+# Tabs and line breaks belong to text; the others mostly come from a lost backslash: "\boxed"
+# becomes a backspace and "oxed".
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 _MISSING = object()
@@ -33,6 +33,7 @@ def find_value(values: Mapping[str, Any], names: Sequence[str]) -> tuple[str, An
     """
     for name in names:
         value = _entry(values, name)
+        # The whole name first: some files have columns such as "reward.style" without nesting.
         if value is _MISSING:
             value = values
             for part in name.split("."):
@@ -59,6 +60,7 @@ def nested_columns(values: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 def accepted_answers(value: Any) -> tuple[str, ...]:
     """Returns the texts of a reference, a single one or a list, that are not blank, each once."""
     values = value if isinstance(value, (list, tuple)) else [value]
+    # Tables that pandas wrote have NaN where a value is missing.
     texts = (
         str(one).strip()
         for one in values

@@ -1,5 +1,4 @@
-"""What the child processes of `math_pool` do: compare two answers. Run by file path, never
-imported."""
+"""Compares answers in the child processes of `math_pool`. Run by file path, never imported."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ class OpenTasks:
         return ()
 
     def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
-        """Returns None: nobody has scripted an expert for these questions."""
+        """Returns None: no expert is scripted for these questions."""
         return None
 
     def early_answer(self, task: Task, steps: Sequence[StepContent]) -> str | None:
-        """Returns None: where an answer comes from is not known here."""
+        """Returns None: these tasks do not know which observation holds the answer."""
         return None
 
     def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:

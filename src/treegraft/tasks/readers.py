@@ -64,6 +64,7 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
     taken: Counter[str] = Counter()
     for spec in dict.fromkeys(specs):
         name = spec.removeprefix(HUB).replace(":", "/") if spec.startswith(HUB) else Path(spec).stem
+        # Two files of one name would give two tasks the same id.
         taken[name] += 1
         names[spec] = name if taken[name] == 1 else f"{name}-{taken[name]}"
     return names
@@ -71,6 +72,7 @@ def source_names(specs: Sequence[str]) -> dict[str, str]:
 
 def _resolve(spec: str) -> Path:
     expanded = os.path.expanduser(os.path.expandvars(spec))
+    # A variable that is not set is left as it stands.
     if "$" in expanded:
         raise DataError(
             f"'{spec}' names an environment variable that is not set; set it, or write the path out"
@@ -107,6 +109,7 @@ def _read_json(path: Path) -> Iterator[Row | BadRow]:
     """A list of objects, or lines of objects."""
     with _opened(path) as file:
         text = file.read()
+    # Many files of lines are named .json.
     if text.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] != b"[":
         yield from _read_jsonl(path)
         return
@@ -136,6 +139,7 @@ def _read_parquet(path: Path) -> Iterator[Row | BadRow]:
         ) from error
     number = 0
     try:
+        # In batches: row groups of published files are often larger than memory.
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 for values in batch.to_pylist():

@@ -33,8 +33,6 @@ BONUS_TOOLS = frozenset({"search", "python"})
 Measure = Callable[[str, Sequence[str]], float]
 """Compares an answer with the accepted ones."""
 
-_RESERVED = ("prompts", "completions", "completion_ids", "trajectories", "reference")
-
 
 def answer_of(trajectory: Trajectory) -> str | None:
     """Returns the answer of a completed trajectory; None for any other."""
@@ -117,7 +115,17 @@ def build_rewards(settings: RewardSettings) -> list[tuple[str, RewardFunc, float
         raise SettingError(
             f"reward.funcs names '{repeated[0]}' twice; name it once and give it a weight"
         )
-    functions = [_find_function(name, settings.accuracy) for name in settings.funcs]
+    functions: list[RewardFunc] = []
+    for name in settings.funcs:
+        function = pick(name, REWARDS, "reward.funcs")
+        if not callable(function):
+            raise SettingError(
+                f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
+                " function"
+            )
+        if name == "hierarchical":
+            function = functools.partial(function, accuracy=settings.accuracy)
+        functions.append(function)
     return list(zip(settings.funcs, functions, weights, strict=True))
 
 
@@ -141,7 +149,7 @@ class RewardScorer:
         """
         self._functions = tuple(functions)
         self._deadline_s = deadline_s
-        self._correctness = functools.partial(_correctness, success_reward)
+        self._success_reward = success_reward
 
     @classmethod
     def from_settings(
@@ -157,10 +165,20 @@ class RewardScorer:
         trajectories = [path for path in tree.trajectories() if path.status is not Status.FAILED]
         if not trajectories:
             return tree
-        columns = _columns(trajectories)
-        functions: list[RewardFunc] = [one[1] for one in self._functions]
-        functions.append(self._correctness)
+        # The names that TRL gives them; they take precedence over columns of a data set.
+        repeated = {
+            **tree.task.columns,
+            "prompts": tree.task.question,
+            "reference": tree.task.reference,
+        }
+        columns = {name: [value] * len(trajectories) for name, value in repeated.items()} | {
+            "completions": [written_text(path) for path in trajectories],
+            "completion_ids": [path.completion_ids for path in trajectories],
+            "trajectories": trajectories,
+        }
+        functions = [*(function for _, function, _ in self._functions), self._correctness]
         calls = (self._ask(function, columns, len(trajectories)) for function in functions)
+        # Failed leaves were not asked about, so their places are skipped below.
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
         leaves = [
             leaf
@@ -169,6 +187,18 @@ class RewardScorer:
             for leaf in tree.leaves
         ]
         return replace(tree, leaves=tuple(leaves))
+
+    def _correctness(self, *, trajectories: Sequence[Trajectory], **_: Any) -> list[float | None]:
+        """By the answer where there is a reference, else by the environment's reward."""
+
+        def is_correct(path: Trajectory) -> bool | None:
+            if path.task.reference:
+                answer = answer_of(path)
+                return answer is not None and scoring.is_correct(answer, path.task.reference)
+            given = path.leaf.environment_reward
+            return None if given is None else given >= self._success_reward
+
+        return [is_correct(path) for path in trajectories]
 
     async def _ask(
         self, function: RewardFunc, columns: Mapping[str, Any], num: int
@@ -180,6 +210,7 @@ class RewardScorer:
                 values = list(await _call(function, columns))
         # A user's function may raise anything; its failure is data on the leaves.
         except Exception as error:
+            # A function's own TimeoutError is not told apart by its class.
             late = f"it took longer than reward.deadline_s = {self._deadline_s:g} s"
             return [late if deadline.expired() else f"{type(error).__name__}: {error}"] * num
         if len(values) != num:
@@ -213,6 +244,7 @@ _Outcome = float | str | None
 def _checked(value: Any) -> _Outcome:
     if value is None:
         return None
+    # Numbers of numpy and torch are fine too.
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -224,7 +256,7 @@ def written_text(trajectory: Trajectory) -> str:
     """Returns the agent's own text: thoughts, calls as "name: body", and the answer; no tool text,
     no grafted steps."""
     parts: list[str] = []
-    for step in trajectory.steps[1:]:
+    for step in trajectory.steps[1:]:  # the first is the prompt
         if step.origin is Origin.POLICY:
             parts.append(step.content.thought)
             parts += [f"{call.name}: {call.body}" for call in step.content.calls]
@@ -258,49 +290,6 @@ REWARDS: Mapping[str, RewardFunc] = {
 }
 
 
-def _find_function(name: str, accuracy: Accuracy) -> RewardFunc:
-    if name == "hierarchical":
-        return functools.partial(hierarchical_reward, accuracy=accuracy)
-    function = pick(name, REWARDS, "reward.funcs")
-    if not callable(function):
-        raise SettingError(
-            f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
-            " function"
-        )
-    return function  # type: ignore[no-any-return]  # callable is all that is known
-
-
-def _correctness(
-    success_reward: float, *, trajectories: Sequence[Trajectory], **_: Any
-) -> list[bool | None]:
-    """By the answer where there is a reference, else by the environment's reward."""
-
-    def is_correct(path: Trajectory) -> bool | None:
-        if path.task.reference:
-            answer = answer_of(path)
-            return answer is not None and scoring.is_correct(answer, path.task.reference)
-        given = path.leaf.environment_reward
-        return None if given is None else given >= success_reward
-
-    return [is_correct(path) for path in trajectories]
-
-
-def _columns(trajectories: Sequence[Trajectory]) -> dict[str, Any]:
-    task = trajectories[0].task
-    columns: dict[str, Any] = {
-        name: [value] * len(trajectories)
-        for name, value in task.columns.items()
-        if name not in _RESERVED
-    }
-    return columns | {
-        "prompts": [trajectory.task.question for trajectory in trajectories],
-        "completions": [written_text(trajectory) for trajectory in trajectories],
-        "completion_ids": [trajectory.completion_ids for trajectory in trajectories],
-        "trajectories": list(trajectories),
-        "reference": [trajectory.task.reference for trajectory in trajectories],
-    }
-
-
 async def _call(function: RewardFunc, columns: Mapping[str, Any]) -> Any:
     """Calls a function with the columns that it names, or with all where it takes **kwargs."""
     accepted = dict(columns)
@@ -310,6 +299,7 @@ async def _call(function: RewardFunc, columns: Mapping[str, Any]) -> Any:
             accepted = {name: values for name, values in columns.items() if name in parameters}
     except (TypeError, ValueError):  # some callables written in C have no signature
         pass
+    # An object with an async __call__ is no coroutine function itself.
     call = getattr(function, "__call__", None)  # noqa: B004
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
         return await function(**accepted)

@@ -10,7 +10,7 @@ import re
 import string
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 
 from treegraft.tasks.math_pool import shared_pool
@@ -76,7 +76,21 @@ def exact_match(prediction: str, reference: str | Sequence[str]) -> float:
     and in texts with Chinese or Japanese characters full-width forms and that script's punctuation
     and spaces count as in English ones.
     """
-    return _best(_exact_match_one, prediction, reference)
+    if not isinstance(reference, str):
+        return max((exact_match(prediction, one) for one in reference), default=0.0)
+    choices = [_CHOICE.fullmatch(text.strip()) for text in (prediction, reference)]
+    if choices[0] and choices[1]:
+        return float(choices[0][1].casefold() == choices[1][1].casefold())
+    if is_mathematical(reference) or is_mathematical(prediction):
+        return float(_same_text(prediction, reference))
+    plain = (_TEXT_COMMAND.sub(r"\1", text) for text in (prediction, reference))
+    # Only where both have such characters: a Latin answer keeps SQuAD's rules.
+    if _IDEOGRAPH.search(prediction) and _IDEOGRAPH.search(reference):
+        plain = (_spaced(text) for text in plain)
+    predicted, expected = (_normalise_squad(_protect_numbers(text)) for text in plain)
+    if not predicted or not expected:
+        return float(_same_text(prediction, reference))
+    return float(predicted == expected)
 
 
 def exact_match_squad(prediction: str, reference: str | Sequence[str]) -> float:
@@ -93,7 +107,14 @@ def f1(prediction: str, reference: str | Sequence[str]) -> float:
     Lower-case, punctuation removed, the articles a, an, the removed, split at white space; 0
     without a common word.
     """
-    return _best(_f1_one, prediction, reference)
+    if not isinstance(reference, str):
+        return max((f1(prediction, one) for one in reference), default=0.0)
+    predicted, expected = _normalise_squad(prediction).split(), _normalise_squad(reference).split()
+    num_same = sum((Counter(predicted) & Counter(expected)).values())
+    if num_same == 0:
+        return 0.0
+    precision, recall = num_same / len(predicted), num_same / len(expected)
+    return 2 * precision * recall / (precision + recall)
 
 
 def f1_characters(prediction: str, reference: str | Sequence[str]) -> float:
@@ -103,7 +124,7 @@ def f1_characters(prediction: str, reference: str | Sequence[str]) -> float:
     Such texts have no spaces, so that `f1` would find one word and score 0 or 1. Without them it is
     `f1`.
     """
-    return _best(lambda one, other: _f1_one(_spaced(one), _spaced(other)), prediction, reference)
+    return f1(_spaced(prediction), [_spaced(one) for one in _as_references(reference)])
 
 
 def f1_papers(prediction: str, reference: str | Sequence[str]) -> float:
@@ -112,7 +133,12 @@ def f1_papers(prediction: str, reference: str | Sequence[str]) -> float:
     That is `f1`, except that yes, no and noanswer, on either side, score 0 unless both sides are
     the same.
     """
-    return _best(_f1_papers_one, prediction, reference)
+    if not isinstance(reference, str):
+        return max((f1_papers(prediction, one) for one in reference), default=0.0)
+    predicted, expected = _normalise_squad(prediction), _normalise_squad(reference)
+    if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
+        return 0.0
+    return f1(prediction, reference)
 
 
 def math_equal(
@@ -130,7 +156,31 @@ def math_equal(
     Raises:
         TreegraftError: the worker process cannot be started.
     """
-    return any(_math_equal_one(prediction, one, deadline_s) for one in _as_references(reference))
+    if not isinstance(reference, str):
+        return any(math_equal(prediction, one, deadline_s=deadline_s) for one in reference)
+    # The cheap comparisons come first; most pairs never reach a process.
+    if max(len(prediction), len(reference)) > MAX_MATH_CHARS:
+        return prediction.strip() == reference.strip()
+    predicted, expected = _unwrap(prediction), _unwrap(reference)
+    if not predicted or not expected:
+        return False
+    if predicted == expected:
+        return True
+    a, b = _as_fraction(predicted), _as_fraction(expected)
+    if a is not None and b is not None:
+        if "." not in predicted + expected or a.denominator == b.denominator == 1:
+            return a == b
+        size = max(abs(a), abs(b))
+        # The second term is the rounding of double precision, for results that a program printed.
+        return abs(a - b) <= max(min(Fraction(1), size) / 10**6, size / 10**14)
+    if _normalise_math(prediction) == _normalise_math(reference):
+        return True
+    if not is_mathematical(reference):
+        return _same_text(prediction, reference)
+    # As inline mathematics; of a bare text math-verify would take the last number in it.
+    one, other = (text if "$" in text else f"${text}$" for text in (predicted, expected))
+    # "unparsed" leaves the strings, which differ.
+    return shared_pool().compare(one, other, deadline_s) == "equal"
 
 
 def is_correct(prediction: str, reference: str | Sequence[str]) -> bool:
@@ -155,18 +205,15 @@ def is_mathematical(reference: str) -> bool:
         return bool(_LATEX.search(outside) or re.search(r"\d", outside))
     if _LATEX.search(cleaned):
         return True
+    # "1990-95" is a range of years and "R2" a name, although both are made of an expression's
+    # characters.
     if not _EXPRESSION.fullmatch(cleaned) or _RANGE.fullmatch(cleaned) or _NAME.fullmatch(cleaned):
         return False
+    # Single letters are variables; any longer word but a function's name makes it a text.
     words = re.findall(r"[A-Za-z]+", cleaned)
     return bool(_OPERATOR.search(cleaned)) and all(
         len(word) == 1 or word.lower() in _FUNCTIONS for word in words
     )
-
-
-def _best(
-    score: Callable[[str, str], float], prediction: str, reference: str | Sequence[str]
-) -> float:
-    return max((score(prediction, one) for one in _as_references(reference)), default=0.0)
 
 
 def _as_references(reference: str | Sequence[str]) -> tuple[str, ...]:
@@ -187,37 +234,6 @@ def _normalise_squad(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text).split())
 
 
-def _f1_one(prediction: str, reference: str) -> float:
-    predicted, expected = _normalise_squad(prediction).split(), _normalise_squad(reference).split()
-    num_same = sum((Counter(predicted) & Counter(expected)).values())
-    if num_same == 0:
-        return 0.0
-    precision, recall = num_same / len(predicted), num_same / len(expected)
-    return 2 * precision * recall / (precision + recall)
-
-
-def _f1_papers_one(prediction: str, reference: str) -> float:
-    predicted, expected = _normalise_squad(prediction), _normalise_squad(reference)
-    if predicted != expected and (predicted in _CLOSED_ANSWERS or expected in _CLOSED_ANSWERS):
-        return 0.0
-    return _f1_one(prediction, reference)
-
-
-def _exact_match_one(prediction: str, reference: str) -> float:
-    choices = [_CHOICE.fullmatch(text.strip()) for text in (prediction, reference)]
-    if choices[0] and choices[1]:
-        return float(choices[0][1].casefold() == choices[1][1].casefold())
-    if is_mathematical(reference) or is_mathematical(prediction):
-        return float(_same_text(prediction, reference))
-    plain = (_TEXT_COMMAND.sub(r"\1", text) for text in (prediction, reference))
-    if _IDEOGRAPH.search(prediction) and _IDEOGRAPH.search(reference):
-        plain = (_spaced(text) for text in plain)
-    predicted, expected = (_normalise_squad(_protect_numbers(text)) for text in plain)
-    if not predicted or not expected:
-        return float(_same_text(prediction, reference))
-    return float(predicted == expected)
-
-
 def _same_text(prediction: str, reference: str) -> bool:
     if max(len(prediction), len(reference)) > MAX_MATH_CHARS:
         return prediction.strip() == reference.strip()
@@ -229,6 +245,7 @@ def _protect_numbers(text: str) -> str:
     """Spells the signs and points of numbers as letters, so that removing punctuation leaves
     them."""
     text = _THOUSANDS.sub("", text.translate(_CHARACTERS))
+    # Not inside a word or a number, where it is a hyphen ("covid-19") or a range.
     text = re.sub(r"(?<![\w.])-(?=\.?\d)", "minus", text)
     return re.sub(r"(?<=\d)([.,:/-])(?=\d)", lambda match: f"sep{ord(match[1])}sep", text)
 
@@ -238,6 +255,7 @@ def _unwrap(text: str) -> str:
     final full stop."""
     before = None
     text = text.translate(_CHARACTERS).replace("**", "^").replace(r"\$", "").strip()
+    # Until nothing changes: wrappings nest, as in $\\boxed{5}.$
     while text != before:
         before = text
         text = text.removesuffix(".").strip()
@@ -268,12 +286,14 @@ def _normalise_math(text: str) -> str:
     text = _THOUSANDS.sub("", _unwrap(text))
     text = _TEXT_COMMAND.sub(r"\1", text)
     text = re.sub(r"\\[dtc]frac(?![A-Za-z])", r"\\frac", text)
+    # TeX takes single digits without braces: \\frac12 is one half.
     text = re.sub(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}", text)
     text = re.sub(r"\\frac\s*\{(-?\w+)\}\s*\{(\w+)\}", r"\1/\2", text)
     text = re.sub(r"\\sqrt\s*(\w)", r"\\sqrt{\1}", text)
     text = re.sub(r"_\{(\d+|\w)\}", r"_\1", text)
     text = re.sub(r"\\(?:left|right|big|Big|displaystyle)(?![A-Za-z])|\\[!,;: ]", "", text)
     text = re.sub(r"\^\s*\{?\\circ\}?|°", "", text)
+    # .5 is 0.5, 2.50 is 2.5, and 3. is 3.
     text = re.sub(r"(?<![\d.])\.(?=\d)", "0.", text)
     text = re.sub(r"(\d\.\d*?)0+(?!\d)", r"\1", text)
     text = re.sub(r"(?<=\d)\.(?!\d)", "", text)
@@ -290,40 +310,3 @@ def _as_fraction(text: str) -> Fraction | None:
     if ratio:
         return Fraction(int(ratio[1]), int(ratio[2])) if int(ratio[2]) else None
     return Fraction(text) if _NUMBER.fullmatch(text) else None
-
-
-def _same_number(predicted: str, expected: str) -> bool | None:
-    """Returns None where one of the two is no plain number."""
-    a, b = _as_fraction(predicted), _as_fraction(expected)
-    if a is None or b is None:
-        return None
-    if "." not in predicted + expected or a.denominator == b.denominator == 1:
-        return a == b
-    size = max(abs(a), abs(b))
-    # The second term is the rounding of double precision, for results that a program printed.
-    return abs(a - b) <= max(min(Fraction(1), size) / 10**6, size / 10**14)
-
-
-def _math_equal_one(prediction: str, reference: str, deadline_s: float) -> bool:
-    if max(len(prediction), len(reference)) > MAX_MATH_CHARS:
-        return prediction.strip() == reference.strip()
-    predicted, expected = _unwrap(prediction), _unwrap(reference)
-    if not predicted or not expected:
-        return False
-    if predicted == expected:
-        return True
-    same_number = _same_number(predicted, expected)
-    if same_number is not None:
-        return same_number
-    if _normalise_math(prediction) == _normalise_math(reference):
-        return True
-    if not is_mathematical(reference):
-        return _same_text(prediction, reference)
-    # "unparsed" leaves the strings, which differ.
-    return shared_pool().compare(_as_latex(predicted), _as_latex(expected), deadline_s) == "equal"
-
-
-def _as_latex(text: str) -> str:
-    """Returns the text as inline mathematics; bare, math-verify would take the last number in
-    it."""
-    return text if "$" in text else f"${text}$"

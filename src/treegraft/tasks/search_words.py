@@ -169,6 +169,7 @@ class English:
                 f' "{self._sample}".'
             )
         if len(relations) > 1:
+            # The innermost relation, whose entity is known already.
             raise ToolError(
                 f'One relation at a time: look up "{self.query(entity, relations[-1])}" first.'
             )
@@ -206,6 +207,7 @@ Wording = Symbols | English
 def _question_of(parts: Sequence[str], wording: Wording) -> tuple[list[str], str] | None:
     *relations, entity = parts
     is_known = entity in wording.entities and set(relations) <= set(wording.relations)
+    # In the order of looking up; the text has the outermost first.
     return (relations[::-1], entity) if relations and is_known else None
 
 
@@ -213,6 +215,7 @@ def _shown(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
+# Every call of the tool asks for it, and English builds a table of its words.
 @cache
 def wording(num_entities: int, num_relations: int, *, words: bool) -> Wording:
     """Returns the wording of a world of this size; English has len(NAMES) entities and

@@ -52,6 +52,7 @@ class World:
     def look_up(self, entity: str, relation: str) -> str:
         """Returns the entity that the relation leads to. Raises ValueError for one that the world
         does not have."""
+        # By place and not by word, so that both wordings have the same facts.
         key = (f"e{self.entities.index(entity)}", f"r{self.relations.index(relation)}")
         return self.entities[keyed_int("fact", self.seed, *key) % self.num_entities]
 
@@ -103,9 +104,13 @@ class SearchWorld:
         self, settings: SearchWorldSettings, *, seed: int, num_train: int, num_eval: int
     ) -> None:
         """Raises SettingError for more entities or relations than English has words."""
-        if settings.words:
-            _check_words("num_entities", settings.num_entities, len(NAMES))
-            _check_words("num_relations", settings.num_relations, len(RELATIONS))
+        for name, words in (("num_entities", NAMES), ("num_relations", RELATIONS)):
+            if settings.words and getattr(settings, name) > len(words):
+                raise SettingError(
+                    f"tasks.search_world.{name} is {getattr(settings, name)}; expected at most"
+                    f" {len(words)} with tasks.search_world.words = true, which has no more English"
+                    " words. Lower it, or set words = false"
+                )
         self._settings = settings
         self._seed = seed
         self._num_train = num_train
@@ -137,14 +142,22 @@ class SearchWorld:
         * the answer is wrong with probability q: with q/2 an entity met on the way (asked about or
           found), with q/2 any, in both cases not the right one, else evenly spread.
 
-        Only training questions, which a buffer is made of, are solved with faults: the warm-up
-        still teaches the skill, and its skill is still measured on held-out questions against
-        faultless traces.
+        Only training questions are solved with faults.
 
         Raises:
             SettingError: the task is not a question of a search world.
         """
-        relations, entity, world = self._read(task)
+        # Tasks of other sources, such as a file of questions, have no world of their own.
+        world = _world(self._settings, task.columns.get("world", self._train_world.seed))
+        found = world.wording.read_question(task.question)
+        if found is None:
+            raise SettingError(
+                f"task '{task.id}': '{task.question:.80}' is not a question of this search world,"
+                f" such as '{world.wording.example}'; name the source that made it, or leave it out"
+            )
+        relations, entity = found
+        # Only training questions, which a buffer is made of, are solved with faults: the warm-up
+        # still teaches the skill, and held-out questions still measure it against faultless traces.
         is_fallible = world.seed % 4 == _LANES.index("train")
         steps: list[StepContent] = []
         met = [entity]
@@ -239,9 +252,16 @@ class SearchWorld:
         question) while there are others."""
         for draw in range(_MAX_DRAWS):
             key = ("question", world.seed, purpose, number, draw)
-            path, relations = _draw_path(world, hops, key)
+            # All relations of a question differ, so that each of them is looked up once.
+            left = list(world.relations)
+            relations: list[str] = []
+            path = [keyed_choice(world.entities, *key, "start")]
+            for hop in range(hops):
+                relations.append(left.pop(keyed_int(*key, hop) % len(left)))
+                path.append(world.look_up(path[-1], relations[-1]))
             question = world.wording.question(relations, path[0])
             is_new = (world.seed, question) not in seen
+            # A small world runs out of questions; rather than fail, some then occur twice.
             if len(set(path)) == len(path) and (is_new or draw >= _MAX_REPEATS):
                 seen.add((world.seed, question))
                 return Task(
@@ -256,28 +276,9 @@ class SearchWorld:
             f" world of {world.num_entities} entities; raise tasks.search_world.num_entities"
         )
 
-    def _read(self, task: Task) -> tuple[list[str], str, World]:
-        world = _world(self._settings, task.columns.get("world", self._train_world.seed))
-        found = world.wording.read_question(task.question)
-        if found is None:
-            raise SettingError(
-                f"task '{task.id}': '{task.question:.80}' is not a question of this search world,"
-                f" such as '{world.wording.example}'; name the source that made it, or leave it out"
-            )
-        return *found, world
-
 
 def _world(settings: SearchWorldSettings, seed: int) -> World:
     return World(seed, settings.num_entities, settings.num_relations, settings.words)
-
-
-def _check_words(name: str, num: int, limit: int) -> None:
-    if num > limit:
-        raise SettingError(
-            f"tasks.search_world.{name} is {num}; expected at most {limit} with"
-            " tasks.search_world.words = true, which has no more English words. Lower it, or set"
-            " words = false"
-        )
 
 
 def _useless_search(
@@ -300,15 +301,3 @@ def _wrong_answer(world: World, met: Sequence[str], right: str, key: tuple[int |
         entity for entity in (dict.fromkeys(met) if is_met else world.entities) if entity != right
     ]
     return keyed_choice(others, *key, "entity")
-
-
-def _draw_path(world: World, hops: int, key: tuple[int | str, ...]) -> tuple[list[str], list[str]]:
-    """Returns the entities (hops + 1) and the relations (hops, all different) of a way through the
-    world."""
-    left = list(world.relations)
-    path = [keyed_choice(world.entities, *key, "start")]
-    relations: list[str] = []
-    for hop in range(hops):
-        relations.append(left.pop(keyed_int(*key, hop) % len(left)))
-        path.append(world.look_up(path[-1], relations[-1]))
-    return path, relations

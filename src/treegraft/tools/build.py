@@ -106,7 +106,7 @@ def open_search(settings: SearchToolSettings) -> SearchBackend:
         from treegraft.tools.search.remote import RemoteSearch
 
         remote = RemoteSearch(settings.url, timeout_s=settings.timeout_s)
-        remote.check()
+        remote.check()  # before the run, not at an agent's first question
         return remote
     if settings.kind == "web":
         from treegraft.tools.search.web import WebSearch
@@ -122,7 +122,7 @@ def open_search(settings: SearchToolSettings) -> SearchBackend:
 
 
 def _as_tool(found: Any, entry: str) -> Tool:
-    if isinstance(found, type):
+    if isinstance(found, type):  # a class of the user's with the attributes of a tool
         try:
             found = found()
         except TypeError as error:

@@ -39,6 +39,7 @@ class ResultCache:
             self._database = sqlite3.connect(
                 self.path, timeout=_WAIT_S, check_same_thread=False, isolation_level=None
             )
+            # Readers of other processes do not wait for a writer.
             self._database.execute("PRAGMA journal_mode = WAL")
             # Results that a crash of the machine loses are computed again.
             self._database.execute("PRAGMA synchronous = OFF")
@@ -63,6 +64,7 @@ class ResultCache:
     def put(self, tool: str, fingerprint: str, body: str, text: str) -> None:
         """Stores the text of a successful call. Raises `sqlite3.Error` for a full disk or a damaged
         file."""
+        # Tool and body in clear, for people who open the file; the key alone is asked for.
         row = (_key(tool, fingerprint, body), tool, json.dumps(body), json.dumps(text))
         with self._lock:
             self._database.execute("INSERT OR REPLACE INTO results VALUES (?, ?, ?, ?)", row)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -14,7 +13,9 @@ from pydantic.json_schema import JsonSchemaMode
 
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.text import describe
 from treegraft.core.types import Task
+from treegraft.tools.json_tools import read_json
 from treegraft.tools.own_thread import run_either, run_in_thread
 
 
@@ -42,7 +43,7 @@ class FunctionTool:
             SettingError: no docstring, missing annotations, or a name that makes no tag.
         """
         self.name = getattr(func, "__name__", "")
-        if not re.fullmatch(r"[a-z][a-z_]*", self.name):
+        if not re.fullmatch(r"[a-z][a-z_]*", self.name):  # the name is a tag in the agent's markup
             raise SettingError(
                 f"tool '{self.name}': a tool's name consists of lower-case letters and underscores."
             )
@@ -67,19 +68,17 @@ class FunctionTool:
         if is_method:
             parameters = list(self._signature.parameters.values())
             self._signature = self._signature.replace(parameters=parameters[1:])
-        annotations = _annotations(func, self._signature, self.name)
-        self._task_params = [name for name, annotation in annotations.items() if annotation is Task]
+        try:
+            hints = get_type_hints(func)
+        except Exception as error:  # a name that is not imported at run time, or any other
+            raise SettingError(
+                f"tool '{self.name}': its annotations cannot be read: {describe(error)}"
+            ) from error
+        self._task_params: list[str] = []
         self._params: dict[str, TypeAdapter[Any]] = {}
-        for name, annotation in annotations.items():
-            try:
-                if annotation is not Task:
-                    self._params[name] = TypeAdapter(annotation)
-            except PydanticUserError as error:
-                raise SettingError(
-                    f"tool '{self.name}': parameter '{name}' is annotated {annotation}, which"
-                    " cannot be read from JSON."
-                ) from error
-        is_text = [annotations[name] for name in self._params] == [str]
+        for parameter in self._signature.parameters.values():
+            self._add(parameter, hints)
+        is_text = [hints[name] for name in self._params] == [str]
         self.signature = Signature(self._schema(), next(iter(self._params)) if is_text else None)
 
     async def __call__(self, body: str, task: Task) -> str:
@@ -108,17 +107,29 @@ class FunctionTool:
     async def close(self) -> None:
         """Nothing to release."""
 
+    def _add(self, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> None:
+        name, place = parameter.name, f"tool '{self.name}': parameter"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise SettingError(f"{place} '*{name}' cannot be filled; name each parameter.")
+        if name not in hints:
+            raise SettingError(f"{place} '{name}' has no annotation, such as 'str'.")
+        if hints[name] is Task:
+            self._task_params.append(name)
+            return
+        try:
+            self._params[name] = TypeAdapter(hints[name])
+        except PydanticUserError as error:
+            raise SettingError(
+                f"{place} '{name}' is annotated {hints[name]}, which cannot be read from JSON."
+            ) from error
+
     def _arguments(self, body: str) -> dict[str, Any]:
         if not self._params:
             return {}
         if self.signature.text_parameter is not None:
             return {self.signature.text_parameter: body}
-        try:
-            fields = json.loads(body)
-        except (ValueError, RecursionError) as error:
-            raise ToolError(
-                f"{self.name} needs JSON, {self._usage()}; this is not JSON: {error}"
-            ) from None
+        fields = read_json(body, f"{self.name} needs JSON, {self._usage()}")
+        # A single argument may come bare, since its name tells the agent nothing.
         if len(self._params) == 1 and not (
             isinstance(fields, dict) and fields.keys() == self._params.keys()
         ):
@@ -170,27 +181,3 @@ class FunctionTool:
 
     def _usage(self) -> str:
         return "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
-
-
-def _annotations(
-    func: Callable[..., Any], signature: inspect.Signature, name: str
-) -> dict[str, Any]:
-    try:
-        hints = get_type_hints(func)
-    except Exception as error:
-        raise SettingError(
-            f"tool '{name}': its annotations cannot be read: {type(error).__name__}: {error}"
-        ) from error
-    annotations: dict[str, Any] = {}
-    for parameter in signature.parameters.values():
-        if parameter.kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise SettingError(
-                f"tool '{name}': parameter '*{parameter.name}' cannot be filled; name each"
-                " parameter."
-            )
-        if parameter.name not in hints:
-            raise SettingError(
-                f"tool '{name}': parameter '{parameter.name}' has no annotation, such as 'str'."
-            )
-        annotations[parameter.name] = hints[parameter.name]
-    return annotations

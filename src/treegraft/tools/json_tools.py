@@ -17,6 +17,7 @@ def tag_of(name: str) -> str:
     """Returns a server's name of a tool in lower-case letters and underscores, as a tag needs it:
     readFile2 gives read_file_two."""
     parted = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    # Spelled out, not dropped: two tools may differ by a digit alone.
     spelled = re.sub(r"[0-9]", lambda digit: f"_{_DIGITS[int(digit[0])]}_", parted)
     return re.sub(r"[^a-z]+", "_", spelled.lower()).strip("_") or "tool"
 
@@ -24,6 +25,7 @@ def tag_of(name: str) -> str:
 def signature_from(schema: Mapping[str, Any]) -> Signature:
     """Returns the signature of a tool with this JSON schema; a single text is a call's whole
     body."""
+    # A single text needs no JSON around it, which small models write badly.
     properties = schema.get("properties") or {}
     single = next(iter(properties)) if len(properties) == 1 else ""
     described = properties.get(single)
@@ -38,14 +40,17 @@ def arguments_from(body: str, signature: Signature, name: str) -> dict[str, Any]
     """
     if signature.text_parameter is not None:
         return {signature.text_parameter: body}
-    try:
-        arguments = json.loads(body) if body.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise ToolError(
-            f"{name} needs a JSON object of its arguments; this is not JSON: {error}"
-        ) from None
+    needs = f"{name} needs a JSON object of its arguments"
+    arguments = read_json(body, needs) if body.strip() else {}
     if not isinstance(arguments, dict):
-        raise ToolError(
-            f"{name} needs a JSON object of its arguments; got {type(arguments).__name__}"
-        )
+        raise ToolError(f"{needs}; got {type(arguments).__name__}")
     return arguments
+
+
+def read_json(body: str, needs: str) -> Any:
+    """Returns a call's body as JSON. Raises `ToolError`, which begins with `needs`, for other
+    texts."""
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ToolError(f"{needs}; this is not JSON: {error}") from None

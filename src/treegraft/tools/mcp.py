@@ -1,8 +1,7 @@
 """Model Context Protocol servers as sets of tools, through the official SDK (the extra "mcp").
 
 Each server has a thread with an event loop of its own, which holds the one connection to it from
-the start of a run to its end; calls may come from other loops. A connection that ends by itself is
-opened again, a limited number of times.
+the start of a run to its end: a run has several loops, one after another.
 """
 
 from __future__ import annotations
@@ -16,11 +15,12 @@ import os
 import tempfile
 import threading
 from collections.abc import Container, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
+from treegraft.core.text import describe
 from treegraft.core.types import Task
 from treegraft.settings.tools import McpSettings
 from treegraft.tools.json_tools import arguments_from, signature_from, tag_of
@@ -41,10 +41,10 @@ class McpTool:
         self.own_name = str(described.name)
         """The server's name of it."""
         self.name = tag_of(self.own_name)
-        self.description = " ".join(
-            (described.description or described.title or f"The tool {self.own_name}.").split()
-        )
+        words = described.description or described.title or f"The tool {self.own_name}."
+        self.description = " ".join(words.split())
         chosen, hints = server.settings.capability, described.annotations
+        # A tool that writes has a state, and no server can copy it for a branch.
         only_reads = chosen == "auto" and hints is not None and hints.read_only_hint
         self.capability = (
             Capability.STATELESS if only_reads or chosen == "stateless" else Capability.NONE
@@ -85,13 +85,10 @@ class McpServer:
             ) from error
         self.settings = settings
         self._env = {name: _variable(name, settings) for name in settings.env}
-        self._token = (
-            None if settings.token_env is None else _variable(settings.token_env, settings)
-        )
-        self._num_restarts = 0
+        self._token = settings.token_env and _variable(settings.token_env, settings)
         self._client: Any = None
         self._error = ""
-        # Open as long as the connection.
+        # A file, not a pipe, which nobody would empty; open as long as the connection.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._loop = asyncio.new_event_loop()
         self._listed: concurrent.futures.Future[Sequence[Any]] = concurrent.futures.Future()
@@ -102,21 +99,16 @@ class McpServer:
             target=self._run, daemon=True, name=f"treegraft-mcp-{settings.name}"
         )
         self._thread.start()
+        # The thread is a daemon, so an exit without `close` would leave the server's process.
         atexit.register(self.close)
         try:
             described = self._listed.result(settings.start_timeout_s)
-        except TimeoutError as error:
-            self.close()
-            raise SettingError(
-                f"{self._place}: no list of tools within start_timeout_s ="
-                f" {settings.start_timeout_s:g} s."
-            ) from error
         except Exception as error:
-            words = self._last_words()
+            reason = f"it could not be started or reached: {error}{self._last_words()}"
+            if isinstance(error, TimeoutError):
+                reason = f"no list of tools within start_timeout_s = {settings.start_timeout_s:g} s"
             self.close()
-            raise SettingError(
-                f"{self._place}: it could not be started or reached: {error}{words}"
-            ) from error
+            raise SettingError(f"{self._place}: {reason}") from error
         self.tools = [McpTool(self, one) for one in described]
         """Its tools, in its order."""
 
@@ -133,14 +125,14 @@ class McpServer:
             raise ToolUnavailable(
                 f"the MCP server '{self.settings.name}' has ended: {self._error or 'it was closed'}"
             )
-        return await asyncio.wrap_future(
-            asyncio.run_coroutine_threadsafe(self._call(name, dict(arguments)), self._loop)
-        )
+        call = self._call(name, dict(arguments))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(call, self._loop))
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED
 
+        # Over a restart; the toolbox's deadline bounds the wait.
         await self._connected.wait()
         client = self._client
         if client is None:
@@ -156,17 +148,18 @@ class McpServer:
                 f"the server answered in an unknown shape: {str(error).splitlines()[0]}"
             ) from None
         except Exception as error:  # any error of the transport once the other end is gone
-            self._lose(client, f"{type(error).__name__}: {error}")
+            self._lose(client, describe(error))
         else:
             text = _text_of(result)
             if result.is_error:
                 raise ToolError(text or "the call failed")
             return text
+        # Not made again: the server may have acted on it before it ended.
         raise ToolError(f"the server of {tag_of(name)} ended during the call")
 
     def _lose(self, client: Any, reason: str) -> None:
         """Gives up a connection that ended by itself; the supervisor opens another."""
-        if self._client is client:
+        if self._client is client:  # not yet given up by another call
             self._client, self._error = None, reason
             self._connected.clear()
             self._changed.set()
@@ -179,7 +172,7 @@ class McpServer:
             self._loop.run_until_complete(self._supervise())
         except (Exception, asyncio.CancelledError) as error:
             # Reported to the constructor if it still waits for the list, else to later calls.
-            self._error = f"{type(error).__name__}: {error}"
+            self._error = describe(error)
         finally:
             if not self._listed.done():
                 self._listed.set_exception(ToolUnavailable(self._error or "it ended at once"))
@@ -190,7 +183,9 @@ class McpServer:
             self._loop.close()
 
     async def _supervise(self) -> None:
+        # One task opens and closes all connections, as the SDK's cancel scopes demand.
         self._supervisor = asyncio.current_task()
+        num_restarts = 0
         while True:
             self._changed.clear()
             try:
@@ -199,27 +194,19 @@ class McpServer:
                 cause: BaseException = error
                 while isinstance(cause, BaseExceptionGroup) and cause.exceptions:
                     cause = cause.exceptions[0]  # the SDK's tasks wrap it in groups
-                self._error = f"{type(cause).__name__}: {cause}"
+                self._error = describe(cause)
                 if not self._listed.done():
                     raise
             if self._is_closing:
                 return
-            if self._num_restarts >= self.settings.max_restarts:
-                _log.warning(
-                    "%s ended and stays so after %d restarts: %s",
-                    self._place,
-                    self._num_restarts,
-                    self._error,
-                )
+            if num_restarts >= self.settings.max_restarts:
+                text = "%s ended and stays so after %d restarts: %s"
+                _log.warning(text, self._place, num_restarts, self._error)
                 break
-            self._num_restarts += 1
-            _log.warning(
-                "%s ended: %s; restart %d",
-                self._place,
-                self._error + self._last_words(),
-                self._num_restarts,
-            )
-            await asyncio.sleep(BACKOFF_S * 2 ** (self._num_restarts - 1))
+            num_restarts += 1
+            words = self._error + self._last_words()
+            _log.warning("%s ended: %s; restart %d", self._place, words, num_restarts)
+            await asyncio.sleep(BACKOFF_S * 2 ** (num_restarts - 1))
         # Calls that wait for a connection fail now.
         self._client = None
         self._connected.set()
@@ -234,20 +221,16 @@ class McpServer:
         async with AsyncExitStack() as stack:
             client = await stack.enter_async_context(Client(await self._transport(stack)))
             if not self._listed.done():
-                self._listed.set_result(await self._list(client))
+                page = await client.list_tools()
+                found = list(page.tools)
+                while page.next_cursor:
+                    page = await client.list_tools(cursor=page.next_cursor)
+                    found += page.tools
+                self._listed.set_result(found)
             self._client = client
             self._connected.set()
             await self._changed.wait()
             self._client = None
-
-    async def _list(self, client: Any) -> list[Any]:
-        """Returns the descriptions of all tools, page by page."""
-        page = await client.list_tools()
-        found = list(page.tools)
-        while page.next_cursor:
-            page = await client.list_tools(cursor=page.next_cursor)
-            found += page.tools
-        return found
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         from mcp import StdioServerParameters, stdio_client
@@ -304,12 +287,12 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
         SettingError: a server that does not start, or two tools of one name, `taken` names
             included; the servers are ended again.
     """
-    servers: list[McpServer] = []
     tools: dict[str, McpTool] = {}
-    try:
+    with ExitStack() as started:
         for one in settings:
-            servers.append(McpServer(one))
-            offered = {tool.own_name: tool for tool in servers[-1].tools}
+            server = McpServer(one)
+            started.callback(server.close)
+            offered = {tool.own_name: tool for tool in server.tools}
             if unknown := sorted(set(one.tools) - set(offered)):
                 raise SettingError(
                     f"tools.mcp: server '{one.name}' has no tool {unknown}; it offers"
@@ -318,22 +301,14 @@ def open_servers(settings: Sequence[McpSettings], taken: Container[str]) -> list
             for own_name, tool in offered.items():
                 if one.tools and own_name not in one.tools:
                     continue
-                if tool.name in tools:
+                if tool.name in taken or tool.name in tools:
+                    other = f"'{tools[tool.name].own_name}'" if tool.name in tools else "a tool"
                     raise SettingError(
-                        f"tools.mcp: '{own_name}' of server '{one.name}' and"
-                        f" '{tools[tool.name].own_name}' are both named '{tool.name}' here; leave"
-                        " one of them out with `tools`."
-                    )
-                if tool.name in taken:
-                    raise SettingError(
-                        f"tools.mcp: '{own_name}' is named '{tool.name}' here, but there is a tool"
-                        " of that name."
+                        f"tools.mcp: '{own_name}' of server '{one.name}' is named '{tool.name}'"
+                        f" here, as is {other} already; leave one of them out with `tools`."
                     )
                 tools[tool.name] = tool
-    except BaseException:
-        for server in servers:
-            server.close()
-        raise
+        started.pop_all()
     return list(tools.values())
 
 
@@ -341,16 +316,14 @@ def _text_of(result: Any) -> str:
     """The texts of a result; other contents by type and address."""
     parts: list[str] = []
     for block in result.content:
-        resource = getattr(block, "resource", None)
-        text = getattr(block, "text", None) or getattr(resource, "text", None)
+        # A resource has its text, type and address one level below.
+        sources = (block, getattr(block, "resource", None))
+        text, kind, place = (
+            next(filter(None, (getattr(source, name, None) for source in sources)), None)
+            for name in ("text", "mime_type", "uri")
+        )
         if text is None and block.type != "text":
-            kind = (
-                getattr(block, "mime_type", None)
-                or getattr(resource, "mime_type", None)
-                or block.type
-            )
-            place = getattr(block, "uri", None) or getattr(resource, "uri", None)
-            text = f"[{kind}{f' at {place}' if place else ', not shown'}]"
+            text = f"[{kind or block.type}{f' at {place}' if place else ', not shown'}]"
         parts.append(text or "")
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
@@ -358,10 +331,9 @@ def _text_of(result: Any) -> str:
 
 
 def _variable(name: str, settings: McpSettings) -> str:
-    value = os.environ.get(name)
-    if not value:
-        raise SettingError(
-            f"tools.mcp: server '{settings.name}' asks for the environment variable {name}, which"
-            " is not set."
-        )
-    return value
+    if value := os.environ.get(name):
+        return value
+    raise SettingError(
+        f"tools.mcp: server '{settings.name}' asks for the environment variable {name}, which is"
+        " not set."
+    )

@@ -12,6 +12,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from treegraft.core.text import describe
+
 T = TypeVar("T")
 
 
@@ -89,7 +91,7 @@ def _job(call: Callable[[], T]) -> tuple[Callable[[], None], asyncio.Future[T]]:
             failure = error
             # A future refuses StopIteration, and an exit would end the event loop.
             if isinstance(error, StopIteration) or not isinstance(error, Exception):
-                failure = RuntimeError(f"{type(error).__name__}: {error}")
+                failure = RuntimeError(describe(error))
         with suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(settle, result, failure)
 

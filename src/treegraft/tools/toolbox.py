@@ -158,6 +158,7 @@ class Toolbox:
             metrics[f"tools/{name}_calls"] = float(usage.num_calls)
             if usage.num_calls:
                 metrics[f"tools/{name}_failure_frac"] = usage.num_failures / usage.num_calls
+                # Under time/, as this depends on which of two equal calls comes first.
                 metrics[f"time/tool_{name}_cached_frac"] = usage.num_cached / usage.num_calls
             if usage.num_runs:
                 metrics[f"time/tool_{name}_s"] = usage.latency_s / usage.num_runs
@@ -173,12 +174,13 @@ class Toolbox:
         for run in waiting:
             run.cancel()
         if waiting:
+            # Briefly: a run that ignores its cancellation never ends.
             await asyncio.wait(waiting, timeout=min(1.0, deadline_s))
         for name, entry in self._entries.items():
             try:
                 await asyncio.wait_for(entry.tool.close(), deadline_s)
             except Exception as error:
-                _log.warning("tool '%s' did not close: %s: %s", name, type(error).__name__, error)
+                _log.warning("tool '%s' did not close: %s", name, describe(error))
         if self._store is not None:
             self._store.close()
 
@@ -186,11 +188,11 @@ class Toolbox:
         """Returns the observation from memory, from an equal call under way, or from `_stored`."""
         key = (entry.name, body)
         if key in self._cache:
-            # Counted, but no mark on the observation: which of two equal calls comes first is a
-            # matter of luck.
+            # Counted, but no mark on the observation, which must not depend on timing.
             entry.usage.num_cached += 1
             return self._cache[key]
         run = self._running.get(key)
+        # A run of an earlier event loop can no longer be awaited.
         if run is None or run.get_loop() is not asyncio.get_running_loop():
             run = self._running[key] = asyncio.create_task(self._stored(entry, body, task))
             run.add_done_callback(lambda done: self._keep(key, done))
@@ -202,6 +204,7 @@ class Toolbox:
     def _keep(self, key: _Key, run: asyncio.Task[Observation]) -> None:
         if self._running.get(key) is run:
             del self._running[key]
+        # An error may pass, so an equal call tries again.
         if run.cancelled() or run.exception() is not None or run.result().is_error:
             return
         self._cache[key] = run.result()
@@ -210,16 +213,16 @@ class Toolbox:
 
     async def _stored(self, entry: _Entry, body: str, task: Task) -> Observation:
         """Returns the observation from disk, else from a run."""
-        if self._store is None or not entry.fingerprint:
-            return await self._execute(entry, body, task)
-        text = await self._on_disk(self._store.get, entry.name, entry.fingerprint, body)
-        if text is not None:
-            entry.usage.num_cached += 1
-            return self._observation(text)
-        if self._settings.replay:
-            raise ToolUnavailable(
-                f"replay: '{self._store.path}' holds no result of this call of '{entry.name}'"
-            )
+        # Without a fingerprint nothing tells whether the tool still gives the same result.
+        if self._store is not None and entry.fingerprint:
+            text = await self._on_disk(self._store.get, entry.name, entry.fingerprint, body)
+            if text is not None:
+                entry.usage.num_cached += 1
+                return self._observation(text)
+            if self._settings.replay:
+                raise ToolUnavailable(
+                    f"replay: '{self._store.path}' holds no result of this call of '{entry.name}'"
+                )
         return await self._execute(entry, body, task)
 
     async def _on_disk(self, method: Callable[..., T], *arguments: str) -> T | None:
@@ -233,8 +236,7 @@ class Toolbox:
     async def _execute(
         self, entry: _Entry, body: str, task: Task, act: Act | None = None
     ) -> Observation:
-        """Returns the observation of one run, at the latest when the deadline is over, which is
-        counted from the start of the run and not from its place in the queue."""
+        """Returns the observation of one run, at the latest when the deadline is over."""
         deadline_s = self._settings.deadline_s
         await self._wait_turn(entry)
         # A semaphore belongs to one event loop; a toolbox may serve several, one after another.
@@ -242,6 +244,7 @@ class Toolbox:
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self._settings.max_concurrent))
         async with self._slots[1]:
+            # The deadline counts from here: its place in the queue is no fault of the call.
             started = time.perf_counter()
             work = self._try(entry, body, task, act, time.monotonic() + deadline_s)
             try:

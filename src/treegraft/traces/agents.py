@@ -57,11 +57,8 @@ class ScriptedAgent:
     async def solve(self, task: Task, sample: int) -> Attempt:
         """Returns the expert's solution; failed for tasks that have none."""
         contents = self._tasks.expert(task, keyed_int(self._seed, "expert", task.id, sample))
-        return (
-            Attempt(contents=contents)
-            if contents
-            else Attempt(error="there is no scripted expert for the task")
-        )
+        error = None if contents else "there is no scripted expert for the task"
+        return Attempt(contents=contents or (), error=error)
 
     async def close(self) -> None:
         """Has nothing to close."""
@@ -87,15 +84,15 @@ class CheckpointAgent:
 
     async def solve(self, task: Task, sample: int) -> Attempt:
         """Returns the leaf of that number; failed unless it is a completed answer."""
-        growing, waiting = self._growing.get(task.id) or (
-            asyncio.create_task(self._grow(task)),
-            set(range(self._num_samples)),
-        )
-        self._growing[task.id] = (growing, waiting)
+        if task.id not in self._growing:
+            samples = set(range(self._num_samples))
+            self._growing[task.id] = (asyncio.create_task(self._grow(task)), samples)
+        growing, waiting = self._growing[task.id]
+        # The tree is let go with the last of its attempts.
         waiting.discard(sample)
         if not waiting:
             del self._growing[task.id]
-        tree = growing.result() if growing.done() else await growing
+        tree = await growing
         if sample >= len(tree.leaves):
             return Attempt(error="the tree has too few leaves")
         path = tree.trajectories()[sample]
@@ -112,6 +109,7 @@ class CheckpointAgent:
         return Attempt(contents=contents, error=error)
 
     async def _grow(self, task: Task) -> Tree:
+        # Here and not per attempt: a tree's samples fit in the engine together.
         async with self._gate:
             return await self._grower.grow(
                 task, noise_key=(self._seed, "buffer"), group_id=f"buffer/{task.id}"
@@ -119,8 +117,7 @@ class CheckpointAgent:
 
     async def close(self) -> None:
         """Cancels the attempts under way."""
-        for growing, _ in self._growing.values():
+        under_way = [growing for growing, _ in self._growing.values()]
+        for growing in under_way:
             growing.cancel()
-        await asyncio.gather(
-            *(growing for growing, _ in self._growing.values()), return_exceptions=True
-        )
+        await asyncio.gather(*under_way, return_exceptions=True)

@@ -92,6 +92,7 @@ class TraceBuffer:
             SettingError, ModelError: there is no such encoder.
         """
         self.path = Path(path).expanduser()
+        # Two locks, so that a search need not wait for a chunk that is being committed.
         self._writing, self._encoding = threading.RLock(), threading.Lock()
         name = encoder if isinstance(encoder, str) else None
         self._encoder: Encoder | None = None if isinstance(encoder, str) else encoder
@@ -140,8 +141,8 @@ class TraceBuffer:
             vector = np.frombuffer(meta["probe"], "<f4")
         except (KeyError, TypeError, ValueError) as error:
             raise self._file.damage(f"its encoder is not readable: {error}") from error
-        wanted = encoder_name(name) if name is not None else theirs
-        our_dim = dim
+        # By name alone as long as ours is not loaded; `load_encoder` then compares vectors.
+        wanted, our_dim = (theirs if name is None else encoder_name(name)), dim
         if self._encoder is not None:
             wanted, our_dim = self._encoder.name, self._encoder.dim
         if (wanted, our_dim) != (theirs, dim):
@@ -207,16 +208,18 @@ class TraceBuffer:
             new = [name for name in by_hash if name not in ids]
             for name in new:
                 trace = by_hash[name]
+                # Another process may have evicted a trace since it was found above.
                 vector = vectors[name] if name in vectors else self._encode([trace.key])[0]
+                row = (name, *trace_row(trace), update)
                 cursor = connection.execute(
                     f"INSERT INTO traces (hash, {COLUMNS}, added_at) VALUES"
-                    " (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                    (name, *trace_row(trace), update),
+                    f" ({', '.join('?' * len(row))})",
+                    row,
                 )
                 ids[name] = int(cursor.lastrowid or 0)
-                connection.execute(
-                    "INSERT INTO vectors VALUES (?, ?)", (ids[name], vector.astype("<f4").tobytes())
-                )
+                blob = vector.astype("<f4").tobytes()
+                connection.execute("INSERT INTO vectors VALUES (?, ?)", (ids[name], blob))
+            # Of every trace, new or not: a known step may be one of a further trajectory.
             steps = [(t.source, t.task_id, t.trajectory, t.position) for t in traces]
             facts = [
                 (ids[t.content_hash], float(t.reward), t.policy_version, update) for t in traces
@@ -247,11 +250,9 @@ class TraceBuffer:
             )
             leaving = [row[0] for row in rows[: max(0, len(rows) - capacity)]]
             if leaving:
+                marks = [(update, one) for one in leaving]
                 with self._file.transaction() as connection:
-                    connection.executemany(
-                        "UPDATE traces SET evicted_at = ? WHERE id = ?",
-                        [(update, one) for one in leaving],
-                    )
+                    connection.executemany("UPDATE traces SET evicted_at = ? WHERE id = ?", marks)
                 self._table.evict(leaving)
         return len(leaving)
 
@@ -259,15 +260,15 @@ class TraceBuffer:
         """Undoes the additions and evictions of updates after this one."""
         with self._writing:
             with self._file.transaction() as connection:
-                connection.execute(
-                    "DELETE FROM vectors WHERE id IN (SELECT id FROM traces WHERE added_at > ?)",
-                    (update,),
-                )
-                connection.execute("DELETE FROM members WHERE added_at > ?", (update,))
-                connection.execute("DELETE FROM traces WHERE added_at > ?", (update,))
-                connection.execute(
-                    "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?", (update,)
-                )
+                later = "(SELECT id FROM traces WHERE added_at > ?)"
+                for statement in (
+                    f"DELETE FROM vectors WHERE id IN {later}",
+                    "DELETE FROM members WHERE added_at > ?",
+                    "DELETE FROM traces WHERE added_at > ?",
+                    "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?",
+                ):
+                    connection.execute(statement, (update,))
+            # Filled before it is put in place: a search meanwhile sees the old rows or the new.
             table = RowTable(self.dim)
             self._catch_up(table)
             self._table = table
@@ -314,7 +315,9 @@ class TraceBuffer:
         """Returns the same as `search` for vectors [keys, dim] of this buffer's encoder."""
         if k < 1:
             raise SettingError(f"search(k={k}): expected the number of traces to find, 1 or more")
-        table, tasks = self._table, _tasks(exclude_tasks, len(vectors))
+        tasks = _tasks(exclude_tasks, len(vectors))
+        # Taken once: another thread may put other rows in their place.
+        table = self._table
         rows, hits = table.rows, list[Hits]()
         # In parts, since each query may have a mask of its own.
         for first in range(0, len(vectors), QUERIES):
@@ -342,9 +345,8 @@ class TraceBuffer:
         Source: RAPO (arXiv 2603.03078, sec. 5.5.2), the noise rate. The filters are those of
         `search`.
         """
-        table = self._table
+        table, tasks = self._table, _tasks(exclude_tasks, len(seeds))
         rows = table.rows
-        tasks = _tasks(exclude_tasks, len(seeds))
         _, masks = table.eligible(rows, allow_terminal, sources, tasks)
         picks: list[int | None] = []
         for seed, mask in zip(seeds, masks, strict=True):
@@ -392,6 +394,7 @@ class TraceBuffer:
     def __iter__(self) -> Iterator[Trace]:
         """Gives all traces in the order they were added."""
         last = -1
+        # In pages, not with an open cursor: the buffer may be written to between two of them.
         while True:
             rows = self._file.query(
                 f"SELECT id, {COLUMNS} FROM traces WHERE id > ? AND evicted_at IS NULL ORDER BY id"
@@ -415,8 +418,9 @@ class TraceBuffer:
             "SELECT m.source, count(*) AS num FROM members m JOIN traces t ON t.id = m.trace "
             "WHERE t.evicted_at IS NULL GROUP BY m.source, m.task_id, m.trajectory) GROUP BY source"
         )
-        counts = {source: (int(num), int(steps)) for source, num, steps in trajectories}
-        num_trajectories = sum(num for num, _ in counts.values())
+        counts = {source: num for source, num, _ in trajectories}
+        num_trajectories = sum(counts.values())
+        num_steps = sum(steps for _, _, steps in trajectories)
         sources = self._file.query(
             f"SELECT source, count(*), avg(reward) {live} GROUP BY source ORDER BY source"
         )
@@ -426,10 +430,9 @@ class TraceBuffer:
             num_trajectories=num_trajectories,
             num_terminal=int(terminal),
             num_tasks=int(tasks),
-            steps_per_trajectory=sum(steps for _, steps in counts.values())
-            / max(1, num_trajectories),
+            steps_per_trajectory=num_steps / max(1, num_trajectories),
             sources={
-                source: SourceStats(num, counts[source][0], mean) for source, num, mean in sources
+                source: SourceStats(num, counts[source], mean) for source, num, mean in sources
             },
             policy_versions=None if newest is None else (oldest, newest),
             num_evicted=len(self._table.rows) - len(self),
@@ -477,25 +480,26 @@ class TraceBuffer:
         with self._encoding:
             if self._encoder is None:
                 self._encoder = build_encoder(self.encoder_name)
+            encoder = self._encoder
             if not self._is_checked:
-                self._check_encoder(self._encoder)
-            return self._encoder
+                # The name may stand for other weights by now: a folder trained on, a hub id moved.
+                fits = encoder.dim == self.dim
+                cosine = float(_encode(encoder, [_PROBE])[0] @ self._probe) if fits else 0.0
+                if cosine < _SAME:
+                    raise DataError(
+                        f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other"
+                        f" vectors than when the buffer was built ({encoder.dim} dimensions, cosine"
+                        f" {cosine:.3f} for the same text); use the model of that time, or build it"
+                        " again"
+                    )
+                self._is_checked = True
+            return encoder
 
     def _encode(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
         encoder = self.load_encoder()
+        # One call at a time: tokenizers keep the options of their last call.
         with self._encoding:
             return _encode(encoder, texts)
-
-    def _check_encoder(self, encoder: Encoder) -> None:
-        fits = encoder.dim == self.dim
-        cosine = float(_encode(encoder, [_PROBE])[0] @ self._probe) if fits else 0.0
-        if cosine < _SAME:
-            raise DataError(
-                f"buffer '{self.path}': the encoder '{self.encoder_name}' gives other vectors than"
-                f" when the buffer was built ({encoder.dim} dimensions, cosine {cosine:.3f} for the"
-                " same text); use the model of that time, or build it again"
-            )
-        self._is_checked = True
 
 
 def remove_if_empty(path: str | Path) -> None:

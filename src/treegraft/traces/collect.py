@@ -26,7 +26,32 @@ OUTAGES = 32
 
 
 @dataclass(slots=True)
-class BuildReport:
+class StoredCounts:
+    """Counts of trajectories and traces on their way into a buffer."""
+
+    num_too_low: int = 0
+    """Trajectories whose reward was not above the minimum."""
+    num_surplus: int = 0
+    """Good trajectories that were not among the best of their task."""
+    num_new: int = 0
+    """Traces that the buffer did not have."""
+    num_duplicates: int = 0
+    """Traces that it had already."""
+    num_keys_cut: int = 0
+    """Keys that were longer than the encoder reads, and lost their beginning."""
+
+    def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
+        """Adds traces; in one transaction as long as they are no more than the buffer's CHUNK."""
+        num_cut_before = buffer.num_keys_cut
+        # Without traces the encoder is not needed, and need not be loaded.
+        num_new = buffer.add(traces) if traces else 0
+        self.num_new += num_new
+        self.num_duplicates += len(traces) - num_new
+        self.num_keys_cut += buffer.num_keys_cut - num_cut_before
+
+
+@dataclass(slots=True)
+class BuildReport(StoredCounts):
     """Counts of a build so far; earlier contents of the buffer are left out."""
 
     num_tasks: int = 0
@@ -36,18 +61,8 @@ class BuildReport:
     num_attempts: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     """Attempts without an answer or a reward, by reason."""
-    num_too_low: int = 0
-    """Trajectories whose reward was not above the minimum."""
-    num_surplus: int = 0
-    """Good trajectories that were not among the best of their task."""
     num_kept: int = 0
     """Trajectories whose steps went into the buffer."""
-    num_new: int = 0
-    """Traces that the buffer did not have."""
-    num_duplicates: int = 0
-    """Traces that it had already."""
-    num_keys_cut: int = 0
-    """Keys that were longer than the encoder reads, and lost their beginning."""
     num_tokens: int = 0
     """Of the kept steps, each as a graft with its markup, equal ones of a task once."""
     num_too_long: int = 0
@@ -80,10 +95,7 @@ class _Builder:
 
     async def attempts(self, task: Task) -> tuple[list[Attempt], Tree | None]:
         """Returns all attempts at the task, and those that ended in an answer as a scored tree of
-        separate paths.
-
-        None instead of a tree where there are none.
-        """
+        separate paths; None where there are none."""
 
         async def attempt(sample: int) -> Attempt:
             async with self.gate:
@@ -92,17 +104,16 @@ class _Builder:
         try:
             self.format.prompt_ids(task)
         except DataError:
-            return [
-                Attempt(error="the task's prompt is too long, or holds a special token")
-            ] * self.num_samples, None
-        made = list(await asyncio.gather(*(attempt(sample) for sample in range(self.num_samples))))
+            # Training would refuse the task too; one such row must not end the whole build.
+            error = "the task's prompt is too long, or holds a special token"
+            return [Attempt(error=error)] * self.num_samples, None
+        made = list(await asyncio.gather(*map(attempt, range(self.num_samples))))
         answered = [one for one in made if one.error is None]
         if not answered:
             return made, None
+        contents = [one.contents for one in answered]
         rewards = [one.environment_reward for one in answered]
-        return made, await self.scorer(
-            attempts_tree(self.format, task, [one.contents for one in answered], rewards)
-        )
+        return made, await self.scorer(attempts_tree(self.format, task, contents, rewards))
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
@@ -125,9 +136,7 @@ class _Builder:
         orders ties."""
         report = self.report
         good: list[tuple[int, Attempt, float]] = []
-        answered = [
-            (sample, attempt) for sample, attempt in enumerate(attempts) if attempt.error is None
-        ]
+        answered = [(n, attempt) for n, attempt in enumerate(attempts) if attempt.error is None]
         for (sample, attempt), leaf in zip(answered, tree.leaves if tree else (), strict=True):
             if leaf.reward is None:
                 report.failures[f"no reward: {leaf.error or 'the scorer gave none'}"] += 1
@@ -150,10 +159,8 @@ class _Builder:
         Not for another thread: a tokenizer keeps the options of its last call, so two threads would
         get each other's.
         """
-        traces = [
-            trace
-            for sample, attempt, reward in kept
-            for trace in split_steps(
+        split = [
+            split_steps(
                 task.id,
                 task.question,
                 attempt.contents,
@@ -161,23 +168,20 @@ class _Builder:
                 source=self.agent.source,
                 trajectory=str(sample),
             )
+            for sample, attempt, reward in kept
+        ]
+        traces = [
+            trace
+            for steps in split
+            for trace in steps
             if isinstance(trace.value, str) or says_something(trace.value)
         ]
         for trace in {trace.content_hash: trace for trace in traces}.values():
             length = len(self.format.render_graft([trace.value]))
             self.report.num_tokens += length
-            self.report.num_too_long += (
-                self.max_graft_tokens is not None and length > self.max_graft_tokens
-            )
+            limit = self.max_graft_tokens
+            self.report.num_too_long += limit is not None and length > limit
         return traces
-
-    def store(self, buffer: TraceBuffer, traces: Sequence[Trace]) -> None:
-        """Adds them; in one transaction as long as they are no more than the buffer's CHUNK."""
-        num_cut_before = buffer.num_keys_cut
-        num_new = buffer.add(traces) if traces else 0
-        self.report.num_new += num_new
-        self.report.num_duplicates += len(traces) - num_new
-        self.report.num_keys_cut += buffer.num_keys_cut - num_cut_before
 
 
 async def build_traces(
@@ -231,6 +235,8 @@ async def build_traces(
     )
     todo = [task for task in tasks if task.id not in done]
     report.num_skipped += len(tasks) - len(todo)
+    # Enough tasks ahead to keep the gate busy while the oldest one waits for its last attempt, and
+    # no more: what is under way is lost when the build is stopped.
     window = 1 + 2 * -(-max_concurrent // num_samples)
     under_way: deque[tuple[Task, asyncio.Task[tuple[list[Attempt], Tree | None]]]] = deque()
     # One thread of its own: keys are embedded there, and leaving waits for the transaction under
@@ -250,9 +256,8 @@ async def build_traces(
                     work.cancel()
                 builder.count_failures(attempts)
                 traces = builder.traces(task, builder.best(task, attempts, tree))
-                await asyncio.get_running_loop().run_in_executor(
-                    thread, builder.store, buffer, traces
-                )
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(thread, report.store, buffer, traces)
                 report.num_tasks += 1
                 if on_progress is not None:
                     on_progress(report.num_tasks, len(todo), report)
@@ -286,6 +291,7 @@ def attempts_tree(
         try:
             return Written(content, format.render_step(content))
         except ValueError:
+            # Another agent's step may hold two calls, say, where this format has one.
             return Written(content, [(format.render_graft([content]), Origin.POLICY)])
 
     paths = [[written(content) for content in contents] for contents in attempts]

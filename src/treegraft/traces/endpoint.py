@@ -82,6 +82,7 @@ class EndpointAgent:
                 task = await sessions.prepare(1)
                 session = await sessions.start(0).open()
                 attempt = await self._play(task, sample, session)
+                # Asked before the sessions end; a failed attempt's state is worth nothing.
                 reward = await session.reward() if attempt.error is None else None
             except ToolUnavailable as error:
                 return Attempt(error=str(error))
@@ -104,27 +105,33 @@ class EndpointAgent:
                     stop=[*self._format.stop, *self._format.final],
                 )
                 text = self._with_closing_tag(reply)
-                content = self._read(text)
+                parsed = self._format.parse_text(text)
+                if parsed.violation is not None:
+                    raise ValueError(f"a reply not in the format: {parsed.violation}")
+                if not parsed.is_complete:
+                    raise ValueError("a reply without a whole call or answer")
+                content = parsed.content
                 if content.answer is not None:
                     return Attempt(contents=(*contents, content))
+                # Counted before they are run: the call beyond the limit is not.
                 num_calls += len(content.calls)
                 if num_calls > settings.max_tool_calls:
                     limit = f"{settings.max_tool_calls} tool calls"
                     return Attempt(contents=contents, error=f"no answer within {limit}")
                 shown = [await session.call(call) for call in content.calls]
             except ChatError as error:
+                # A request refused for its length, say, tells nothing about the next task's.
                 is_outage = error.status not in _REFUSES_REQUEST
                 return Attempt(contents=contents, error=str(error), is_outage=is_outage)
             except (ValueError, ToolUnavailable) as error:
                 return Attempt(contents=contents, error=str(error))
             contents = (*contents, replace(content, observations=tuple(shown)))
+            # Sanitised: a result must not pose as a tag.
             results = [
                 f"<{RESULT}>\n{self._format.sanitized(one.text)}\n</{RESULT}>" for one in shown
             ]
-            messages += [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": "\n".join(results)},
-            ]
+            messages.append({"role": "assistant", "content": text})
+            messages.append({"role": "user", "content": "\n".join(results)})
         limit = f"{settings.max_agent_steps} steps"
         return Attempt(contents=contents, error=f"no answer within {limit}")
 
@@ -139,15 +146,6 @@ class EndpointAgent:
         opened = re.findall(r"<([a-z_]+)>", text)
         closing = f"</{opened[-1]}>" if opened else ""
         return text + closing if closing in closing_tags and not reply.is_cut else text
-
-    def _read(self, text: str) -> StepContent:
-        """Returns the step that a text holds. Raises ValueError for one that holds none."""
-        parsed = self._format.parse_text(text)
-        if parsed.violation is not None:
-            raise ValueError(f"a reply not in the format: {parsed.violation}")
-        if not parsed.is_complete:
-            raise ValueError("a reply without a whole call or answer")
-        return parsed.content
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -58,7 +58,7 @@ class AgentChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """An agent that can be asked, and what its answers are scored and stored with."""
+    """An agent that can be asked, with the format and the scorer of its answers."""
 
     agent: Agent
     format: Format
@@ -157,10 +157,14 @@ class BufferBuild:
     ) -> EndpointAgent:
         config, choice, words = self._config, self._choice, self._config.format
         key = api_key_from(choice.api_key_env)
-        defaults = EndpointSettings(url=choice.agent, model="")
-        timeout_s = defaults.timeout_s if choice.timeout_s is None else choice.timeout_s
         # A server that generates for minutes still has to name its models at once.
-        model = choice.model or served_model(choice.agent, key, timeout_s=min(10.0, timeout_s))
+        timeout_s = min(10.0, choice.timeout_s or 10.0)
+        model = choice.model or served_model(choice.agent, key, timeout_s=timeout_s)
+        given: dict[str, Any] = {
+            "temperature": choice.temperature,
+            "timeout_s": choice.timeout_s,
+            "max_retries": choice.max_retries,
+        }
         settings = EndpointSettings(
             url=choice.agent,
             model=model,
@@ -168,12 +172,10 @@ class BufferBuild:
             system_prompt=words.system_prompt
             or system_prompt_for(tools, words.require_think, words.require_boxed),
             api_key=key,
-            temperature=1.0 if choice.temperature is None else choice.temperature,
             max_reply_tokens=choice.max_tokens or config.rollout.max_completion_tokens,
             max_agent_steps=config.rollout.max_agent_steps,
             max_tool_calls=config.rollout.max_tool_calls,
-            timeout_s=timeout_s,
-            max_retries=defaults.max_retries if choice.max_retries is None else choice.max_retries,
+            **{name: value for name, value in given.items() if value is not None},
         )
         # Whatever markup the recipe's own agent writes, an agent behind a server is asked for tags:
         # its server sees to its template.

@@ -37,6 +37,7 @@ from treegraft.rollout.formats.markup import boxed, normal_answer
 from treegraft.rollout.formats.tags import read_trajectory
 from treegraft.runs.record import tree_from_json
 from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.collect import StoredCounts
 from treegraft.traces.keys import says_something, split_steps
 
 _BAD_ROW = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
@@ -56,21 +57,11 @@ class Problem:
 
 
 @dataclass(slots=True)
-class ImportReport:
+class ImportReport(StoredCounts):
     """Counts of an import."""
 
     num_trajectories: int = 0
     """Read, kept or not."""
-    num_too_low: int = 0
-    """Trajectories whose reward was not above the minimum."""
-    num_surplus: int = 0
-    """Good trajectories that were not among the best of their task."""
-    num_new: int = 0
-    """Traces that the buffer did not have."""
-    num_duplicates: int = 0
-    """Traces that it had already."""
-    num_keys_cut: int = 0
-    """Keys that were longer than the encoder reads, and lost their beginning."""
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -120,15 +111,11 @@ def import_files(
         DataError: a path with nothing there to read.
     """
     check_paths(paths)
-    report, num_cut_before = ImportReport(), buffer.num_keys_cut
+    report = ImportReport()
     for path in paths:
         name = source or path.resolve().name.removesuffix(".jsonl")
         kept = _best(_read(path, columns or Columns(), report), num_best, min_reward, seed, report)
-        traces = [trace for found in kept for trace in _traces(found, name)]
-        num_new = buffer.add(traces) if traces else 0
-        report.num_new += num_new
-        report.num_duplicates += len(traces) - num_new
-    report.num_keys_cut = buffer.num_keys_cut - num_cut_before
+        report.store(buffer, [trace for found in kept for trace in _traces(found, name)])
     return report
 
 
@@ -304,10 +291,11 @@ def read_messages(messages: Any) -> tuple[str, tuple[StepContent, ...]]:
                 )
             question = text
         elif role == "assistant":
+            content: StepContent | None = None
             if message.get("tool_calls"):
                 content = _step_of_calls(message, text)
-            else:
-                content = _final_step(message, text) if number == last else None
+            elif number == last:
+                content = _final_step(message, text)
             if content is None:
                 tagged.append(text)
             else:

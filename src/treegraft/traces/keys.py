@@ -25,26 +25,23 @@ def retrieval_key(question: str, contents: Sequence[StepContent]) -> str:
     its result; empty ones are left out and white space within one is a single space, so that
     formats that strip or wrap differently give one key.
     """
-    lines = [_flat(question), *(line for content in contents for line in step_lines(content))]
+    lines = [" ".join(question.split()), *(line for one in contents for line in step_lines(one))]
     return "\n".join(filter(None, lines))
 
 
 def step_lines(content: StepContent) -> list[str]:
     """Returns the lines of a key for one step."""
     lines = [content.thought]
+    # A call that was cut off has no result; a step of another agent may have results without calls.
     for call, observation in zip_longest(content.calls, content.observations):
         lines += [f"{call.name} {call.body}"] if call is not None else []
         lines += [observation.text] if observation is not None else []
-    return [flat for line in lines if (flat := _flat(line))]
+    return [flat for line in lines if (flat := " ".join(line.split()))]
 
 
 def says_something(content: StepContent) -> bool:
     """Returns whether a step holds any text; one without is of no use as a trace."""
     return bool(step_lines(content)) or bool((content.answer or "").strip())
-
-
-def _flat(text: str) -> str:
-    return " ".join(text.split())
 
 
 def split_steps(
@@ -62,7 +59,7 @@ def split_steps(
 
     Args:
         contents: the steps in order, results included.
-        reward: what the trajectory earned.
+        reward: of the whole trajectory.
         source: which agent wrote it.
         trajectory: its name, unique within that source and task.
         policy_version: of the policy being trained, where that wrote it; None for other agents.
@@ -86,13 +83,12 @@ def split_steps(
 def check_trace(trace: Trace, number: int) -> None:
     """Raises DataError for a trace that could not be found or used."""
     value = trace.value
-    has_value = (
-        any((value.thought, value.calls, value.observations, value.answer))
-        if isinstance(value, StepContent)
-        else value
-    )
+    if isinstance(value, StepContent):
+        has_value = any((value.thought, value.calls, value.observations, value.answer))
+    else:
+        has_value = bool(value.strip())
     problems = {
-        "its value is empty": not (has_value.strip() if isinstance(has_value, str) else has_value),
+        "its value is empty": not has_value,
         "its key is empty": not trace.key.strip(),
         f"its reward is {trace.reward}": not math.isfinite(trace.reward),
         f"its position is {trace.position}": trace.position < 0,

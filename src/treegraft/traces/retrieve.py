@@ -32,8 +32,7 @@ class BufferRetriever:
 
     Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar
     to the history; sec. 5.5.2 for the noise rate. The paper does not say whether steps with an
-    answer may be retrieved; by default none is, and where one is the nearest, nothing is retrieved:
-    the next best trace would belong to another situation.
+    answer may be retrieved; by default none is.
     """
 
     def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
@@ -61,6 +60,7 @@ class BufferRetriever:
         """Returns the answers to a batch; runs in the thread of retrievals."""
         settings, buffer = self._settings, self._buffer
         began, num_cut_before = time.monotonic(), buffer.num_keys_cut
+        # By identity: two samples of a group may ask the same.
         sought = [question for question in batch if question.draw is None]
         drawn = [question for question in batch if question.draw is not None]
         found: dict[int, Retrieved] = {}
@@ -77,6 +77,8 @@ class BufferRetriever:
                 min_similarity=settings.min_similarity,
             )
             for question, nearest in zip(sought, hits, strict=True):
+                # A nearest step with an answer is not passed over: the next best belongs to another
+                # situation, so nothing is retrieved.
                 if nearest and (settings.terminal == "allow" or not nearest[0][0].terminal):
                     found[id(question)] = self._retrieved(question, *nearest[0])
             traces = buffer.draw(
@@ -89,6 +91,7 @@ class BufferRetriever:
                 if trace is not None:
                     found[id(question)] = self._retrieved(question, trace, 0.0)
         finally:
+            # Idle threads of this one's team would slow the engine's down.
             release_threads()
         self._busy_s += time.monotonic() - began
         self._counts["cut"] += buffer.num_keys_cut - num_cut_before

@@ -56,6 +56,8 @@ class RowTable:
     ) -> None:
         """Adds rows after the present ones, a column each."""
         start, end = len(self.rows), len(self.rows) + len(ids)
+        # Doubled, so that a buffer that grows by chunks is not copied for each of them. Readers
+        # hold views of the old rows, which are never written to again.
         if end > len(self._reserved):
             grown = _zeros(max(end, 2 * len(self._reserved), 1024), vectors.shape[1])
             for name in Rows.__slots__:
@@ -71,6 +73,7 @@ class RowTable:
         for name, values in columns.items():
             getattr(self._reserved, name)[start:end] = values
         present = {name: getattr(self._reserved, name)[:end] for name in columns}
+        # `live` alone changes later, by eviction, so every state has its own.
         self.rows = Rows(**present, live=np.concatenate([self.rows.live, np.asarray(live, bool)]))
 
     def evict(self, ids: Iterable[int]) -> None:
@@ -90,6 +93,7 @@ class RowTable:
         if sources:
             numbers = [self._source_numbers.get(source, -1) for source in sources]
             base = base & np.isin(rows.sources, numbers)
+        # One mask per task, not per query: the samples of a group ask about the same task.
         masks = {
             task: base & (rows.tasks != self._task_numbers.get(task, -1)) if task else base
             for task in set(exclude_tasks)
@@ -106,6 +110,7 @@ class RowTable:
     ) -> list[Hits]:
         """Returns for each of [queries, dim] the k nearest of the rows that `eligible` gave."""
         index = None
+        # Below the limit every row is compared, which is exact and fast enough.
         if np.count_nonzero(base) > FLAT_LIMIT:
             with self._index_lock:
                 index = self._index = IvfIndex.build(rows.vectors, self._index)
@@ -117,11 +122,7 @@ def _numbers(known: dict[str, int], names: Sequence[str]) -> list[int]:
 
 
 def _zeros(size: int, dim: int) -> Rows:
-    return Rows(
-        ids=np.zeros(size, np.int64),
-        vectors=np.zeros((size, dim), np.float32),
-        terminal=np.zeros(size, bool),
-        tasks=np.zeros(size, np.int32),
-        sources=np.zeros(size, np.int32),
-        live=np.zeros(size, bool),
-    )
+    tasks, sources = np.zeros((2, size), np.int32)
+    terminal, live = np.zeros((2, size), bool)
+    vectors = np.zeros((size, dim), np.float32)
+    return Rows(np.zeros(size, np.int64), vectors, terminal, tasks, sources, live)

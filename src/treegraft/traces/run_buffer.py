@@ -93,7 +93,7 @@ class RunBuffer:
         """Holds the buffer as it was after `update`, built first where there is none yet.
 
         Args:
-            scorer, format: what an expert's traces are rewarded and written with.
+            scorer, format: of an expert's traces.
 
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -119,23 +119,20 @@ class TraceFile:
         # A commit reaches the disk before it counts, so that not even a power cut loses it.
         self._connection.execute("PRAGMA synchronous = FULL")
         if is_new:
-            self._create()
+            with self.transaction() as connection:
+                # Another process may have made them since we looked.
+                if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+                    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                    # Not executescript, which would commit the transaction first.
+                    for statement in filter(None, map(str.strip, SCHEMA.split(";"))):
+                        connection.execute(statement)
+                    connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
         found = self.meta().get("format")
         if found != FORMAT:
             raise DataError(
                 f"buffer '{self.path}' has format {found}, this version of treegraft reads"
                 f" {FORMAT}; build it again, or use the version that wrote it"
             )
-
-    def _create(self) -> None:
-        """Makes the tables, unless another process has made them since we looked."""
-        with self.transaction() as connection:
-            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                return
-            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-            for statement in filter(None, map(str.strip, SCHEMA.split(";"))):
-                connection.execute(statement)
-            connection.execute("INSERT INTO meta VALUES ('format', ?)", (FORMAT,))
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
@@ -149,11 +146,13 @@ class TraceFile:
                 " file?"
             ) from error
         except sqlite3.DatabaseError as error:
-            if _is_no_database(self.path):
-                raise DataError(
-                    f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
-                    " another path"
-                ) from error
+            with suppress(OSError), self.path.open("rb") as file:
+                # An empty file is a database to SQLite, so a short beginning counts as one.
+                if not b"SQLite format 3\0".startswith(file.read(16)):
+                    raise DataError(
+                        f"'{self.path}' is not a Step-Trace Buffer, which is an SQLite file; name"
+                        " another path"
+                    ) from error
             raise DataError(
                 f"buffer '{self.path}' is damaged or not a Step-Trace Buffer ({error}); restore a"
                 " copy, or build it again"
@@ -200,6 +199,7 @@ class TraceFile:
     def traces(self, ids: Sequence[int]) -> dict[int, Trace]:
         """Returns the traces of these rows."""
         found: dict[int, Trace] = {}
+        # SQLite limits the marks of a statement: 999 in builds that are still about.
         for first in range(0, len(ids), 500):
             some = list(ids[first : first + 500])
             marks = ",".join("?" * len(some))
@@ -215,13 +215,13 @@ class TraceFile:
             text = json.loads(key)
         except (ValueError, TypeError, KeyError) as error:
             raise self.damage(f"a stored trace does not parse: {error}") from error
-        return Trace(
-            text, content, reward, source, task_id, position, bool(terminal), trajectory, version
-        )
+        place = (source, task_id, position)
+        return Trace(text, content, reward, *place, bool(terminal), trajectory, version)
 
     def vectors(self, after: int, last: int, num: int, dim: int) -> npt.NDArray[np.float32]:
         """Returns [traces, dim] of the rows after one, up to another, in their order. Raises
         DataError unless there are `num`."""
+        # Filled in parts: all blobs and their joint copy beside it would take three times the room.
         vectors, filled = np.empty((num, dim), np.float32), 0
         with self._lock, self._translated_errors():
             cursor = self._connection.execute(
@@ -231,28 +231,24 @@ class TraceFile:
                 joined = b"".join(blob for (blob,) in blobs)
                 if filled + len(blobs) > num or len(joined) != len(blobs) * dim * 4:
                     raise self.damage(f"vectors that do not fit {num} traces of {dim} numbers")
-                vectors[filled : filled + len(blobs)] = np.frombuffer(joined, "<f4").reshape(
-                    -1, dim
-                )
+                part = np.frombuffer(joined, "<f4").reshape(-1, dim)
+                vectors[filled : filled + len(blobs)] = part
                 filled += len(blobs)
         if filled != num:
             raise self.damage(f"{num} traces and {filled} vectors")
         return vectors
 
-    def damage(self, what: str) -> DataError:
+    def damage(self, reason: str) -> DataError:
         """Returns the error of a damaged file."""
         return DataError(
-            f"buffer '{self.path}' is damaged ({what}); restore a copy, or build it again"
+            f"buffer '{self.path}' is damaged ({reason}); restore a copy, or build it again"
         )
 
     def back_up(self, path: Path) -> None:
         """Copies the file, also while others read and write it."""
-        with self._lock, self._translated_errors():
-            target = sqlite3.connect(path)
-            try:
-                self._connection.backup(target)
-            finally:
-                target.close()
+        target = closing(sqlite3.connect(path))
+        with self._lock, self._translated_errors(), target as copy:
+            self._connection.backup(copy)
 
     def close(self) -> None:
         """Folds the write-ahead log into the file and closes it. A second call does nothing."""
@@ -262,12 +258,6 @@ class TraceFile:
             with suppress(sqlite3.Error):
                 self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             self._connection.close()
-
-
-def _is_no_database(path: Path) -> bool:
-    with suppress(OSError), path.open("rb") as file:
-        return not b"SQLite format 3\0".startswith(file.read(16))
-    return False
 
 
 def to_json(value: object) -> str:
@@ -280,11 +270,9 @@ def to_json(value: object) -> str:
 def trace_row(trace: Trace) -> tuple[Any, ...]:
     """Returns the values of `COLUMNS`."""
     value = trace.value if isinstance(trace.value, str) else asdict(trace.value)
+    texts = (to_json(trace.key), to_json(value))
     place = (trace.source, trace.task_id, trace.position, int(trace.terminal), trace.trajectory)
-    return (
-        *(to_json(trace.key), to_json(value), float(trace.reward)),
-        *(*place, trace.policy_version),
-    )
+    return (*texts, float(trace.reward), *place, trace.policy_version)
 
 
 def content_from_json(value: Any) -> str | StepContent:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from heapq import nlargest
 from pathlib import Path
@@ -44,17 +45,16 @@ class BufferView:
 
     def note(self) -> dict[str, Any]:
         """Returns the content of buffer.json; empty where the run had no buffer."""
-        place = self._run_dir / "buffer.json"
-        try:
-            found = json.loads(place.read_text(encoding="utf-8")) if place.is_file() else {}
-        except ValueError:
-            found = {}
+        found = None
+        with suppress(OSError, ValueError):
+            found = json.loads((self._run_dir / "buffer.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
 
     def path(self) -> Path | None:
         """Returns the buffer's file; None where there is none or it is outside the run folder."""
         if self._named is not None:
             return self._named
+        # A run folder may come from elsewhere: its buffer.json must not open other files.
         inside = self._run_dir.resolve()
         named = self.note().get("path", "buffer/traces.sqlite")
         path = (inside / str(named)).resolve()
@@ -80,11 +80,10 @@ class BufferView:
             raise DataError(f"the buffer '{path.name}' cannot be read ({error})") from error
 
     def _elsewhere(self) -> str:
-        named = self.note().get("path")
+        if not (named := self.note().get("path")):
+            return ""
         return (
             f"; it used '{named}', which lies outside. To see it: treegraft view RUN --buffer FILE"
-            if named
-            else ""
         )
 
     def stats(self) -> dict[str, Any]:
@@ -97,12 +96,11 @@ class BufferView:
                 "note": self.note(),
             }
         with self._open() as connection:
-            total, terminal, tasks = connection.execute(
-                "SELECT count(*), coalesce(sum(terminal), 0), count(DISTINCT task_id) FROM traces"
-                " WHERE evicted_at IS NULL"
-            ).fetchone()
-            (evicted,) = connection.execute(
-                "SELECT count(*) FROM traces WHERE evicted_at IS NOT NULL"
+            total, terminal, tasks, evicted = connection.execute(
+                "SELECT count(*) FILTER (WHERE evicted_at IS NULL),"
+                " count(*) FILTER (WHERE evicted_at IS NULL AND terminal),"
+                " count(DISTINCT CASE WHEN evicted_at IS NULL THEN task_id END),"
+                " count(evicted_at) FROM traces"
             ).fetchone()
             sources = connection.execute(
                 "SELECT source, count(*) AS num, avg(reward) AS reward FROM traces WHERE evicted_at"
@@ -136,12 +134,7 @@ class BufferView:
         where, values = ["evicted_at IS NULL"], list[Any]()
         if text:
             # Stored as JSON, so that a quote or a line break inside is escaped.
-            pattern = (
-                json.dumps(text, ensure_ascii=False)[1:-1]
-                .replace("!", "!!")
-                .replace("%", "!%")
-                .replace("_", "!_")
-            )
+            pattern = re.sub("[!%_]", r"!\g<0>", json.dumps(text, ensure_ascii=False)[1:-1])
             where.append("(key LIKE ? ESCAPE '!' OR value LIKE ? ESCAPE '!')")
             values += [f"%{pattern}%"] * 2
         for name, value in (("source", source), ("task_id", task)):
@@ -176,30 +169,19 @@ class BufferView:
                 if self._encoder is None or self._encoder.name != name:
                     self._encoder = build_encoder(str(name))
                 wanted = self._encoder.encode([key])[0]
-            condition = (
-                "t.evicted_at IS NULL"
-                + (" AND t.source = ?" if source else "")
-                + ("" if allow_terminal else " AND NOT t.terminal")
-            )
             cursor = connection.execute(
-                "SELECT v.id, v.vector FROM vectors v JOIN traces t ON t.id = v.id WHERE"
-                f" {condition}",
-                [source] if source else [],
+                "SELECT v.id, v.vector FROM vectors v JOIN traces t ON t.id = v.id"
+                " WHERE t.evicted_at IS NULL AND ? IN ('', t.source) AND (? OR NOT t.terminal)",
+                [source, allow_terminal],
             )
             best: list[tuple[float, int]] = []
             # All vectors of a large buffer at once would not fit into the viewer's memory.
             while rows := cursor.fetchmany(_CHUNK):
-                cosines = (
-                    np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(len(rows), -1)
-                    @ wanted
-                )
-                best = nlargest(
-                    k,
-                    [
-                        *best,
-                        *((float(s), -int(row[0])) for s, row in zip(cosines, rows, strict=True)),
-                    ],
-                )
+                vectors = np.frombuffer(b"".join(row[1] for row in rows), "<f4")
+                cosines = vectors.reshape(len(rows), -1) @ wanted
+                # Of equal cosines the older trace comes first, as in a retrieval.
+                new = ((float(s), -int(row[0])) for s, row in zip(cosines, rows, strict=True))
+                best = nlargest(k, [*best, *new])
             found = []
             for similarity, negative in best:
                 row = connection.execute(
@@ -251,19 +233,8 @@ class BufferView:
 
 def _shown(row: sqlite3.Row) -> dict[str, Any]:
     value = content_from_json(json.loads(row["value"]))
-    found = {
-        name: row[name]
-        for name in (
-            "hash",
-            "reward",
-            "source",
-            "task_id",
-            "position",
-            "trajectory",
-            "policy_version",
-        )
-    }
-    return found | {
+    names = ("hash", "reward", "source", "task_id", "position", "trajectory", "policy_version")
+    return {name: row[name] for name in names} | {
         "terminal": bool(row["terminal"]),
         "key": json.loads(row["key"]),
         "text": value if isinstance(value, str) else None,

@@ -46,15 +46,10 @@ def view_text(
     console = Console()
     console.print(show(run, file, group, leaf))
     if group is None:
-        which = (
-            f"--update {int(file.split('-')[1])}"
-            if file.startswith("update")
-            else f"--eval {int(file.split('-')[1])}"
-        )
-        console.print(
-            Text(f"one tree: treegraft view {paths[0]} --text {which} --group 0", style="dim"),
-            soft_wrap=True,
-        )
+        kind, number = file.split("-")[:2]
+        hint = f"treegraft view {paths[0]} --text --{kind} {int(number)} --group 0"
+        # Not wrapped, so that it can be copied from a narrow terminal.
+        console.print(Text(f"one tree: {hint}", style="dim"), soft_wrap=True)
 
 
 def view_pages(
@@ -75,14 +70,13 @@ def view_pages(
             f"the viewer needs the package '{error.name}', which is not installed; run: pip install"
             " 'treegraft[web]'. Without it: treegraft view RUN --text"
         ) from error
-    if buffer is not None and not buffer.expanduser().is_file():
-        raise SettingError(
-            f"--buffer {buffer}: there is no such file; expected a Step-Trace Buffer"
-        )
-    runs = open_runs(paths)
-    app = build_app(
-        runs, host=host, buffer=None if buffer is None else buffer.expanduser().resolve()
-    )
+    if buffer is not None:
+        named, buffer = buffer, buffer.expanduser().resolve()
+        if not buffer.is_file():
+            raise SettingError(
+                f"--buffer {named}: there is no such file; expected a Step-Trace Buffer"
+            )
+    app = build_app(open_runs(paths), host=host, buffer=buffer)
     made = listen(host, port)
     address = address_of(made)
 

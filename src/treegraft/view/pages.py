@@ -1,15 +1,17 @@
-"""Recorded trees as the JSON that the pages show: a row of a list, a drawing, the tokens of a
-path."""
+"""Trees and warnings of a run as the JSON that the pages show: a row of a list, a drawing, the
+tokens of a path."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import compress
 from statistics import fmean
 from typing import Any
 
-from treegraft.core.types import BranchCause, GraftCause, Leaf, Origin, Step, Trajectory, Tree
+from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, Trajectory, Tree
+from treegraft.runs.health import HealthWarning
 from treegraft.runs.record import SAMPLED_COLUMNS, step_to_dict
 
 _STEP_FIELDS = (
@@ -23,10 +25,13 @@ def _is_graft(step: Step) -> bool:
 
 
 def _num_errors(steps: Sequence[Step]) -> int:
-    """Failed calls of the policy; those of a graft are another agent's."""
-    return sum(
-        seen.is_error for step in steps if not _is_graft(step) for seen in step.content.observations
-    )
+    # Failed calls of the policy only; those of a graft are another agent's.
+    own = [step for step in steps if not _is_graft(step)]
+    return sum(seen.is_error for step in own for seen in step.content.observations)
+
+
+def _num_branches(steps: Sequence[Step]) -> int:
+    return sum(isinstance(step.cause, BranchCause) for step in steps)
 
 
 def _num_tokens(steps: Sequence[Step]) -> int:
@@ -58,7 +63,7 @@ def _leaf_row(path: Trajectory) -> dict[str, Any]:
         "num_calls": path.num_tool_calls,
         "num_errors": _num_errors(path.steps),
         "num_grafts": sum(map(_is_graft, path.steps)),
-        "num_branches": sum(isinstance(step.cause, BranchCause) for step in path.steps),
+        "num_branches": _num_branches(path.steps),
     }
 
 
@@ -81,7 +86,7 @@ def summarise(tree: Tree) -> dict[str, Any]:
         "reward_max": max(rewards, default=None),
         "num_correct": sum(bool(leaf.is_correct) for leaf in tree.leaves),
         "num_grafts": sum(map(_is_graft, tree.steps)),
-        "num_branches": sum(isinstance(step.cause, BranchCause) for step in tree.steps),
+        "num_branches": _num_branches(tree.steps),
         "num_errors": _num_errors(tree.steps),
         "statuses": dict(Counter(str(leaf.status) for leaf in tree.leaves)),
         "best": best_leaf(paths),
@@ -108,6 +113,7 @@ def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
     entropies, ratios = data["entropies"], data["ratios"]
     num_loss = sum(step.loss_mask)
     is_hard = step.advantage is not None
+    # Numbers in place of tokens: a large tree would be a page of many megabytes.
     return {name: data[name] for name in _STEP_FIELDS} | {
         "num_tokens": len(step.token_ids),
         "num_lesson": len(step.lesson_ids),
@@ -117,8 +123,8 @@ def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
         "entropy_mean": fmean(entropies) if entropies else None,
         "entropy_max": max(entropies, default=None),
         "ratio_mean": fmean(ratios) if ratios else None,
-        "ratio_max": max(ratios) if ratios else None,
-        "ratio_min": min(ratios) if ratios else None,
+        "ratio_max": max(ratios or (), default=None),
+        "ratio_min": min(ratios or (), default=None),
         "is_learned": ratios is not None and num_loss > 0,
         "advantage": step.advantage if is_hard else _advantage_below(leaves, step.id),
         "is_hard": is_hard,
@@ -128,12 +134,9 @@ def _drawn_step(step: Step, leaves: Sequence[Leaf]) -> dict[str, Any]:
 def _contrast(leaves: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Number and mean reward of the leaves with and without something."""
     found: dict[str, Any] = {}
+    scored = [leaf for leaf in leaves if leaf["reward"] is not None]
     for key, has in (("with", True), ("without", False)):
-        rewards = [
-            leaf["reward"]
-            for leaf in leaves
-            if bool(leaf[name]) is has and leaf["reward"] is not None
-        ]
+        rewards = [leaf["reward"] for leaf in scored if bool(leaf[name]) is has]
         found[key] = {"num": len(rewards), "reward": fmean(rewards) if rewards else None}
     return found
 
@@ -146,8 +149,12 @@ def draw(tree: Tree) -> dict[str, Any]:
     policy's last step before the graft and its first after it (RAPO's H- and H+).
     """
     paths = tree.trajectories()
-    entropy = _mean_entropies(tree)
-    steps = [_drawn_step(step, tree.leaves) for step in tree.steps]
+    # Step id -> mean entropy in nats, of the steps with sampled tokens.
+    entropy = {
+        step.id: fmean(values)
+        for step in tree.steps
+        if (values := list(compress(step.entropies, step.sampled_mask)))
+    }
     leaves = []
     for path in paths:
         effects = {}
@@ -160,7 +167,7 @@ def draw(tree: Tree) -> dict[str, Any]:
         "group_id": tree.group_id,
         "task": asdict(tree.task),
         "budget": asdict(tree.budget),
-        "steps": steps,
+        "steps": [_drawn_step(step, tree.leaves) for step in tree.steps],
         "leaves": leaves,
         "best": best_leaf(paths),
         "peers": _graft_peers(paths, entropy),
@@ -172,33 +179,17 @@ def draw(tree: Tree) -> dict[str, Any]:
 # ---------------------------------------------------------------------- what a graft changed
 
 
-def _mean_entropies(tree: Tree) -> dict[str, float]:
-    """Step id -> mean entropy in nats, of the steps with sampled tokens."""
-    found = {}
-    for step in tree.steps:
-        values = [
-            value
-            for value, origin in zip(step.entropies, step.origins, strict=True)
-            if origin is Origin.POLICY
-        ]
-        if values:
-            found[step.id] = fmean(values)
-    return found
-
-
 def _around(
     path: Trajectory, place: int, entropy: Mapping[str, float]
 ) -> tuple[int | None, int | None]:
     """The depths of the policy's last step before a place of a path and of its first after it."""
     sampled = [n for n, step in enumerate(path.steps) if step.id in entropy]
-    return (
-        max((n for n in sampled if n < place), default=None),
-        min((n for n in sampled if n > place), default=None),
-    )
+    before, after = [n for n in sampled if n < place], [n for n in sampled if n > place]
+    return before[-1] if before else None, after[0] if after else None
 
 
 def _action(step: Step) -> tuple[object, ...]:
-    """The calls and the answer of a step, for comparisons."""
+    # Thoughts are left out: agents word them differently and still do the same.
     calls = tuple((call.name, call.body.strip()) for call in step.content.calls)
     return calls, step.content.answer
 
@@ -206,8 +197,8 @@ def _action(step: Step) -> tuple[object, ...]:
 def _drift(
     ungrafted: Sequence[Trajectory], before: int, after: int, entropy: Mapping[str, float]
 ) -> dict[str, Any]:
-    """How the policy's mean entropy went between two depths on the paths without a graft, each
-    later step counted once."""
+    """The policy's mean entropy at two depths of the paths without a graft."""
+    # By the later step: one that several leaves share counts once.
     pairs = {
         path.steps[after].id: path.steps[before].id
         for path in ungrafted
@@ -290,6 +281,7 @@ def path_tokens(path: Trajectory) -> list[dict[str, Any]]:
         names = ("id", "token_ids", "origins", "loss_mask", *SAMPLED_COLUMNS)
         row = {name: data[name] for name in names}
         row["advantage"] = path.advantage if step.advantage is None else step.advantage
+        # A shared step may carry loss for other leaves, but not on this path.
         if not path.leaf.has_loss:
             row["loss_mask"] = [[0, len(step.token_ids)]]
         found.append(row)
@@ -308,3 +300,33 @@ def texts(tree: Tree) -> Iterator[str]:
         yield step.content.answer or ""
         yield step.violation or ""
     yield from (leaf.error or "" for leaf in tree.leaves)
+
+
+# ---------------------------------------------------------------------- warnings
+
+
+def page_warnings(found: Sequence[Sequence[HealthWarning]]) -> list[list[dict[str, Any]]]:
+    """Returns the warnings of each line of metrics: name, rule, text, and whether the warning
+    begins with this line."""
+    names = [{one.name for one in warnings} for warnings in found]
+    return [
+        [
+            {
+                "name": one.name,
+                "rule": one.rule.name,
+                "text": one.text,
+                "is_new": one.name not in before,
+            }
+            for one in warnings
+        ]
+        for warnings, before in zip(found, [set[str](), *names], strict=False)
+    ]
+
+
+def explanations(found: Sequence[Sequence[HealthWarning]]) -> dict[str, dict[str, Any]]:
+    """Returns the rules that occur: name -> meaning, causes and advice."""
+    rules = {one.rule.name: one.rule for warnings in found for one in warnings}
+    return {
+        name: {"meaning": rule.meaning, "causes": list(rule.causes), "advice": rule.advice}
+        for name, rule in sorted(rules.items())
+    }

@@ -82,6 +82,7 @@ def _candidates(
     run: Run, wanted: Filter, file: TreeFile, first: int
 ) -> Iterator[tuple[int, dict[str, Any] | None]]:
     """Yields the number of each tree of a file with its summary, None where it does not match."""
+    # Without a text the summaries decide, which stay in memory.
     if not wanted.text:
         for group in run.groups(file.name)[first:]:
             yield int(group["n"]), group
@@ -115,34 +116,28 @@ def find(
         cursor: None at the end.
         num_seen, num_files: files searched so far, and all of them.
     """
-    files = [
-        one
-        for one in run.files()
-        if (
-            one.name == file
-            if file
-            else kinds in ("all", "update" if one.kind == "update" else "eval")
-        )
-    ]
-    files = files if file else files[::-1]
+    if file:
+        files = [one for one in run.files() if one.name == file]
+    else:
+        files = [
+            one
+            for one in reversed(run.files())
+            if kinds in ("all", "update" if one.kind == "update" else "eval")
+        ]
     name, _, number = cursor.partition(":")
     names = [one.name for one in files]
+    # A cursor whose file a resume has cut away begins anew.
     place = names.index(name) if name in names else 0
     first = int(number) if name in names and number.isdigit() else 0
     began, groups = time.monotonic(), list[dict[str, Any]]()
     for index in range(place, len(files)):
         for n, group in _candidates(run, wanted, files[index], first):
-            matches = [] if group is None else wanted.of_group(group)
-            if group is not None and matches:
+            if group is not None and (matches := wanted.of_group(group)):
                 groups.append(group | {"matches": matches})
-            is_over = not file and (len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S)
-            if is_over:
-                return {
-                    "groups": groups,
-                    "cursor": f"{files[index].name}:{n + 1}",
-                    "num_seen": index,
-                    "num_files": len(files),
-                }
+            # One file is always answered whole: its list can be sorted by the page.
+            if not file and (len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S):
+                seen = {"cursor": f"{files[index].name}:{n + 1}", "num_seen": index}
+                return {"groups": groups, "num_files": len(files), **seen}
         first = 0
     return {"groups": groups, "cursor": None, "num_seen": len(files), "num_files": len(files)}
 
@@ -159,21 +154,16 @@ def grafts_of(run: Run, content_hash: str, *, cursor: str = "") -> dict[str, Any
     """Returns the grafts of a trace of the buffer: file, tree, step and the leaves below, newest
     first, in parts."""
     needle = json.dumps(content_hash).encode()
-    files = run.files()[::-1]
-    names = [one.name for one in files]
+    names = [one.name for one in reversed(run.files())]
     place = names.index(cursor) if cursor in names else 0
     began, found = time.monotonic(), list[dict[str, Any]]()
-    for index in range(place, len(files)):
+    for name in names[place:]:
         if found and (time.monotonic() - began > BUDGET_S or len(found) >= MAX_FOUND):
-            return {"grafts": found, "cursor": files[index].name}
-        for number, line in run.raw_lines(files[index].name):
-            if needle in line:
-                found += _places(
-                    parse_tree(line, f"'{files[index].name}', line {number + 1}"),
-                    content_hash,
-                    files[index].name,
-                    number,
-                )
+            return {"grafts": found, "cursor": name}
+        for number, line in run.raw_lines(name):
+            if needle in line:  # parsing costs a hundred times as much
+                tree = parse_tree(line, f"'{name}', line {number + 1}")
+                found += _places(tree, content_hash, name, number)
     return {"grafts": found, "cursor": None}
 
 

@@ -14,8 +14,9 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -62,14 +63,12 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """Returns the resolved settings. Raises DataError: config.json is damaged."""
+        path = self.path / "config.json"
         try:
-            found: dict[str, Any] = json.loads(
-                (self.path / "config.json").read_text(encoding="utf-8")
-            )
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"'{self.path}/config.json' cannot be read ({error}); expected the settings of"
-                " a run"
+                f"'{path}' cannot be read ({error}); expected the settings of a run"
             ) from error
         return found
 
@@ -101,14 +100,13 @@ class Run:
     def state(self) -> dict[str, Any]:
         """Returns the numbers that change when the run has written; cheap enough to be polled."""
         metrics = self.folder.metrics_path
-        stat = metrics.stat() if metrics.exists() else None
         files = self.files()
         era, lines = self.metrics()
-        newest = max(
-            [file.mtime_ns for file in files] + ([stat.st_mtime_ns] if stat else []), default=0
-        )
+        times = [file.mtime_ns for file in files]
+        newest = max([*times, metrics.stat().st_mtime_ns if metrics.exists() else 0])
         total = self.config().get("run", {}).get("num_updates", 0)
         done = int(lines[-1].get("update") or 0) if lines else 0
+        # By time rather than by the lock, which says nothing of a run on another machine.
         is_live = done < total and time.time() - newest / 1e9 < _LIVE_S
         return {
             "era": era,
@@ -164,6 +162,7 @@ class Run:
             if key in kept:
                 kept.move_to_end(key)
                 return kept[key]
+        # Read without the lock: a large file must not stop the answers to other pages.
         found = read(path)
         with self._lock:
             kept[key] = found
@@ -235,10 +234,9 @@ class Run:
 def _metrics_line(raw: bytes) -> dict[str, Any] | None:
     """Returns a line, infinite numbers and NaN (a loss that diverged) as text; None for a damaged
     one."""
-    try:
+    line = None
+    with suppress(ValueError):
         line = json.loads(raw)
-    except ValueError:
-        return None
     if not isinstance(line, dict):
         return None
     return {
@@ -254,13 +252,9 @@ def open_runs(paths: Sequence[Path]) -> dict[str, Run]:
         CheckpointError: one of them is no run folder.
     """
     runs: dict[str, Run] = {}
-    for path in paths:
-        base = path.resolve().name
-        number, name = 2, base
-        while name in runs:
-            if runs[name].path == path.resolve():
-                break
-            name, number = f"{base}-{number}", number + 1
-        else:
-            runs[name] = Run(path, name)
+    # A folder that is named twice is shown once.
+    for place, path in {path.resolve(): path for path in paths}.items():
+        numbered = (f"{place.name}-{number}" for number in count(2))
+        name = next(one for one in chain([place.name], numbered) if one not in runs)
+        runs[name] = Run(path, name)
     return runs

@@ -2,10 +2,6 @@
 and writes nothing.
 
     Browser  --GET /api/...-->  this server  --reads-->  the run folders that were named
-
-Foreign names in the Host header are refused, so that a page on the internet cannot read runs
-through a name that it points here (DNS rebinding). Files are served by name from a list, never by
-path, and texts of models are sent as JSON only.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +19,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
+from treegraft.core.errors import DataError, SettingError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.view.buffer import BufferView
-from treegraft.view.pages import draw, path_tokens
+from treegraft.view.pages import draw, explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
 from treegraft.view.runs import Run
 from treegraft.view.tokens import TokenTexts
-from treegraft.view.warnings import explanations, page_warnings
 
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
@@ -85,7 +79,7 @@ class Guard:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no NaN."""
+    # JSON has no NaN and no infinity; a loss that diverged is shown as text.
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, Mapping):
@@ -94,6 +88,7 @@ def _finite(value: Any) -> Any:
 
 
 def _json(data: Any, status: int = 200) -> Response:
+    # Numbers that are not finite are rare: the walk through all data is made only where one is.
     try:
         text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
         body = text.encode()
@@ -107,20 +102,16 @@ def _json(data: Any, status: int = 200) -> Response:
 @cache
 def _static() -> dict[str, tuple[bytes, str]]:
     """Every file of the pages with its type, by the path under which it is served."""
-    root = resources.files("treegraft.view").joinpath("static")
-    found: dict[str, tuple[bytes, str]] = {}
-    folders = [("", root)]
-    while folders:
-        prefix, folder = folders.pop()
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                folders.append((f"{prefix}{entry.name}/", entry))
-            elif (kind := _TYPES.get(Path(entry.name).suffix)) is not None:
-                found[f"{prefix}{entry.name}"] = (entry.read_bytes(), kind)
-    return found
+    root = Path(__file__).with_name("static")
+    return {
+        file.relative_to(root).as_posix(): (file.read_bytes(), _TYPES[file.suffix])
+        for file in root.rglob("*")
+        if file.suffix in _TYPES
+    }
 
 
 def _page(request: Request) -> Response:
+    # By name from a list, never by path, so that no path leads out of the folder.
     path = request.path_params.get("path") or "index.html"
     if path not in _static():
         return Response("not found", 404, media_type="text/plain")
@@ -130,10 +121,8 @@ def _page(request: Request) -> Response:
 
 def _number(request: Request, name: str) -> float | None:
     text = request.query_params.get(name, "").strip()
-    if not text:
-        return None
     try:
-        return float(text)
+        return float(text) if text else None
     except ValueError as error:
         raise SettingError(f"{name}: got '{text:.40}', expected a number") from error
 
@@ -148,8 +137,9 @@ def _whole(request: Request, name: str) -> int | None:
 
 
 class Api:
-    """The answers to the pages' requests. Its methods run in threads, since all of them read
-    files."""
+    """The answers to the pages' requests."""
+
+    # Plain functions, not coroutines: Starlette runs them in threads, since all of them read files.
 
     def __init__(self, runs: Mapping[str, Run], buffer: Path | None = None) -> None:
         self._runs = dict(runs)
@@ -163,6 +153,10 @@ class Api:
                 f"there is no run '{name:.80}'; expected one of {', '.join(self._runs)}"
             )
         return self._runs[name]
+
+    def _tree(self, request: Request) -> tuple[Run, str, int]:
+        """The run, the file and the number of the tree that is asked for."""
+        return self._run(request), request.path_params["file"], request.path_params["n"]
 
     def runs(self, request: Request) -> Any:
         """The runs, with the numbers that change while they write."""
@@ -192,8 +186,10 @@ class Api:
         found = [recorded(line) for line in lines]
         warnings = page_warnings(found)
         first = _whole(request, "first") or 0
+        # After a resume the lines that the page has may no longer hold.
         if _whole(request, "era") not in (None, era):
             first = 0
+        # The trees tell how many tasks were held out; a source may have fewer than asked.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
         return {
@@ -227,22 +223,12 @@ class Api:
             has_branch=_flag(request, "branch"),
             is_mixed=_flag(request, "mixed"),
         )
-        kinds = asked.get("kinds", "update")
-        return find(
-            self._run(request),
-            wanted,
-            file=asked.get("file", ""),
-            cursor=asked.get("cursor", ""),
-            kinds=kinds,
-        )
+        where = {"file": asked.get("file", ""), "cursor": asked.get("cursor", "")}
+        return find(self._run(request), wanted, **where, kinds=asked.get("kinds", "update"))
 
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""
-        run, name, number = (
-            self._run(request),
-            request.path_params["file"],
-            request.path_params["n"],
-        )
+        run, name, number = self._tree(request)
         tree, tokens = run.tree(name, number), self._tokens[run.name]
         drawn = draw(tree) | {
             "file": name,
@@ -252,10 +238,8 @@ class Api:
         }
         for row, step in zip(drawn["steps"], tree.steps, strict=True):
             # A step that the format could not read is shown to the letter.
-            content = step.content
-            is_empty = not (
-                content.thought or content.calls or content.observations or content.answer
-            )
+            one = step.content
+            is_empty = not (one.thought or one.calls or one.observations or one.answer)
             if step.violation is not None or is_empty:
                 row["wrote"] = tokens.decode(step.token_ids)
         self._mark_same_question(run.name, drawn)
@@ -280,11 +264,7 @@ class Api:
 
     def tokens(self, request: Request) -> Any:
         """The tokens of one path, with every column that was recorded."""
-        run, name, number = (
-            self._run(request),
-            request.path_params["file"],
-            request.path_params["n"],
-        )
+        run, name, number = self._tree(request)
         leaf = _whole(request, "leaf") or 0
         steps = path_tokens(run.path_of(name, number, leaf))
         for step in steps:
@@ -335,7 +315,7 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
             return _json(method(request))
         except (DataError, SettingError) as error:
             return _json({"error": str(error)}, 404)
-        except (ModelError, TreegraftError) as error:
+        except TreegraftError as error:
             return _json({"error": str(error)}, 409)
 
     return answer
@@ -368,4 +348,6 @@ def build_app(
     )
     routes = [Route(path, _answer(method)) for path, method in paths]
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
+    # A foreign name in the Host header is refused: a page on the internet could point a name of its
+    # own here and read runs through it (DNS rebinding).
     return Guard(OwnNames(Starlette(routes=routes), host))

@@ -44,27 +44,16 @@ def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
     Raises:
         DataError: there is none.
     """
-    files = run.files()
-    wanted = [
-        file.name
-        for file in files
-        if (file.kind == "update" if evaluation is None else file.kind != "update")
-        and (update is None or file.update == update)
-        and (evaluation is None or file.update == evaluation)
-    ]
+    files = [file for file in run.files() if (file.kind == "update") is (evaluation is None)]
+    asked = update if evaluation is None else evaluation
+    wanted = [file.name for file in files if asked in (None, file.update)]
     if not wanted:
-        there = sorted(
-            {file.update for file in files if (file.kind == "update") is (evaluation is None)}
-        )
-        span = f"{there[0]} to {there[-1]}" if there else "none"
-        asked = (
-            ""
-            if update is None and evaluation is None
-            else f" {update if evaluation is None else evaluation}"
-        )
+        span = f"{files[0].update} to {files[-1].update}" if files else "none"
         kind = "update" if evaluation is None else "evaluation"
-        raise DataError(f"run '{run.name}' recorded no trees of {kind}{asked}; there are: {span}")
-    return wanted[-1] if update is None and evaluation is None else wanted[0]
+        which = kind if asked is None else f"{kind} {asked}"
+        raise DataError(f"run '{run.name}' recorded no trees of {which}; there are: {span}")
+    # Of one number there may be two evaluations, greedy and sampled; the greedy one comes first.
+    return wanted[-1] if asked is None else wanted[0]
 
 
 def show(run: Run, file: str, group: int | None, leaf: int | None) -> RenderableType:
@@ -86,23 +75,17 @@ def show(run: Run, file: str, group: int | None, leaf: int | None) -> Renderable
     chosen = leaf if leaf is not None else best_leaf(paths)
     parts: list[RenderableType] = [] if leaf is not None else [_drawing(tree), Text("")]
     if chosen is not None:
-        title = f"leaf {chosen} (0 to {len(tree.leaves) - 1})" + (
-            "" if leaf is not None else ", the best by reward"
-        )
-        parts += [
-            Text(title, style="bold"),
-            transcript(paths[chosen], tokens if tokens.is_there else None),
-        ]
+        which = "" if leaf is not None else ", the best by reward"
+        title = f"leaf {chosen} (0 to {len(tree.leaves) - 1}){which}"
+        written = transcript(paths[chosen], tokens if tokens.is_there else None)
+        parts += [Text(title, style="bold"), written]
     return Group(*parts)
 
 
 def _list(run: Run, file: str) -> Table:
+    title = Text(f"{run.name}, {file}")
     table = Table(
-        title=Text(f"{run.name}, {file}"),
-        title_justify="left",
-        box=None,
-        padding=(0, 1, 0, 0),
-        header_style="dim",
+        title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim"
     )
     for name in ("group", *_COLUMNS):
         # In 80 columns the question gives way.
@@ -170,6 +153,3 @@ def _label(step: Step, leaf: tuple[int, Leaf] | None) -> Text:
             f"  [leaf {number}: {end.status}, reward {_number(end.reward)}{advantage}]", style=style
         )
     return text
-
-
-__all__ = ["pick_file", "show"]

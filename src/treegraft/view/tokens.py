@@ -49,8 +49,8 @@ class TokenTexts:
             tokenizer = self._tokenizer()
             if tokenizer is None:
                 return None
-            missing = sorted({token for token in token_ids if token not in self._known})
-            self._known.update((token, self._alone(tokenizer, token)) for token in missing)
+            for token in set(token_ids) - self._known.keys():
+                self._known[token] = self._alone(tokenizer, token)
             texts = [self._known[token] for token in token_ids]
             place = 0
             while place < len(texts):
@@ -70,24 +70,19 @@ class TokenTexts:
 
     def _alone(self, tokenizer: Tokenizer, token: int) -> str:
         text = str(tokenizer.decode([token], skip_special_tokens=False))
-        raw = tokenizer.id_to_token(token)
         if tokenizer.decoder is None:
             # Without a decoder pieces are joined by spaces.
             return f"{text} "
         # A decoder of whole texts strips the space that begins a word.
-        return (
-            f" {text}"
-            if raw is not None and raw.startswith("\u2581") and not text.startswith(" ")
-            else text
-        )
+        begins_word = (tokenizer.id_to_token(token) or "").startswith("\u2581")
+        return f" {text}" if begins_word and not text.startswith(" ") else text
 
     @staticmethod
     def _join(tokenizer: Tokenizer, token_ids: Sequence[int], texts: list[str], place: int) -> int:
         """Puts a character of several tokens where it begins; returns the number of its tokens."""
         for count in range(2, min(_LONGEST, len(texts) - place) + 1):
-            joined = str(
-                tokenizer.decode(list(token_ids[place : place + count]), skip_special_tokens=False)
-            )
+            ids = list(token_ids[place : place + count])
+            joined = str(tokenizer.decode(ids, skip_special_tokens=False))
             if _UNKNOWN not in joined:
                 texts[place : place + count] = [joined] + [""] * (count - 1)
                 return count

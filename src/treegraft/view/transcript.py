@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import compress
 from typing import Protocol
 
 from rich.console import Group, RenderableType
@@ -36,14 +37,8 @@ def _labelled(label: str, body: str, style: str) -> Table:
 
 
 def _observation(observation: Observation, limit: int | None) -> Table:
-    marks = [
-        mark
-        for mark, is_set in (
-            ("error", observation.is_error),
-            ("cut", observation.is_truncated),
-        )
-        if is_set
-    ]
+    flags = (observation.is_error, observation.is_truncated)
+    marks = list(compress(("error", "cut"), flags))
     body = plain(observation.text, limit) + (f"  [{', '.join(marks)}]" if marks else "")
     return _labelled("result", body, "red" if observation.is_error else "magenta")
 
@@ -66,18 +61,11 @@ def _step(step: Step, tokenizer: Decoder | None, limit: int | None) -> list[Rend
     if step.violation is not None:
         parts.append(_labelled("violation", plain(step.violation), "red"))
     if tokenizer is not None and (step.violation is not None or not parts):
-        sampled = [
-            token
-            for token, origin in zip(step.token_ids, step.origins, strict=True)
-            if origin is Origin.POLICY
-        ]
+        sampled = list(compress(step.token_ids, step.sampled_mask))
         parts.append(_labelled("wrote", plain(tokenizer.decode(sampled), limit), "yellow"))
     if not parts:
-        parts.append(
-            _labelled(
-                "wrote", f"{len(step.token_ids)} tokens that the format cannot read", "yellow"
-            )
-        )
+        unread = f"{len(step.token_ids)} tokens that the format cannot read"
+        parts.append(_labelled("wrote", unread, "yellow"))
     return parts
 
 

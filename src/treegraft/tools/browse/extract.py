@@ -36,6 +36,7 @@ class ExtractPool(WorkerPool):
             ToolError: it cannot be read, or not within `deadline_s` seconds.
             ToolUnavailable: no process became free or could be started.
         """
+        # Requests go as JSON, which has no bytes.
         body = base64.b64encode(page.body).decode("ascii")
         try:
             answer = self.ask([page.content_type, page.charset, page.url, body], deadline_s)

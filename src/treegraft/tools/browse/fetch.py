@@ -15,14 +15,15 @@ import socket
 import ssl
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urljoin, urlsplit, urlunsplit
+from urllib.parse import urljoin, urlsplit
 
 import httpx
 
 from treegraft.core.errors import ToolError
+from treegraft.settings.tools import BrowseToolSettings
 
 if TYPE_CHECKING:
     from protego import Protego
@@ -64,24 +65,10 @@ class NotFetched(ToolError):
 class Fetcher:
     """Fetches pages, one connection each; only the address and our name are sent."""
 
-    def __init__(
-        self,
-        *,
-        timeout_s: float,
-        max_bytes: int,
-        max_redirects: int,
-        allow_private: bool,
-        respect_robots: bool,
-        user_agent: str,
-    ) -> None:
-        """Args as in [tools.browse]."""
-        self._timeout_s = timeout_s
-        self._max_bytes = max_bytes
-        self._max_redirects = max_redirects
-        self._allow_private = allow_private
-        self._respect_robots = respect_robots
-        self._user_agent = user_agent
-        self._agent = re.split(r"[/\s]", user_agent.strip())[0]
+    def __init__(self, settings: BrowseToolSettings) -> None:
+        self._settings = settings
+        # Sites name a program without its version.
+        self._agent = re.split(r"[/\s]", settings.user_agent.strip())[0]
         self._robots: OrderedDict[str, Protego] = OrderedDict()
         self._tls = ssl.create_default_context()
 
@@ -93,83 +80,82 @@ class Fetcher:
                 in time.
         """
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._settings.timeout_s):
                 return await self._follow(_checked(url.strip()))
         except TimeoutError:
-            raise NotFetched(f"{url} did not load within {self._timeout_s:g} s") from None
+            raise NotFetched(f"{url} did not load within {self._settings.timeout_s:g} s") from None
 
     async def _follow(self, url: str) -> Page:
-        for _ in range(self._max_redirects + 1):
-            if self._respect_robots and not (await self._rules(url)).can_fetch(url, self._agent):
+        for _ in range(self._settings.max_redirects + 1):
+            if self._settings.respect_robots and not (await self._rules(url)).can_fetch(
+                url, self._agent
+            ):
                 raise NotFetched(
                     f"{url} must not be fetched by programs, says the site's robots.txt"
                 )
-            status, headers, body = await self._get(url, self._max_bytes, _refuse_by_headers)
+            status, headers, body = await self._get(url, is_page=True)
             if status == 200:
                 return Page(url, *_content_type(headers), body)
             if "location" not in headers:
                 raise NotFetched(f"{url} answered with status {status}")
             url = _checked(urljoin(url, headers["location"]))
-        raise NotFetched(f"{url} lies behind more than {self._max_redirects} redirects")
+        raise NotFetched(f"{url} lies behind more than {self._settings.max_redirects} redirects")
 
     async def _rules(self, url: str) -> Protego:
         parts = urlsplit(url)
         site = f"{parts.scheme}://{parts.netloc}"
-        if site not in self._robots:
-            self._robots[site] = await self._read_rules(f"{site}/robots.txt")
-            if len(self._robots) > KEPT_ROBOTS:
-                self._robots.popitem(last=False)
-        return self._robots[site]
-
-    async def _read_rules(self, url: str) -> Protego:
-        for _ in range(self._max_redirects + 1):
-            status, headers, body = await self._get(url, ROBOTS_BYTES, None)
+        if site in self._robots:
+            return self._robots[site]
+        place, rules = f"{site}/robots.txt", b""
+        for _ in range(self._settings.max_redirects + 1):
+            status, headers, body = await self._get(place, is_page=False)
             if status in _REDIRECTS and "location" in headers:
-                url = _checked(urljoin(url, headers["location"]))
+                place = _checked(urljoin(place, headers["location"]))
                 continue
             if status >= 500 or status == 429:
                 # RFC 9309, 2.3.1.4: a site whose rules cannot be read now is not visited now; it is
                 # asked again next time.
                 raise NotFetched(
-                    f"{url} answered with status {status}, so the site is left alone for now"
+                    f"{place} answered with status {status}, so the site is left alone for now"
                 )
-            return read_robots(body if status == 200 else b"", self._agent)
-        return read_robots(b"", self._agent)
+            # Any other status means that there are no rules (2.3.1.3), and so do too many
+            # redirects (2.3.1.2).
+            rules = body if status == 200 else b""
+            break
+        self._robots[site] = read_robots(rules, self._agent)
+        if len(self._robots) > KEPT_ROBOTS:
+            self._robots.popitem(last=False)
+        return self._robots[site]
 
-    async def _get(
-        self,
-        url: str,
-        max_bytes: int,
-        refuse: Callable[[str, int, httpx.Headers, int], None] | None,
-    ) -> tuple[int, httpx.Headers, bytes]:
-        """Returns status, headers and body; a body beyond the limit is an error where `refuse` is
-        given, and cut otherwise."""
+    async def _get(self, url: str, *, is_page: bool) -> tuple[int, httpx.Headers, bytes]:
+        """Returns status, headers and body; a page that cannot be read is an error, and the rest of
+        a robots.txt beyond its limit is cut off."""
+        max_bytes = self._settings.max_bytes if is_page else ROBOTS_BYTES
         parts = urlsplit(url)
         host = parts.hostname or ""
         address = await self._resolve(host, parts.port or (443 if parts.scheme == "https" else 80))
-        shown = f"[{address}]" if ":" in address else address
-        target = urlunsplit(
-            parts._replace(netloc=f"{shown}:{parts.port}" if parts.port else shown, fragment="")
-        )
+        target = parts._replace(netloc=_netloc(address, parts.port)).geturl()
         headers = {
             "Host": parts.netloc,
-            "User-Agent": self._user_agent,
+            "User-Agent": self._settings.user_agent,
+            # The packings that `_decompressed` can unpack piece by piece.
             "Accept-Encoding": "gzip, deflate",
         }
         # The certificate is checked for the name, although the connection goes to the address.
         extensions = {"sni_hostname": host}
         try:
             async with (
+                # Without the environment's proxy, which would look the name up once more.
                 httpx.AsyncClient(verify=self._tls, trust_env=False, timeout=None) as client,
                 client.stream("GET", target, headers=headers, extensions=extensions) as response,
             ):
-                if refuse is not None:
-                    refuse(url, response.status_code, response.headers, max_bytes)
+                if is_page:
+                    _refuse_by_headers(url, response, max_bytes)
                 body = bytearray()
                 async for chunk in _decompressed(response, max_bytes + 1):
                     body += chunk
                     if len(body) > max_bytes:
-                        if refuse is not None:
+                        if is_page:
                             raise NotFetched(f"{url} is larger than {max_bytes:,} bytes")
                         break
                 return response.status_code, response.headers, bytes(body[:max_bytes])
@@ -187,8 +173,10 @@ class Fetcher:
         except (OSError, UnicodeError) as error:
             raise NotFetched(f"there is no host '{host}': {error}") from error
         addresses = [str(entry[4][0]) for entry in found]
+        # One private address among them is enough to refuse: which one is taken is the host's
+        # choice.
         for address in addresses:
-            if not self._allow_private and not is_public(address):
+            if not self._settings.allow_private and not is_public(address):
                 raise NotFetched(
                     f"'{host}' is at {address}, which is no public address; such pages are not"
                     " fetched"
@@ -223,6 +211,7 @@ def is_public(address: str) -> bool:
     except ValueError:
         return False
     if isinstance(ip, ipaddress.IPv6Address):
+        # Translators and tunnels lead to the IPv4 address inside.
         if ip in _NAT64:
             return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
         inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
@@ -247,6 +236,7 @@ def _checked(url: str) -> str:
         )
     if parts.username is not None or parts.password is not None:
         raise NotFetched("addresses with a user name or password are not fetched")
+    # A line break would add a header to the request.
     if re.search(r"[\x00-\x20\x7f]", url):
         raise NotFetched(
             f"'{url[:200]!r}' is no web address: it holds spaces or control characters"
@@ -255,27 +245,27 @@ def _checked(url: str) -> str:
         name = host if ":" in host else host.encode("idna").decode("ascii")
     except UnicodeError as error:
         raise NotFetched(f"there is no host '{host:.200}': {error}") from error
-    shown = f"[{name}]" if ":" in name else name
-    return urlunsplit(
-        parts._replace(
-            netloc=f"{shown}:{port}" if port else shown, path=parts.path or "/", fragment=""
-        )
-    )
+    return parts._replace(netloc=_netloc(name, port), path=parts.path or "/", fragment="").geturl()
 
 
-def _refuse_by_headers(url: str, status: int, headers: httpx.Headers, max_bytes: int) -> None:
-    """Raises `NotFetched` where the headers alone rule a page out."""
-    if status in _REDIRECTS:
+def _netloc(host: str, port: int | None) -> str:
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}:{port}" if port else shown
+
+
+def _refuse_by_headers(url: str, response: httpx.Response, max_bytes: int) -> None:
+    """Raises `NotFetched` where status and headers alone rule a page out."""
+    if response.status_code in _REDIRECTS:
         return
-    if status != 200:
-        raise NotFetched(f"{url} answered with status {status}")
-    kind, _ = _content_type(headers)
+    if response.status_code != 200:
+        raise NotFetched(f"{url} answered with status {response.status_code}")
+    kind, _ = _content_type(response.headers)
     if kind and kind not in CONTENT_TYPES:
         raise NotFetched(
             f"{url} is of type '{kind[:80]}', which cannot be read; expected a page, plain text or"
             " a PDF"
         )
-    length = headers.get("content-length", "")
+    length = response.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
         raise NotFetched(f"{url} is larger than {max_bytes:,} bytes")
 
@@ -286,6 +276,7 @@ async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterat
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip", "deflate"):
         raise NotFetched(f"the page is packed as '{encoding[:40]}', which was not asked for")
+    # 47 bits: zlib tells gzip from deflate by the first bytes.
     unpack = None if encoding in ("", "identity") else zlib.decompressobj(wbits=47)
     async for chunk in response.aiter_raw():
         yield chunk if unpack is None else unpack.decompress(chunk, max_bytes)

@@ -40,6 +40,7 @@ class BrowseTool:
 
         Raises `SettingError` where a package is missing.
         """
+        # Looked up without an import, which only the child processes need.
         for package in ("protego", "pypdf", "trafilatura"):
             if importlib.util.find_spec(package) is None:
                 raise SettingError(
@@ -47,14 +48,7 @@ class BrowseTool:
                     " run: pip install 'treegraft[web]'"
                 )
         self._settings = settings
-        self._fetcher = Fetcher(
-            timeout_s=settings.timeout_s,
-            max_bytes=settings.max_bytes,
-            max_redirects=settings.max_redirects,
-            allow_private=settings.allow_private,
-            respect_robots=settings.respect_robots,
-            user_agent=settings.user_agent,
-        )
+        self._fetcher = Fetcher(settings)
         self._pool = ExtractPool(settings.num_workers)
 
     @property
@@ -70,6 +64,7 @@ class BrowseTool:
         """
         url, query = read_call(body)
         page = await self._fetcher.fetch(url)
+        # A thread of its own: a page that hangs its reader would hold one of the few shared ones.
         found = await run_in_thread(lambda: self._pool.read(page, self._settings.timeout_s))
         return await asyncio.to_thread(self._show, page.url, found, query)
 
@@ -109,14 +104,15 @@ def read_call(body: str) -> tuple[str, str]:
                 'browse needs an address, a space and a query, or JSON: {"url": ..., "query": ...}'
             ) from error
     else:
-        url, _, query = (
-            text.partition(" ") if "\n" not in text.partition(" ")[0] else text.partition("\n")
-        )
+        url, *rest = re.split(r"[ \n]", text, maxsplit=1)
+        query = "".join(rest)
+    # Addresses copied out of a text come in brackets or quotes.
     url = str(url).strip("<>\"'")
     if not url:
         raise ToolError(
             "the address is empty; write an address, a space, and what you are looking for"
         )
+    # Agents leave the scheme out, as people do.
     if "://" not in url and re.match(r"[\w-]+(\.[\w-]+)+(/|$|:\d)", url):
         url = f"https://{url}"
     return url, " ".join(str(query).split())
@@ -137,9 +133,11 @@ def cut(text: str, max_chars: int) -> Iterator[str]:
 
 def _parts(text: str, max_chars: int) -> Iterator[str]:
     for line in text.splitlines():
+        # Chinese sentences end without a space behind them.
         for sentence in re.split(r"(?<=[.!?])\s+|(?<=[。！？])", " ".join(line.split())):
             rest = sentence
             while len(rest) > max_chars:
+                # A space just behind the limit ends a word too.
                 space = rest.rfind(" ", 0, max_chars + 1)
                 place = space if space > 0 else max_chars
                 yield rest[:place]

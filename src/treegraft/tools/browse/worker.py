@@ -1,4 +1,4 @@
-"""What the child processes of `extract` do: read a page. Run by file path, never imported."""
+"""Reads pages in the child processes of `extract`. Run by file path, never imported."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def answer(request: list[Any]) -> dict[str, str]:
         return {"title": title, "text": text}
     except MemoryError:
         return {"error": "reading it needs too much memory"}
+    # The readers meet whatever the web holds, and raise any exception.
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
@@ -30,6 +31,7 @@ def _read(kind: str, charset: str | None, url: str, body: bytes) -> tuple[str, s
     if kind == "application/pdf" or beginning.startswith(b"%PDF-"):
         return _read_pdf(body)
     text = None
+    # A charset that Python does not know is left to trafilatura, which guesses by the bytes.
     with contextlib.suppress(LookupError):
         text = body.decode(charset, "replace") if charset else None
     if kind in ("text/plain", "text/markdown") or not (kind or beginning.startswith(b"<")):
@@ -44,7 +46,7 @@ def _read(kind: str, charset: str | None, url: str, body: bytes) -> tuple[str, s
 
 
 def _read_pdf(body: bytes) -> tuple[str, str]:
-    from pypdf import PdfReader
+    from pypdf import PdfReader  # slow to import, and most pages are no PDFs
 
     reader = PdfReader(io.BytesIO(body))
     title = str(reader.metadata.title or "") if reader.metadata else ""

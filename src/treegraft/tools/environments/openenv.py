@@ -17,6 +17,7 @@ from pydantic import Field
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Signature, Tool
+from treegraft.core.text import describe
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
@@ -104,12 +105,10 @@ class OpenEnvEnvironments:
         try:
             import httpx
 
-            reply = httpx.get(
-                f"{self.options.url.rstrip('/')}/schema",
-                timeout=self.options.timeout_s,
-                trust_env=False,
-            )
+            url = f"{self.options.url.rstrip('/')}/schema"
+            reply = httpx.get(url, timeout=self.options.timeout_s, trust_env=False)
             action = reply.raise_for_status().json()["action"]
+            # Else the action is a call of a tool, and the server lists its tools on request.
             if action.get("title") not in _MCP_ACTIONS:
                 words = str(action.get("description") or "Acts in the environment.").split()
                 return [(None, " ".join(words), _signature(action))]
@@ -122,7 +121,7 @@ class OpenEnvEnvironments:
         except Exception as error:  # none there, or of another kind
             raise SettingError(
                 f"environment.options: url is '{self.options.url}', where no OpenEnv server"
-                f" answers: {type(error).__name__}: {error}. Start it first, or correct the url."
+                f" answers: {describe(error)}. Start it first, or correct the url."
             ) from error
         names = [str(one["name"]) for one in listed]
         if unknown := sorted(set(self.options.tools) - set(names)):
@@ -188,7 +187,7 @@ class OpenEnvEnvironment:
             else {"type": "call_tool", "tool_name": own_name, "arguments": arguments}
         )
         result = await self._ask({"type": "step", "data": action})
-        if result.get("reward") is not None:
+        if result.get("reward") is not None:  # many environments give one at the end alone
             self._rewards.append(float(result["reward"]))
         self._is_over = bool(result.get("done"))
         text = shown(result["observation"])

@@ -77,6 +77,7 @@ class ClassEnvironments:
             EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
             for tool in tools
         ]
+        # Before the run: no object is made until the first trajectory.
         try:
             inspect.signature(made).bind(**settings.options)
         except TypeError as error:
@@ -123,6 +124,7 @@ class ClassEnvironment:
         made = await self._run(
             self._object.fork if self._kind.has_fork else lambda: copy.deepcopy(self._object)
         )
+        # The object itself would let two branches share one state.
         if made is self._object or not isinstance(made, Environment):
             raise ToolUnavailable(
                 f"environment '{self._kind.name}': fork() returned {made!r:.80}, expected a further"
@@ -183,6 +185,7 @@ def options_of(table: type[S], settings: EnvironmentSettings) -> S:
 
 def row_of(task: Task) -> dict[str, Any]:
     """Returns the arguments of reset; a task's own columns override ours, except the question."""
+    # The seed from the task, so that every trajectory of a tree begins alike.
     added = {
         "reference": list(task.reference),
         "task_id": task.id,

@@ -12,9 +12,9 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import Awaitable, Coroutine, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -114,7 +114,7 @@ class TreeEnvironments:
     async def __aexit__(self, *_: object) -> None:
         """Closes all environments of the tree; those that do not end in time are left behind, with
         a warning."""
-        for begun in self._begun:
+        for begun in self._begun:  # those that no trajectory has opened
             begun.cancel()
         await asyncio.gather(*self._begun, return_exceptions=True)
         try:
@@ -134,11 +134,7 @@ class TreeEnvironments:
 
     async def prepare(self, num: int) -> Task:
         """Begins `num` trajectories at once; returns the task with the observation of the first
-        that began.
-
-        All trajectories of a tree have one prompt, so an environment that begins otherwise is
-        refused when it is opened.
-        """
+        that began."""
         self._begun = [asyncio.create_task(self.begin()) for _ in range(num)]
         # In their order, not in that of arrival: the prompt must not depend on timing.
         for begun in self._begun:
@@ -155,7 +151,7 @@ class TreeEnvironments:
         """Returns the beginning of the first-level rollout of this ordinal: one begun already, or a
         fresh one."""
         begun = self._begun[ordinal] if ordinal < len(self._begun) else None
-        return _FreshPoint(self, None, begun)
+        return _FreshPoint(self, begun=begun)
 
     def refuse(self, reason: str) -> None:
         """Makes every later opening of a session fail for this reason."""
@@ -250,8 +246,7 @@ class EnvironmentSession:
         """
         if call.name not in self.tree.names or call.problem is not None:
             return await self.tree.runner.call(call, self.tree.task)
-        await self._settle()
-        async with self._lock:
+        async with self._settled():
             try:
                 return await self._act(call)
             except BaseException as error:
@@ -284,7 +279,7 @@ class EnvironmentSession:
                 text = as_text(await self.live.call(call.name, call.body, self.tree.task))
             except ToolUnavailable:
                 raise
-            except (Exception, SystemExit) as error:
+            except (Exception, SystemExit) as error:  # an error is a result, which a replay repeats
                 reason = str(error) if isinstance(error, ToolError) else describe(error)
                 outcomes.append(f"error: {reason}")
                 raise
@@ -293,6 +288,7 @@ class EnvironmentSession:
 
         observation = await self.tree.runner.call(call, self.tree.task, act, is_repeat=is_repeat)
         if not outcomes:
+            # The deadline: the method may still be at work on the state.
             self.tree.run.usage.num_failures += 1
             self._broken = (
                 f"environment '{self.tree.kind.name}': {call.name} did not end within"
@@ -307,6 +303,7 @@ class EnvironmentSession:
         """Returns the present state as a point."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
+        # Now and not when a branch opens: the number of copies must not depend on timing.
         copy = self.tree.before_the_end(self._copy())
         self._copies.append(copy)
         return _CopyPoint(self.tree, copy, self.history)
@@ -317,14 +314,17 @@ class EnvironmentSession:
                 raise ToolUnavailable(self._broken)
             return await self.tree.fork(self.live)
 
-    async def _settle(self) -> None:
-        """Waits for the copies, before a call changes the state. Raises `ToolUnavailable` where the
-        state is unknown."""
+    @asynccontextmanager
+    async def _settled(self) -> AsyncIterator[None]:
+        """Holds the lock once all copies are made, so that a call may change the state. Raises
+        `ToolUnavailable` where the state is unknown."""
         if self._copies:
+            # Before the lock, which each of them takes.
             await asyncio.wait(self._copies)
-            self._copies.clear()
-        if self._broken is not None:
-            raise ToolUnavailable(self._broken)
+        async with self._lock:
+            if self._broken is not None:
+                raise ToolUnavailable(self._broken)
+            yield
 
     async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
         """Returns a session in which another agent's calls have been made with the very results
@@ -361,8 +361,7 @@ class EnvironmentSession:
         anything but a finite number or None."""
         if not self.tree.kind.has_reward:
             return None
-        await self._settle()
-        async with self._lock:
+        async with self._settled():
             value = await self.tree.run.bounded(self.live.reward(), "get_reward")
         if value is None:
             return None
@@ -384,32 +383,33 @@ class EnvironmentSession:
             self.tree.before_the_end(self._end())
 
     async def _end(self) -> None:
+        # Also a call that still runs is waited for, and the copies of its state.
         with suppress(ToolUnavailable):
-            await self._settle()
+            async with self._settled():
+                pass
         self.tree.free(self.live, is_broken=self._broken is not None)
 
 
+@dataclass(slots=True)
 class _FreshPoint:
     """A state of a fresh environment: the beginning, or that after a replay of `history`."""
 
-    def __init__(
-        self,
-        tree: TreeEnvironments,
-        history: Sequence[_Action] | None,
-        begun: asyncio.Task[tuple[LiveEnvironment, str]] | None = None,
-    ) -> None:
-        self._tree, self._history, self._begun = tree, history, begun
+    tree: TreeEnvironments
+    history: Sequence[_Action] | None = None
+    begun: asyncio.Task[tuple[LiveEnvironment, str]] | None = None
 
     def reserve(self, num: int) -> None: ...
 
     async def open(self) -> Session:
-        self._tree.run.usage.num_replays += self._history is not None
-        begun = self._tree.begin() if self._begun is None else asyncio.shield(self._begun)
-        live, first = await begun
-        tree, session = self._tree, EnvironmentSession(self._tree, live)
+        tree = self.tree
+        tree.run.usage.num_replays += self.history is not None
+        # Shielded: the tree's end closes an environment whose opener gives up.
+        live, first = await (asyncio.shield(self.begun) if self.begun else tree.begin())
+        session = EnvironmentSession(tree, live)
         try:
             if tree.refusal is not None:
                 raise ToolUnavailable(tree.refusal)
+            # All trajectories of a tree share one prompt, which holds the first observation.
             if first != tree.first:
                 tree.run.usage.num_mismatches += 1
                 raise ToolUnavailable(
@@ -417,34 +417,32 @@ class _FreshPoint:
                     f" {tree.first!r:.80} for the tree's first trajectory; expected a beginning"
                     " that depends on the row alone."
                 )
-            await session.repeat(self._history or ())
+            await session.repeat(self.history or ())
         except BaseException:
             session.release()
             raise
         return session
 
 
+@dataclass(slots=True)
 class _CopyPoint:
     """A state kept as a copy."""
 
-    def __init__(
-        self,
-        tree: TreeEnvironments,
-        copy: asyncio.Task[LiveEnvironment],
-        history: Sequence[_Action],
-    ) -> None:
-        self._tree, self._copy, self._history = tree, copy, history
-        self._lock = asyncio.Lock()
-        self._num_left = 0
+    tree: TreeEnvironments
+    copy: asyncio.Task[LiveEnvironment]
+    history: Sequence[_Action]
+    num_left: int = 0
+    """Branches still to be opened."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def reserve(self, num: int) -> None:
-        self._num_left += num
+        self.num_left += num
 
     async def open(self) -> Session:
         # One after another: the last branch takes the copy itself, and then changes it.
-        async with self._lock:
-            live = await asyncio.shield(self._copy)
-            self._num_left -= 1
-            if self._num_left:
-                live = await self._tree.fork(live)
-        return EnvironmentSession(self._tree, live, self._history)
+        async with self.lock:
+            live = await asyncio.shield(self.copy)
+            self.num_left -= 1
+            if self.num_left:
+                live = await self.tree.fork(live)
+        return EnvironmentSession(self.tree, live, self.history)

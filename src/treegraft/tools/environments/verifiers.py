@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from pydantic import Field
 
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Signature, Tool
+from treegraft.core.text import describe
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
@@ -68,8 +70,8 @@ class VerifiersEnvironments:
         self.tools: Sequence[Tool] = [
             EnvironmentTool(self.tool, description, self.capability, Signature.of_text("message"))
         ]
-        self._tasks: dict[int, Any] = {}
-        self._rest: Any = None
+        self._tasks: list[Any] = []
+        self._rest: Iterator[Any] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def make(self) -> VerifiersEnvironment:
@@ -79,15 +81,13 @@ class VerifiersEnvironments:
     def task(self, index: int) -> Any:
         """Returns the taskset's own task of this index. Raises `ToolUnavailable` where it has
         fewer."""
-        if self._rest is None:
-            self._rest = enumerate(iter(self.env.taskset))
-        while index not in self._tasks:
-            number, task = next(self._rest, (-1, None))
-            if task is None:
-                raise ToolUnavailable(
-                    f"{self.name} has {len(self._tasks)} tasks; got the index {index}"
-                )
-            self._tasks[number] = task
+        # As far as needed: a taskset may have no end and no access by index.
+        self._rest = self._rest or iter(self.env.taskset)
+        self._tasks += itertools.islice(self._rest, max(0, index + 1 - len(self._tasks)))
+        if not 0 <= index < len(self._tasks):
+            raise ToolUnavailable(
+                f"{self.name} has {len(self._tasks)} tasks; got the index {index}"
+            )
         return self._tasks[index]
 
     async def there(self, work: Coroutine[Any, Any, T]) -> T:
@@ -141,7 +141,8 @@ class VerifiersEnvironment:
 
     async def _begin(self, index: int) -> str | None:
         task = self._kind.task(index)
-        agents = _Agents(self._kind.agents, self._seat)
+        # An environment's agents are attributes by name; ours play all from one seat.
+        agents = SimpleNamespace(**dict.fromkeys(self._kind.agents, self._seat))
         await self._kind.env.setup(agents)
         self._run = asyncio.create_task(self._kind.env.run(task, agents))
         return await self._next()
@@ -155,6 +156,7 @@ class VerifiersEnvironment:
     async def _next(self) -> str | None:
         """The episode's next message; None where it has ended."""
         assert self._run is not None
+        # Whichever comes first: an episode may end, or fail, without another message.
         said = asyncio.ensure_future(self._seat.said.get())
         try:
             await asyncio.wait({said, self._run}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,12 +164,13 @@ class VerifiersEnvironment:
                 return said.result()
         finally:
             said.cancel()
-        self._run.result()
+        self._run.result()  # raises its failure
         return None
 
     async def _finish(self) -> float:
         assert self._run is not None
         if not self._run.done():
+            # Tells the environment that its agent has left; it then scores the episode.
             self._seat.replies.put_nowait(None)
         await self._run
         return float(sum(self._seat.trace.rewards.values()))
@@ -223,13 +226,6 @@ class _Seat:
         raise ToolUnavailable("this environment runs its agent on its own, which no seat can play")
 
 
-class _Agents:
-    """An environment's agents by name: one seat."""
-
-    def __init__(self, names: Sequence[str], seat: _Seat) -> None:
-        vars(self).update(dict.fromkeys(names, seat))
-
-
 def load_environment(options: VerifiersOptions, place: str) -> Any:
     """Returns the environment of verifiers with its taskset.
 
@@ -249,8 +245,7 @@ def load_environment(options: VerifiersOptions, place: str) -> Any:
         return load_environment(config)
     except Exception as error:  # a taskset's module may raise anything on import
         raise SettingError(
-            f"{place}: taskset '{options.taskset}' cannot be loaded: {type(error).__name__}:"
-            f" {error}"
+            f"{place}: taskset '{options.taskset}' cannot be loaded: {describe(error)}"
         ) from error
 
 
@@ -267,18 +262,11 @@ def read_tasks(options: VerifiersOptions, num: int, place: str) -> list[Task]:
         for index, task in enumerate(itertools.islice(iter(env.taskset), num)):
             parts = (task.data.system_prompt or "", task.data.prompt_text)
             question = "\n\n".join(part for part in parts if part)
-            tasks.append(
-                Task(
-                    id=f"{options.taskset}/{index}",
-                    question=question,
-                    reference=(),
-                    columns={INDEX: index},
-                )
-            )
+            name = f"{options.taskset}/{index}"
+            tasks.append(Task(id=name, question=question, reference=(), columns={INDEX: index}))
     except Exception as error:  # a taskset may fail as it likes
-        reason = f"{type(error).__name__}: {str(error).strip()}"
         raise DataError(
-            f"{place}: the tasks of '{options.taskset}' cannot be read: {reason}"
+            f"{place}: the tasks of '{options.taskset}' cannot be read: {describe(error).strip()}"
         ) from error
     return tasks
 
@@ -290,11 +278,9 @@ def _playable(env: Any, taskset: str) -> list[str]:
 
     names = sorted(env._agent_specs)
     task_type = type(env.taskset).task_type()
-    scores = [
-        name
-        for name in dir(task_type)
-        if getattr(getattr(task_type, name, None), "reward", False) is True
-    ]
+    # Methods that verifiers' decorator has marked.
+    methods = (getattr(task_type, name, None) for name in dir(task_type))
+    scores = any(getattr(method, "reward", False) is True for method in methods)
     reason = None
     if len(names) != 1:
         reason = f"has the agents {', '.join(names)}, expected one"

@@ -23,7 +23,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import FileIO
 from pathlib import Path
 
@@ -91,9 +91,9 @@ class Outcome:
 
     kind: str
     """"value", "error", "memory", "timeout" or "died"."""
-    printed: str
+    printed: str = ""
     """Printed text, capped, ending in a line break unless empty."""
-    text: str
+    text: str = ""
     """The value or the error as text, or the end of the process."""
 
 
@@ -106,8 +106,8 @@ def find_problem() -> str | None:
         return f"bubblewrap is missing: there is no 'bwrap' on the path. Do: {_INSTALL}."
     if not seccomp.is_known():
         return (
-            "bubblewrap sandboxes are known for x86_64 and aarch64 processors only; take"
-            " tools.python.backend = 'monty'."
+            "bubblewrap sandboxes need an x86_64 or aarch64 processor; take tools.python.backend ="
+            " 'monty'."
         )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -115,6 +115,8 @@ def find_problem() -> str | None:
     limits = SandboxLimits(
         max_duration_s=10, max_memory_mb=64, max_files_mb=1, max_threads=4, max_output_chars=100
     )
+    # Tried, not asked for: kernels, containers and security modules each forbid it in a way of
+    # their own.
     try:
         sandbox = Sandbox(limits, packages=())
     except ToolUnavailable as error:
@@ -144,17 +146,16 @@ class Sandbox:
         with tempfile.TemporaryFile() as messages:
             with theirs:
                 try:
-                    self._process, self._first_pid = _launch(
-                        limits, packages, theirs.fileno(), messages.fileno()
-                    )
+                    ends = theirs.fileno(), messages.fileno()
+                    self._process, first_pid = _launch(limits, packages, *ends)
                 except BaseException:
                     self._control.close()
                     raise
-            self._end = weakref.finalize(self, _end, self._process, self._control, self._first_pid)
-            try:
+            # Also at the exit of an interpreter that forgets `close`.
+            self._end = weakref.finalize(self, _end, self._process, self._control, first_pid)
+            is_ready = False
+            with suppress(OSError):
                 is_ready = self._control.recv(1) == READY
-            except OSError:
-                is_ready = False
             if not is_ready:
                 self.close()
                 messages.seek(0)
@@ -179,7 +180,7 @@ class Sandbox:
             return self._run(code)
         except (OSError, EOFError):
             self.close()
-            return Outcome("died", "", "its sandbox ended")
+            return Outcome("died", text="its sandbox ended")
 
     def close(self) -> None:
         """Ends the sandbox and every process in it."""
@@ -187,9 +188,7 @@ class Sandbox:
 
     def _run(self, code: str) -> Outcome:
         deadline = time.monotonic() + self._limits.max_duration_s
-        (output, output_end), (result, result_end) = [
-            (FileIO(reader), FileIO(writer, "w")) for reader, writer in (os.pipe(), os.pipe())
-        ]
+        (output, output_end), (result, result_end) = _pipe(), _pipe()
         with output, result:
             # A file in memory: a pipe would hold 64 KiB and have to be fed with the rest.
             with output_end, result_end, open(os.memfd_create("code"), "w+b") as file:
@@ -202,24 +201,26 @@ class Sandbox:
             self._control.sendall(KILL)
         if found is None:
             # No output: how much there was by then is a matter of luck.
-            return Outcome("timeout", "", "")
+            return Outcome("timeout")
         printed, answer = found
         kind, _, text = answer.decode("utf-8", errors="replace").partition("\n")
         if kind in (VALUE, ERROR):
             return Outcome(kind, printed, text)
         if kind == MEMORY:
-            return Outcome(MEMORY, "", "")
+            return Outcome(MEMORY)
         # No result: the process was ended, by itself or by the kernel.
         status, cpu_s = self._finish()
         ended_by = os.waitstatus_to_exitcode(status)
+        # The kernel's limit counts the threads' time together, so it can come before the deadline.
         if ended_by == -signal.SIGKILL and cpu_s > self._limits.cpu_s - 0.5:
-            return Outcome("timeout", "", "")
+            return Outcome("timeout")
         name = signal.Signals(-ended_by).name if ended_by < 0 else f"exit code {ended_by}"
-        return Outcome("died", "", name)
+        return Outcome("died", text=name)
 
     def _finish(self) -> tuple[int, float]:
         """Waits until the last call's processes are gone; returns its wait status and processor
         seconds."""
+        # Here and not at the end of a call: its answer need not wait for its processes to die.
         if not self._is_busy:
             return 0, 0.0
         report = b""
@@ -272,40 +273,32 @@ def _launch(
     named none.
     """
     as_root = os.geteuid() == 0
-    settings = {
+    settings = asdict(limits) | {
         "control": control,
         "packages": list(packages),
         "uid": _NOBODY if as_root else None,
         "cpu_s": limits.cpu_s,
-        "max_memory_mb": limits.max_memory_mb,
-        "max_files_mb": limits.max_files_mb,
         # The worker of an ordinary user counts too: it runs as the same user.
         "max_threads": limits.max_threads + (1 if as_root else 2),
-        "max_output_chars": limits.max_output_chars,
     }
-
-    info, info_end = os.pipe()
-    block_end, block = os.pipe()
-    command = [*_command(info_end, block_end if as_root else None), json.dumps(settings)]
-    try:
-        process = subprocess.Popen(
-            command,
-            env={**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath)},
-            stdin=subprocess.DEVNULL,
-            stdout=messages,
-            stderr=messages,
-            pass_fds=[control, info_end, *([block_end] if as_root else [])],
-            start_new_session=True,
-        )
-    except OSError as error:
-        for end in (info, block):
-            os.close(end)
-        raise ToolUnavailable(f"bubblewrap cannot be started: {error}") from error
-    finally:
-        os.close(info_end)
-        os.close(block_end)
-    try:
-        first_pid = _first_pid(info)
+    (info, info_end), (block_end, block) = _pipe(), _pipe()
+    with info, block:
+        with info_end, block_end:
+            blocks = [block_end.fileno()] if as_root else []
+            command = _command(info_end.fileno(), blocks[0] if blocks else None)
+            try:
+                process = subprocess.Popen(
+                    [*command, json.dumps(settings)],
+                    env={**_ENVIRONMENT, "PATH": os.environ.get("PATH", os.defpath)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=messages,
+                    stderr=messages,
+                    pass_fds=[control, info_end.fileno(), *blocks],
+                    start_new_session=True,  # Ctrl-C is the caller's to handle
+                )
+            except OSError as error:
+                raise ToolUnavailable(f"bubblewrap cannot be started: {error}") from error
+        first_pid = _first_pid(info.fileno())
         if as_root and first_pid is not None:
             # Root's own id for building the sandbox, another for the code: root owns devices and
             # files of this machine.
@@ -315,11 +308,13 @@ def _launch(
                         f"0 0 1\n{_NOBODY} {_NOBODY} 1\n", encoding="ascii"
                     )
             with suppress(BrokenPipeError):
-                os.write(block, b"x")
-    finally:
-        os.close(info)
-        os.close(block)
+                block.write(b"x")
     return process, first_pid
+
+
+def _pipe() -> tuple[FileIO, FileIO]:
+    reader, writer = os.pipe()
+    return FileIO(reader), FileIO(writer, "w")
 
 
 def _first_pid(info: int) -> int | None:
@@ -335,10 +330,12 @@ def _first_pid(info: int) -> int | None:
 
 def _command(info: int, block: int | None) -> list[str]:
     """Returns bubblewrap's command line up to the worker's settings."""
+    # --unshare-all only tries for a user namespace. As process 1 the worker reaps what it clones.
     parts = ["bwrap", "--unshare-all", "--unshare-user", "--new-session", "--as-pid-1"]
     parts += ["--info-fd", str(info)]
-    capabilities = ["CAP_SYS_ADMIN"]
+    capabilities = ["CAP_SYS_ADMIN"]  # the worker gives each call its own namespaces
     if block is not None:
+        # bwrap waits until its user ids are mapped; the worker then changes to the lesser one.
         parts += ["--userns-block-fd", str(block)]
         capabilities += ["CAP_SETUID", "CAP_SETGID", "CAP_KILL"]
     for name in capabilities:
@@ -348,6 +345,7 @@ def _command(info: int, block: int | None) -> list[str]:
     package = Path("/worker", *sandbox_worker.__name__.split(".")[:-1])
     for folder in ("/dev", "/packages", "/tmp", *reversed(package.parents[:-1]), package):
         parts += ["--dir", str(folder)]
+    # By package, not the whole of site-packages: that may hold code and keys of the user.
     for name in (*PACKAGES, *BESIDES):
         for source in _package_folders(name):
             parts += ["--ro-bind", str(source), f"/packages/{source.name}"]
@@ -357,6 +355,7 @@ def _command(info: int, block: int | None) -> list[str]:
     for device in ("null", "zero", "random", "urandom"):
         parts += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     parts += ["--remount-ro", "/"]
+    # The base of a virtual environment, whose own folder is not mounted; without `site`.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     return [*parts, python, "-s", "-S", "-B", "-P", "-m", sandbox_worker.__name__]
 
@@ -383,7 +382,8 @@ def _system() -> list[str]:
 
 
 def _package_folders(name: str) -> list[Path]:
-    """Returns a package's folder, and that of the shared libraries beside it."""
+    """Returns a package's folder, and that of the shared libraries that its wheel puts beside
+    it."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         return []
@@ -399,6 +399,7 @@ def _end(process: subprocess.Popen[bytes], control: socket.socket, first_pid: in
         with suppress(ProcessLookupError, PermissionError):
             os.kill(first_pid, signal.SIGKILL)
     try:
+        # bwrap's own process ends after the sandbox's; killed at once it would leave that behind.
         process.wait(WATCHDOG_S)
     except subprocess.TimeoutExpired:
         process.kill()

@@ -20,6 +20,7 @@ from pydantic_monty import (
 )
 
 from treegraft.core.errors import ToolError, ToolUnavailable
+from treegraft.core.text import describe
 from treegraft.settings.tools import PythonToolSettings
 from treegraft.tools.python.determinism import FROZEN_TIME
 from treegraft.tools.python.output import (
@@ -58,11 +59,9 @@ class MontyTool(PooledPython[Monty]):
     @property
     def fingerprint(self) -> str:
         """Changes with everything that results depend on beside the code."""
-        limits = (
-            f"{self.max_duration_s:g} s, {self.max_memory_mb} MB, {self.max_output_chars}"
-            " characters"
-        )
-        return f"monty {importlib.metadata.version('pydantic-monty')}, {limits}"
+        limits = f"{self.max_duration_s:g} s, {self.max_memory_mb} MB"
+        version = importlib.metadata.version("pydantic-monty")
+        return f"monty {version}, {limits}, {self.max_output_chars} characters"
 
     def _open(self, threads: ThreadPoolExecutor) -> Monty:
         pool = Monty(
@@ -73,9 +72,8 @@ class MontyTool(PooledPython[Monty]):
         try:
             return pool.__enter__()
         except Exception as error:
-            raise ToolUnavailable(
-                f"the python tool cannot start its workers: {type(error).__name__}: {error}"
-            ) from error
+            text = f"the python tool cannot start its workers: {describe(error)}"
+            raise ToolUnavailable(text) from error
 
     def _end(self, workers: Monty) -> None:
         workers.__exit__(None, None, None)
@@ -106,9 +104,8 @@ class MontyTool(PooledPython[Monty]):
                 raise ToolError(too_large(self.max_memory_mb)) from error
             raise ToolError(printed.text() + text) from error
         except RecursionError as error:
-            raise ToolError(
-                printed.text() + "RecursionError: the value is nested too deeply to be shown"
-            ) from error
+            text = "RecursionError: the value is nested too deeply to be shown"
+            raise ToolError(printed.text() + text) from error
         except Exception as error:
-            raise ToolError(f"{printed.text()}{type(error).__name__}: {error}") from error
+            raise ToolError(printed.text() + describe(error)) from error
         return (printed.text() + shown).rstrip("\n") or NO_OUTPUT

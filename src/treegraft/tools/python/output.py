@@ -49,6 +49,7 @@ def cut(text: str, max_chars: int) -> str:
 def show(value: Any, max_chars: int) -> str:
     """Returns the value's repr, cut at `max_chars`; sets in sorted order, which hash seeds would
     shuffle."""
+    # In pieces, so that a huge value needs no memory beyond the cap.
     parts: list[str] = []
     num_chars = 0
     for part in _pieces(value):
@@ -71,7 +72,7 @@ def too_large(max_memory_mb: int) -> str:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    kind = type(value)
+    kind = type(value)  # not isinstance: a subclass may have a repr of its own
     if kind in (list, tuple):
         yield "[" if kind is list else "("
         for position, entry in enumerate(value):

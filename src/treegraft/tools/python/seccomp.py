@@ -62,6 +62,7 @@ def program(machine: str = platform.machine()) -> bytes:
     """Returns the filter as classic BPF, 8 bytes an instruction."""
     column = list(_ARCHES).index(machine)
     refuse, allow = _step(_RETURN, _ERROR | _EPERM), _step(_RETURN, _ALLOW)
+    # A 32-bit call has numbers of its own, to which the table below would not apply.
     steps = [
         _step(_LOAD, _ARCH),
         _step(_EQUAL, _ARCHES[machine], 1, 0),
@@ -75,6 +76,7 @@ def program(machine: str = platform.machine()) -> bytes:
             steps += [_step(_EQUAL, int(number), 0, 1), refuse]
     # "No such call" makes the C library fall back to clone, whose flags can be read here.
     steps += [_step(_EQUAL, _CLONE3[column], 0, 1), _step(_RETURN, _ERROR | _ENOSYS)]
+    # Threads, not processes; sockets within the sandbox, which event loops need, and no others.
     argument = _step(_LOAD, _FIRST_ARGUMENT)
     for numbers, is_allowed in (
         (_CLONE, _step(_ANY_BIT, _CLONE_THREAD, 0, 1)),
@@ -93,6 +95,7 @@ def install(libc: ctypes.CDLL) -> None:
 
     steps = program()
     filled = Program(len(steps) // 8, steps)
+    # The kernel takes a filter of an unprivileged process under the first of these alone.
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
     for arguments in (
         (no_new_privileges, 1, 0, 0, 0),

@@ -3,10 +3,8 @@ child for each call.
 
 The worker is the sandbox's first process. It keeps one child ready: cloned from it into process,
 mount and IPC namespaces of its own, with a private /tmp, limits, no capability and the filter of
-`treegraft.tools.python.seccomp`. A call's pipes come from the host as descriptors and go on to that
-child unread, so that nothing of one call is left in the memory that the next child is cloned from.
-When the child and all of its namespace are dead, the worker reports the end and clones the next.
-It exits when the host closes its end of the control socket.
+`treegraft.tools.python.seccomp`. When the child and all of its namespace are dead, the worker
+reports the end and clones the next. It exits when the host closes its end of the control socket.
 
 Only the standard library and three further modules of this folder are inside the sandbox, and no
 /proc.
@@ -31,8 +29,8 @@ import struct
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from treegraft.tools.python.determinism import fix_clock, seed
@@ -70,7 +68,7 @@ def main() -> None:
         importlib.import_module(package)
     if "numpy" in sys.modules:
         _warm_up()
-    for name in ("exit", "quit"):
+    for name in ("exit", "quit"):  # as `site` does, which -S leaves out
         setattr(builtins, name, sys.exit)
     fix_clock()
     settings["start_bytes"] = _address_space()
@@ -94,8 +92,8 @@ def _warm_up() -> None:
 
 
 def _serve(control: socket.socket, settings: Mapping[str, Any]) -> None:
-    child = _Child(control, settings)
-    if child.line.recv(1) != READY:
+    child, line = _start_child(control, settings)
+    if line.recv(1) != READY:
         sys.exit("the sandbox's first child could not be set up")
     control.sendall(READY)
     while True:
@@ -104,44 +102,47 @@ def _serve(control: socket.socket, settings: Mapping[str, Any]) -> None:
             return
         if order != START:
             continue  # a stop that came after the end
+        # Passed on unread: nothing of a call may stay in the memory that later children share.
         with suppress(OSError):
-            socket.send_fds(child.line, [START], descriptors)
+            socket.send_fds(line, [START], descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         poll = select.poll()
         poll.register(control, select.POLLIN)
-        poll.register(child.line, 0)  # hanging up, the end of the child, is always reported
+        poll.register(line, 0)  # hanging up, the end of the child, is always reported
         ready = {descriptor for descriptor, _ in poll.poll()}
         is_host_gone = control.fileno() in ready and not control.recv(1)
+        # The first process of its namespace: all others in it die too.
         with suppress(ProcessLookupError):
-            os.kill(child.pid, signal.SIGKILL)
-        _, status, usage = os.wait4(child.pid, 0)
-        child.line.close()
+            os.kill(child, signal.SIGKILL)
+        _, status, usage = os.wait4(child, 0)
+        line.close()
         if is_host_gone:
             return
         control.sendall(REPORT.pack(ENDED, status, usage.ru_utime + usage.ru_stime))
-        child = _Child(control, settings)
+        # Ahead of the next call, which then waits for neither the clone nor its limits.
+        child, line = _start_child(control, settings)
 
 
-class _Child:
-    """A process cloned from this one, waiting for a call."""
-
-    def __init__(self, control: socket.socket, settings: Mapping[str, Any]) -> None:
-        self.line, other = socket.socketpair()
-        self.pid = _clone()
-        if self.pid == 0:
-            try:
-                control.close()
-                self.line.close()
-                _confine(settings)
-                other.sendall(READY)
-                _run_call(other, settings)
-            except BaseException as error:
-                with suppress(BaseException):
-                    os.write(2, f"{type(error).__name__}: {error}\n".encode())
-            finally:
-                os._exit(1)
-        other.close()
+def _start_child(control: socket.socket, settings: Mapping[str, Any]) -> tuple[int, socket.socket]:
+    """Returns the id of a process cloned from this one, waiting for a call, and the line to it."""
+    line, other = socket.socketpair()
+    child = _clone()
+    if child == 0:
+        try:
+            control.close()
+            line.close()
+            _confine(settings)
+            other.sendall(READY)
+            _run_call(other, settings)
+        except BaseException as error:
+            with suppress(BaseException):
+                os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        finally:
+            # Without the cleanup of an interpreter that is a copy.
+            os._exit(1)
+    other.close()
+    return child, line
 
 
 def _clone() -> int:
@@ -167,17 +168,13 @@ def _clone() -> int:
 
 def _confine(settings: Mapping[str, Any]) -> None:
     """Drops every right of this process that computing does not need."""
-    megabyte = 2**20
-    files = settings["max_files_mb"] * megabyte
-    owner = f"uid={settings['uid']},gid={settings['uid']}" if settings["uid"] is not None else ""
+    files = settings["max_files_mb"] * 2**20
+    options = f"size={files},nr_inodes=1024,mode=0700"
+    if settings["uid"] is not None:
+        options += f",uid={settings['uid']},gid={settings['uid']}"
+    # First, else the mount below would show up in the worker's namespace too.
     _mount(b"none", b"/", b"", _PRIVATE, b"")
-    _mount(
-        b"tmpfs",
-        b"/tmp",
-        b"tmpfs",
-        _PLAIN_FILES,
-        f"size={files},nr_inodes=1024,mode=0700,{owner}".strip(",").encode(),
-    )
+    _mount(b"tmpfs", b"/tmp", b"tmpfs", _PLAIN_FILES, options.encode())
     if settings["uid"] is not None:
         os.setgroups([])
         os.setresgid(*[settings["uid"]] * 3)
@@ -194,13 +191,15 @@ def _confine(settings: Mapping[str, Any]) -> None:
         resource.RLIMIT_NOFILE: _MAX_FILES,
         resource.RLIMIT_NPROC: settings["max_threads"],
         resource.RLIMIT_SIGPENDING: _MAX_FILES,
-        resource.RLIMIT_AS: settings["start_bytes"] + settings["max_memory_mb"] * megabyte,
+        resource.RLIMIT_AS: settings["start_bytes"] + settings["max_memory_mb"] * 2**20,
     }
     for kind, value in limits.items():
         resource.setrlimit(kind, (value, value))
+    # After the mounts and the change of user, which need them.
     header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
     if _libc.capset(header, (ctypes.c_uint32 * 6)()) != 0:
         raise OSError(ctypes.get_errno(), "capabilities cannot be dropped")
+    # Last, since the filter refuses what is done above.
     install(_libc)
 
 
@@ -244,14 +243,17 @@ def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
     os.dup2(output_end, 2)
     os.close(empty)
     os.close(output_end)
-    with open(code_end, "rb") as file:
-        code = file.read().decode("utf-8", errors="surrogatepass")
-    sys.stdout = _text_file(1)
-    sys.stderr = _text_file(2)
+    with open(code_end, "rb") as source:
+        code = source.read().decode("utf-8", errors="surrogatepass")
+    # Through a buffer of its own for each: a flood must not pay a system call a character.
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False), 65_536)
+        file = io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
+        setattr(sys, name, file)
     warnings.simplefilter("ignore")
     seed()
     kind, text = _outcome(code, settings["max_output_chars"])
-    with suppress(BaseException):
+    with suppress(BaseException):  # the code may have closed or replaced them
         sys.stdout.flush()
         sys.stderr.flush()
     result = f"{kind}\n{text}".encode("utf-8", errors="replace")
@@ -262,41 +264,27 @@ def _run_call(line: socket.socket, settings: Mapping[str, Any]) -> None:
     os._exit(0)
 
 
-def _text_file(descriptor: int) -> io.TextIOWrapper:
-    # Through a buffer of its own for each: a flood must not pay a system call a character.
-    raw = io.BufferedWriter(io.FileIO(descriptor, "w", closefd=False), 65_536)
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="replace", line_buffering=True)
-
-
 def _outcome(code: str, max_chars: int) -> tuple[str, str]:
+    # Given back when the code is over, so that an end for lack of memory can still be told.
+    reserve = [bytearray(2**20)]
     try:
-        with _reserve():
+        try:
             return VALUE, _evaluate(code, max_chars)
+        finally:
+            reserve.clear()
     except SystemExit as error:
         if error.code in (None, 0):
             return VALUE, ""
         return ERROR, f"SystemExit: {cut(str(error.code), max_chars)}"
     except MemoryError:
         return MEMORY, ""
-    except RecursionError as error:
-        return ERROR, f"RecursionError: {error}"
     except BaseException as error:
         return ERROR, _describe(error, max_chars)
 
 
-@contextmanager
-def _reserve() -> Iterator[None]:
-    """Keeps a little memory aside, given back when the code is over, so that its end can still be
-    told."""
-    spare: list[bytearray] = [bytearray(2**20)]
-    try:
-        yield
-    finally:
-        spare.clear()
-
-
 def _evaluate(code: str, max_chars: int) -> str:
     """Returns the last expression's value as text, empty where there is none or it is None."""
+    # A module, not a bare dict: pickle and dataclasses look classes up in `sys.modules`.
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     tree = ast.parse(code, "<python>")
@@ -315,7 +303,7 @@ def _describe(error: BaseException, max_chars: int) -> str:
         # A KeyError shows the repr of its key.
         is_key = isinstance(error, KeyError) and len(error.args) == 1
         message = str(error.args[0] if is_key else error)
-    except BaseException:
+    except BaseException:  # a message that cannot be made
         message = ""
     name = type(error).__name__
     return f"{name}: {cut(message, max_chars)}" if message else name

@@ -73,6 +73,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     """
     offset, num_rows = 0, 0
     try:
+        # As bytes: text mode cannot tell where a line begins in the file.
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
@@ -107,6 +108,7 @@ class Corpus:
         """
         self.path = path
         self._offsets = offsets
+        # Opened once: were the file replaced, its offsets would no longer fit.
         self._file = os.open(path, os.O_RDONLY)
         self._state = self._look()
 

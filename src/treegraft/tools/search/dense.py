@@ -127,7 +127,7 @@ class DenseIndex:
         except (OSError, ValueError, KeyError, TypeError):
             done = 0
         offsets = array.array("Q")
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         with (folder / "vectors.f16").open("ab") as file:
             # Bytes after the last whole block may be a part of one.
             file.truncate(done * encoder.dim * 2)
@@ -143,9 +143,9 @@ class DenseIndex:
                 file.flush()
                 os.fsync(file.fileno())
                 write_atomically(progress, json.dumps({"rows": len(offsets)}))
-                if time.monotonic() - told > _REPORT_S:
-                    told = time.monotonic()
-                    speed = (len(offsets) - done) / (told - began)
+                if time.monotonic() - reported > _REPORT_S:
+                    reported = time.monotonic()
+                    speed = (len(offsets) - done) / (reported - began)
                     _log.warning("%d passages embedded, %.0f a second", len(offsets), speed)
         np.save(folder / "offsets.npy", np.frombuffer(offsets, np.uint64))
         if len(offsets) > FLAT_LIMIT:

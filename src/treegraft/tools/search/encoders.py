@@ -60,13 +60,12 @@ def encoder_name(name: str) -> str:
     Raises:
         SettingError: neither a built-in encoder nor a folder, a hub id or a package.
     """
-    if name in ("hashing", "minilm"):
-        return name
     if name in (MINILM_HUB, f"pypi:{MINILM_PACKAGE}"):
         return "minilm"
-    if name.startswith("pypi:"):
+    if name in ("hashing", "minilm") or name.startswith("pypi:"):
         return name
     if name.startswith((".", "/", "~")) or Path(name).is_dir():
+        # A folder has one name, whatever the working directory.
         return str(Path(name).expanduser().resolve())
     if "/" not in name:
         raise SettingError(
@@ -145,6 +144,7 @@ class SentenceEncoder:
 
         logging.disable_progress_bar()
         try:
+            # Pickled weights could run code while they are loaded.
             self._model: Any = SentenceTransformer(location, model_kwargs={"use_safetensors": True})
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -303,5 +303,5 @@ def _signs(feature: str) -> npt.NDArray[np.int8]:
         feature.encode("utf-8", "surrogatepass"), digest_size=BLOCK // 8
     ).digest()
     signs = np.unpackbits(np.frombuffer(digest, np.uint8)).astype(np.int8) * 2 - 1
-    signs.flags.writeable = False
+    signs.flags.writeable = False  # every caller of the cache gets this array
     return signs

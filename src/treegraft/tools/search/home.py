@@ -1,5 +1,5 @@
-"""Where the index of a corpus lies: built once, found again while the corpus is the same, safe to
-kill at any moment.
+"""Folders for the indexes of a corpus. An index is built once and found again while the corpus is
+the same; a build may be killed at any moment.
 
     CORPUS.jsonl.dense/          beside the corpus, or elsewhere
         current.json             size, time and checksum of the corpus, and the folder of its index
@@ -46,26 +46,23 @@ def index_home(corpus: Path, kind: str, index_dir: str) -> Path:
     """
     name = f"{corpus.name}.{kind}"
     if index_dir:
-        chosen = Path(os.path.expanduser(os.path.expandvars(index_dir))) / name
-        if not _is_writable(chosen):
-            raise SettingError(
-                f"tools.search.index_dir: '{chosen.parent}' cannot be written to; name a folder"
-                " that can."
-            )
-        return chosen
-    beside = corpus.parent / name
-    # An index beside the corpus serves also where nothing can be written.
-    if (beside / "current.json").exists() or _is_writable(beside):
-        return beside
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
-    # Corpora of one name in two folders must not share a place.
-    own = cache / f"{name}-{_digest(str(corpus.resolve()), 4)}"
-    if not _is_writable(own):
-        raise SettingError(
-            f"neither '{beside}' nor '{own}' can be written to; name a folder with"
-            " tools.search.index_dir."
-        )
-    return own
+        places = [Path(os.path.expanduser(os.path.expandvars(index_dir))) / name]
+    else:
+        beside = corpus.parent / name
+        # An index beside the corpus serves also where nothing can be written.
+        if (beside / "current.json").exists():
+            return beside
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "treegraft"
+        # Corpora of one name in two folders must not share a place.
+        places = [beside, cache / f"{name}-{_digest(str(corpus.resolve()), 4)}"]
+    for place in places:
+        if _is_writable(place):
+            return place
+    raise SettingError(
+        f"the index of '{corpus}' cannot be written to"
+        f" {' or '.join(repr(str(place)) for place in places)}; name a writable folder with"
+        " tools.search.index_dir."
+    )
 
 
 def find_or_make(

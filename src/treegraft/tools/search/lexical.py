@@ -27,6 +27,7 @@ FORMAT = 2
 """Version of the files; raised whenever their layout changes."""
 K1, B = 1.5, 0.75
 """Parameters of the formula; the defaults of bm25s."""
+# The pattern of bm25s drops words of one character, such as the number in "Apollo 8".
 _WORDS = r"(?u)\b\w+\b"
 
 Found = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
@@ -80,6 +81,7 @@ class LexicalIndex:
 
     def close(self) -> None:
         """Releases the arrays and with them the files."""
+        # bm25s has no way to close; a mapped file is released with its last array.
         self._bm25.scores = {}
 
 
@@ -102,6 +104,7 @@ def _index(texts: Iterable[str]) -> bm25s.BM25 | None:
     words = _tokenize(texts, return_ids=True)
     if not words.vocab:
         return None
+    # A backend by name, so that results do not depend on whether numba is installed.
     bm25 = bm25s.BM25(method="lucene", k1=K1, b=B, backend="numpy")
     # Without the empty word, which stands for no text and has no scores.
     bm25.index(words, create_empty_token=False, show_progress=False)

@@ -39,7 +39,7 @@ class RemoteSearch(Service):
     """Search by a retrieval server."""
 
     def __init__(self, url: str, *, timeout_s: float = 20.0) -> None:
-        """Raises `SettingError` for what is no address."""
+        """Raises `SettingError` where `url` is not an http address."""
         self.url = retrieve_url(url)
         super().__init__(
             f"the retrieval server {self.url}",

@@ -82,7 +82,7 @@ def _shown(passage: Passage, with_score: bool) -> dict[str, Any]:
 
 def _asked(body: bytes, default_top_k: int) -> tuple[list[str], int, bool]:
     """Returns queries, passages wanted for each, and whether with scores. Raises ValueError for
-    what is none of that."""
+    any other request."""
     try:
         asked: Any = json.loads(body)
     except RecursionError as error:

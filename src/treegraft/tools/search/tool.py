@@ -96,6 +96,7 @@ class SearchTool:
         if not query:
             raise ToolError("the search query is empty")
         (found,) = await self.backend.search([query], self.top_k)
+        # One line per passage, so that the agent can tell where the next begins.
         lines = [
             f"Doc {rank}: {' '.join(passage.contents.split())}"
             for rank, passage in enumerate(found, start=1)
@@ -159,8 +160,8 @@ def open_corpus(
 
 
 class CorpusSearch:
-    """Search over a corpus in this process; queries that come in while a search is under way are
-    searched for together after it."""
+    """Search over a corpus in this process; queries that arrive during a search are answered
+    together after it."""
 
     is_remote = False
 

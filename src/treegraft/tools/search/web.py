@@ -41,6 +41,7 @@ class Provider:
         """Yields title, address and text as the provider gave them."""
         title, address, text = self.fields
         if self.answer_box:
+            # The direct answer to a question often stands in none of the results.
             box = answer.get(self.answer_box) or {}
             if box.get("answer") or box.get("snippet"):
                 yield box.get(title), box.get(address), box.get("answer") or box.get("snippet")
@@ -135,6 +136,7 @@ class WebSearch(Service):
                 another shape.
             ToolError: it refuses the query.
         """
+        # Providers take one query per request.
         return list(await asyncio.gather(*(self._search(query, top_k) for query in queries)))
 
     async def _search(self, query: str, top_k: int) -> list[Passage]:
@@ -148,6 +150,7 @@ class WebSearch(Service):
             raise ToolUnavailable(
                 f"{self.name} answered in another shape than expected: {error!r}"
             ) from error
+        # Providers give no scores; the rank stands in for one.
         return [
             Passage(address, " | ".join(part for part in (title, address, text) if part), 1 / rank)
             for rank, (title, address, text) in enumerate(found, start=1)

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from treegraft.view.report.records import MetricsLine, Record
 
@@ -52,11 +53,8 @@ def student(values: Sequence[float]) -> tuple[float, float | None, float | None]
     mean = statistics.fmean(values)
     if len(values) == 1:
         return mean, None, None
-    half = (
-        float(t.ppf(0.5 + LEVEL / 2, len(values) - 1))
-        * statistics.stdev(values)
-        / math.sqrt(len(values))
-    )
+    quantile = float(t.ppf(0.5 + LEVEL / 2, len(values) - 1))
+    half = quantile * statistics.stdev(values) / math.sqrt(len(values))
     return mean, mean - half, mean + half
 
 
@@ -69,6 +67,7 @@ def wilson(share: float, num: int) -> tuple[float, float]:
     """
     if num < 1:
         raise ValueError(f"wilson: got {num} tasks; expected at least one")
+    # A mean of shares may lie a rounding error above 1, and the root needs p (1 - p) >= 0.
     share = min(1.0, max(0.0, share))
     scale = 1 + _Z**2 / num
     centre = (share + _Z**2 / (2 * num)) / scale
@@ -84,10 +83,15 @@ def values_at(lines: Sequence[MetricsLine], key: str) -> dict[int, float]:
 def band(records: Sequence[Record], key: str) -> list[Point]:
     """Returns the mean of a metric with its interval, at the updates that all runs with this metric
     have reached."""
-    series = [found for record in records if (found := values_at(record.lines, key))]
-    if not series:
-        return []
-    shared = sorted(set.intersection(*(set(one) for one in series)))
+    return shared_points([values_at(record.lines, key) for record in records])
+
+
+def shared_points(series: Sequence[Mapping[int, float]]) -> list[Point]:
+    """Returns the mean of runs' values by update with its interval, at the updates that all runs
+    with any value have."""
+    series = [one for one in series if one]
+    # Beyond the shared updates the mean would jump where a run ends.
+    shared = sorted(set.intersection(*map(set, series))) if series else []
     return [point(update, [one[update] for one in series]) for update in shared]
 
 
@@ -107,11 +111,8 @@ def accuracy_band(records: Sequence[Record], key: str) -> list[Point]:
 
 def spent(lines: Sequence[MetricsLine], cost: str) -> dict[int, float]:
     """Returns by update the sum of a cost until then; lines without it count as 0."""
-    total, found = 0.0, {}
-    for line in lines:
-        total += line.get(cost, 0.0)
-        found[int(line["update"])] = total
-    return found
+    totals = accumulate(line.get(cost, 0.0) for line in lines)
+    return {int(line["update"]): total for line, total in zip(lines, totals, strict=True)}
 
 
 def last_accuracy(record: Record, key: str) -> float | None:
@@ -123,14 +124,13 @@ def last_accuracy(record: Record, key: str) -> float | None:
 def paired(own: Sequence[Record], base: Sequence[Record], key: str) -> list[float]:
     """Returns for each seed that both have the difference of their last accuracies, at the last
     update that both evaluated."""
-    by_seed = {record.seed: record for record in base if record.seed is not None}
+    # Runs of one seed share tasks and initial weights, so their difference has less variance.
+    by_seed = {one.seed: values_at(one.lines, key) for one in base}
     found = []
     for record in own:
-        other = None if record.seed is None else by_seed.get(record.seed)
-        if other is None:
+        if record.seed is None:
             continue
-        mine, theirs = values_at(record.lines, key), values_at(other.lines, key)
-        shared = set(mine) & set(theirs)
-        if shared:
+        mine, theirs = values_at(record.lines, key), by_seed.get(record.seed, {})
+        if shared := set(mine) & set(theirs):
             found.append(mine[max(shared)] - theirs[max(shared)])
     return found

@@ -40,19 +40,18 @@ class Bar:
 def final_bar(group: Group, key: str) -> Bar | None:
     """Returns a group's last value of an accuracy with its interval, None where no run was
     evaluated."""
-    found = [
-        (record, value)
-        for record in group.records
-        if (value := last_accuracy(record, key)) is not None
-    ]
+    ends = [(record.num_eval, last_accuracy(record, key)) for record in group.records]
+    found = [(num, value) for num, value in ends if value is not None]
     if not found:
         return None
-    mean, low, high = student([value for _, value in found])
-    if len(found) == 1 and found[0][0].num_eval:
-        low, high = wilson(mean, found[0][0].num_eval)
+    values = [value for _, value in found]
+    mean, low, high = student(values)
+    # One run says nothing of other seeds, but its tasks have an interval of their own.
+    if len(found) == 1 and found[0][0]:
+        low, high = wilson(mean, found[0][0])
     if low is not None and high is not None:
         low, high = max(0.0, low), min(1.0, high)
-    return Bar(group.label, mean, low, high, [value for _, value in found])
+    return Bar(group.label, mean, low, high, values)
 
 
 def final_accuracy(data: ReportData) -> ReportFigure | MissingFigure:
@@ -192,8 +191,7 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
             points.sort(key=lambda point: point[0])
             if len(points) < 2:
                 continue
-            first = points[0][2]
-            label = f"{first.label} ({first.panel})" if first.panel else first.label
+            label = points[0][2].title
             swept.setdefault(name, []).append((label, [point[:2] for point in points]))
             involved += [group for *_, group in points]
             rows += [

@@ -96,6 +96,7 @@ def write_report(
         figures = {name: FIGURES[name](data) for name in FIGURES if not only or name in only}
         drawn = {name: one for name, one in figures.items() if isinstance(one, ReportFigure)}
         folder.mkdir(parents=True, exist_ok=True)
+        # A figure of an earlier report that has no data any more must not stay beside the page.
         for name in figures:
             for kind in ("svg", "png", "csv"):
                 (folder / f"{name}.{kind}").unlink(missing_ok=True)
@@ -124,12 +125,13 @@ def _place(paths: Sequence[str], out: Path | None) -> Path:
                 " free"
             )
         return out
-    folder = next((path for _, path in map(split_label, paths) if path.is_dir()), None)
-    if folder is None and all(path.is_file() for _, path in map(split_label, paths)):
+    places = [path for _, path in map(split_label, paths)]
+    if all(path.is_file() for path in places):
         raise SettingError(
             "a study has no folder of its own; say with --out DIR where the report goes"
         )
-    return folder or Path()
+    # A path that is not there is reported when it is read.
+    return next((path for path in places if path.is_dir()), Path())
 
 
 def _accuracy(records: Sequence[Record]) -> str | None:

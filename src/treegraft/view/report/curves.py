@@ -63,11 +63,8 @@ def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
             "No held-out accuracy: no run was evaluated (eval.every is 0, or none was reached)."
         )
     keys = [one for one in wanted if any(_has(group, one[0]) for group in data.groups)]
-    notes += [
-        f"No {name}: no run recorded {key}."
-        for key, name, *_ in wanted
-        if (key not in [one[0] for one in keys])
-    ]
+    absent = [one for one in wanted if one not in keys]
+    notes += [f"No {name}: no run recorded {key}." for key, name, *_ in absent]
     if not keys:
         return MissingFigure(figure_title, "no run has recorded reward, entropy or accuracy yet.")
     panels, rows = list[_Panel](), list[tuple[Cell, ...]]()
@@ -80,7 +77,7 @@ def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
                 for group in groups
             ]
             notes += [note for note in left if note not in notes]
-            notes += _incomplete(groups, key, panel)
+            notes += _incomplete(groups, key)
             panels.append(_Panel(panel or title, "update", y_label, is_share, curves))
             rows += [
                 (panel, key, group.label, int(p.x), p.num, p.mean, p.low, p.high)
@@ -96,15 +93,16 @@ def dynamics(data: ReportData) -> ReportFigure | MissingFigure:
     return ReportFigure(figure_title, caption, table, _draw(data, panels, len(keys)), notes)
 
 
-def _incomplete(groups: Sequence[Group], key: str, panel: str) -> list[str]:
+def _incomplete(groups: Sequence[Group], key: str) -> list[str]:
     """Lines on groups whose curve ends before their longest run, or that lack the metric in some
     runs or updates."""
     found = []
     for group in groups:
-        where = f"{group.label} ({panel})" if panel else group.label
+        where = group.title
         series = [values_at(record.lines, key) for record in group.records]
         recorded = [one for one in series if one]
-        shared, longest = min(max(one) for one in recorded), max(max(one) for one in recorded)
+        ends = [max(one) for one in recorded]
+        shared, longest = min(ends), max(ends)
         if shared < longest:
             found.append(
                 f"{where}: {key} is drawn to update {shared}, which all its runs reached, of"
@@ -133,9 +131,8 @@ def against_cost(data: ReportData) -> ReportFigure | MissingFigure:
     until then."""
     title, key = "Accuracy against its cost", data.accuracy
     if key is None:
-        return MissingFigure(
-            title, "no run was evaluated, so there is no accuracy to set against tool calls."
-        )
+        why = "no run was evaluated, so there is no accuracy to set against tool calls."
+        return MissingFigure(title, why)
 
     def has_both(group: Group, cost: str) -> bool:
         totals = (value for one in group.records for value in spent(one.lines, cost).values())
@@ -143,9 +140,8 @@ def against_cost(data: ReportData) -> ReportFigure | MissingFigure:
 
     costs = [(cost, name) for cost, name in COSTS if any(_has(one, cost) for one in data.groups)]
     if not costs:
-        return MissingFigure(
-            title, "no run has recorded tool calls, sampled tokens or processor time."
-        )
+        why = "no run has recorded tool calls, sampled tokens or processor time."
+        return MissingFigure(title, why)
     panels, rows, notes = list[_Panel](), list[tuple[Cell, ...]](), list[str]()
     for panel in data.panels:
         for cost, name in costs:
@@ -154,9 +150,8 @@ def against_cost(data: ReportData) -> ReportFigure | MissingFigure:
             curves = [(group, cost_curve(group, cost, key)) for group in groups]
             most = max((x for _, curve in curves for x, _ in curve), default=0.0)
             scale = 1000.0 if most >= 5000 else 1.0
-            unit = "s" if cost.startswith("time/") else "number"
-            if scale > 1:
-                unit = "1,000 s" if unit == "s" else "thousands"
+            units = ("s", "1,000 s") if cost.startswith("time/") else ("number", "thousands")
+            unit = units[scale > 1]
             scaled = [(group, [(x / scale, p) for x, p in curve]) for group, curve in curves]
             label = f"{name} so far ({unit})"
             panels.append(_Panel(panel, label, "held-out accuracy (%)", True, scaled))
@@ -202,7 +197,8 @@ def _draw(data: ReportData, panels: Sequence[_Panel], num_columns: int) -> Any:
             if curve:
                 look = looks(data.look(group.label))
                 draw_band(one, places, points, printable(group.label, 40), look)
-        one.set_title(printable(panel.title, 44))
+        # A longer title would run into that of the next panel.
+        one.set_title(printable(panel.title, 78 // columns))
         one.set_xlabel(panel.x_label)
         one.set_ylabel(panel.y_label)
         if panel.x_label == "update":

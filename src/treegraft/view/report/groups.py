@@ -31,6 +31,11 @@ class Group:
     """Groups of one panel are compared with each other; "" where there is one panel only."""
     records: tuple[Record, ...]
 
+    @property
+    def title(self) -> str:
+        """Its label, with the panel where there are several."""
+        return f"{self.label} ({self.panel})" if self.panel else self.label
+
 
 @dataclass(frozen=True, slots=True)
 class ReportData:
@@ -59,9 +64,9 @@ class ReportData:
     def drawn(self) -> list[str]:
         """Returns the labels that get a curve and a colour of their own, in order: at most
         `MOST_CURVES`, those with most runs in a panel first."""
-        runs: dict[str, int] = {}
+        runs = Counter[str]()
         for group in self.groups:
-            runs[group.label] = max(runs.get(group.label, 0), len(group.records))
+            runs[group.label] = max(runs[group.label], len(group.records))
         chosen = sorted(runs, key=lambda label: -runs[label])[:MOST_CURVES]
         return [label for label in runs if label in chosen]
 
@@ -108,11 +113,9 @@ def group(records: Sequence[Record]) -> list[Group]:
     panels = _panels(records)
     by_key: dict[tuple[str, str], list[Record]] = {}
     for record, panel in zip(records, panels, strict=True):
-        own = (
-            f"label {record.label}"
-            if record.label is not None
-            else f"settings {_frozen(record.settings)}"
-        )
+        own = f"label {record.label}"
+        if record.label is None:
+            own = f"settings {_frozen(record.settings)}"
         by_key.setdefault((panel, own), []).append(record)
     labels = _labels(list(by_key.values()), [panel for panel, _ in by_key])
     return [
@@ -121,8 +124,8 @@ def group(records: Sequence[Record]) -> list[Group]:
     ]
 
 
-def _frozen(settings: Mapping[str, Any]) -> str:
-    return json.dumps(settings, sort_keys=True, default=str)
+def _frozen(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=str)
 
 
 # ---------------------------------------------------------------------- panels
@@ -137,13 +140,14 @@ def _panels(records: Sequence[Record]) -> list[str]:
     names = differing(
         [found for found, record in zip(tasks, records, strict=True) if record.world is None]
     )
-    found = []
-    for record in records:
-        own = ", ".join(
-            f"{short(name, names)} = {show(record.settings.get(name))}" for name in names
-        )
-        found.append(own if record.world is None else record.world)
-    return found
+    return [
+        _said(record, names, names) if record.world is None else record.world for record in records
+    ]
+
+
+def _said(record: Record, own: Sequence[str], names: Sequence[str]) -> str:
+    """The values of the settings `own`, each by the shortest name that is clear among `names`."""
+    return ", ".join(f"{short(name, names)} = {show(record.settings.get(name))}" for name in own)
 
 
 def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -154,9 +158,8 @@ def differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _value(settings: Mapping[str, Any], name: str) -> str:
-    return (
-        json.dumps(settings[name], sort_keys=True, default=str) if name in settings else "missing"
-    )
+    # Not the text of any JSON value, so that a missing setting differs from all that are there.
+    return _frozen(settings[name]) if name in settings else "missing"
 
 
 # ---------------------------------------------------------------------- labels
@@ -172,8 +175,8 @@ def _labels(groups: Sequence[Sequence[Record]], panels: Sequence[str]) -> list[s
         values = Counter(_value(record.settings, name) for record in unnamed)
         value, count = values.most_common(1)[0]
         common[name] = value if count > len(unnamed) / 2 else None
-    by_panel = [name for name in names if name.startswith("tasks.") and name not in EXPERT]
-    names = [name for name in names if name not in by_panel]
+    # The panel names the tasks already.
+    names = [name for name in names if not name.startswith("tasks.") or name in EXPERT]
     labels = [
         one[0].label if one[0].label is not None else _label(one, names, common) for one in groups
     ]
@@ -196,10 +199,7 @@ def _label(
         for name in names
         if common[name] is None or _value(record.settings, name) != common[name]
     ]
-    said = (
-        ", ".join(f"{short(name, names)} = {show(record.settings.get(name))}" for name in own)
-        or "common settings"
-    )
+    said = _said(record, own, names) or "common settings"
     return said if len(said) <= _MOST else said[: _MOST - 1] + "…"
 
 
@@ -226,7 +226,7 @@ def show(value: Any) -> str:
     if isinstance(value, list):
         return " + ".join(show(part) for part in value) or "none"
     if isinstance(value, Mapping):
-        return json.dumps(value, sort_keys=True, default=str)
+        return _frozen(value)
     text = str(value).rstrip("/")
     return text.rpartition("/")[2] if text.startswith(("/", "./", "~", "runs/")) else text
 
@@ -252,13 +252,8 @@ def vary(groups: Sequence[Group], names: Sequence[str]) -> list[list[Group]]:
         settings = one.records[0].settings
         if not any(name in settings for name in names) or set(names) & set(pooled_differences(one)):
             continue
-        rest = _frozen(
-            {
-                name: value
-                for name, value in settings.items()
-                if name not in names and name not in pooled
-            }
-        )
+        others = settings.keys() - {*names, *pooled}
+        rest = _frozen({name: settings[name] for name in others})
         own = _frozen({name: settings.get(name) for name in names})
         sets.setdefault(rest, {}).setdefault(own, one)
     return [list(found.values()) for found in sets.values() if len(found) > 1]

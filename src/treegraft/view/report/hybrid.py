@@ -7,15 +7,16 @@ that neither time nor memory grows with the run.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from itertools import product
 from statistics import fmean
 from typing import Any
 
 from treegraft.core.errors import DataError
 from treegraft.core.types import GraftCause, Origin, Tree
 from treegraft.runs.record import parse_tree
-from treegraft.view.report.bands import Point, point
+from treegraft.view.report.bands import Point, shared_points
 from treegraft.view.report.drawing import (
     add_legend,
     draw_band,
@@ -77,50 +78,42 @@ def read_updates(run: Run, notes: list[str]) -> Iterator[tuple[int, Tree]]:
             )
 
 
-@dataclass(slots=True)
 class TreeMeans:
-    """Means over the trajectories of a run by kind and update."""
+    """Means over the trajectories of a run by measure, kind and update."""
 
-    values: dict[tuple[str, int], dict[str, list[float]]] = field(default_factory=dict)
-    """(kind, update) -> measure -> one value per trajectory."""
-    gaps: dict[int, list[float]] = field(default_factory=dict)
-    """Update -> for each tree with both kinds, the mean reward of its hybrid trajectories less that
-    of the others."""
+    def __init__(self) -> None:
+        self.values: dict[tuple[str, str], dict[int, list[float]]]
+        self.values = defaultdict(lambda: defaultdict(list))
+        """(measure, kind) -> update -> one value per trajectory; of kind "gap" one for each tree
+        with both kinds: the mean reward of its hybrid trajectories less that of the others."""
 
     def add(self, update: int, tree: Tree) -> None:
         """Counts the trajectories of a tree; those lost to failures of ours count nowhere."""
-        rewards: dict[str, list[float]] = {}
+        rewards = defaultdict[str, list[float]](list)
         for path in tree.trajectories():
             if path.reward is None:
                 continue
             kind = KINDS[any(isinstance(step.cause, GraftCause) for step in path.steps)]
-            rewards.setdefault(kind, []).append(path.reward)
-            cell = self.values.setdefault((kind, update), {name: [] for name in _MEASURES})
-            cell["reward"].append(path.reward)
-            cell["num_sampled"].append(path.origins.count(Origin.POLICY))
-            cell["num_calls"].append(path.num_tool_calls)
+            rewards[kind].append(path.reward)
+            found = (path.reward, path.origins.count(Origin.POLICY), path.num_tool_calls)
+            for measure, value in zip(_MEASURES, found, strict=True):
+                self.values[measure, kind][update].append(value)
         if len(rewards) == len(KINDS):
             gap = fmean(rewards["hybrid"]) - fmean(rewards["on-policy"])
-            self.gaps.setdefault(update, []).append(gap)
+            self.values[_GAP, "gap"][update].append(gap)
 
     @property
     def has_hybrid(self) -> bool:
         """Whether any trajectory holds a graft."""
-        return any(kind == "hybrid" for kind, _ in self.values)
+        return ("reward", "hybrid") in self.values
 
     def curves(self) -> dict[tuple[str, str], dict[int, float]]:
         """Returns means by update for each measure and kind; the gap has one kind, "gap"."""
-        found = {
-            (measure, kind): {
-                update: fmean(cell[measure])
-                for (own, update), cell in sorted(self.values.items())
-                if own == kind
-            }
-            for measure in _MEASURES
-            for kind in KINDS
+        keys = [*product(_MEASURES, KINDS), (_GAP, "gap")]
+        return {
+            key: {update: fmean(cell) for update, cell in sorted(self.values.get(key, {}).items())}
+            for key in keys
         }
-        gaps = {update: fmean(gaps) for update, gaps in sorted(self.gaps.items())}
-        return found | {(_GAP, "gap"): gaps}
 
 
 def hybrid(data: ReportData) -> ReportFigure | MissingFigure:
@@ -135,16 +128,12 @@ def hybrid(data: ReportData) -> ReportFigure | MissingFigure:
                 one.add(update, tree)
             if one.values:
                 means[record.name] = one
-    if not means:
-        why = "no run folder with recorded trees was given."
-        return MissingFigure(title, " ".join([why, *notes]))
-    grafted = [
-        group
-        for group in data.groups
-        if any(means[one.name].has_hybrid for one in group.records if one.name in means)
-    ]
+    hybrids = {name for name, one in means.items() if one.has_hybrid}
+    grafted = [one for one in data.groups if hybrids & {record.name for record in one.records}]
     if not grafted:
         why = "no trajectory of these runs holds a retrieved step."
+        if not means:
+            why = "no run folder with recorded trees was given."
         return MissingFigure(title, " ".join([why, *notes]))
     drawn = grafted[:_MOST_ROWS]
     figure, axes = new_figure(len(drawn), len(_DRAWN), 2.1 * len(drawn))
@@ -180,12 +169,7 @@ def hybrid(data: ReportData) -> ReportFigure | MissingFigure:
 def _bands(group: Group, means: Mapping[str, TreeMeans]) -> dict[tuple[str, str], list[Point]]:
     """By measure and kind, at the updates that all runs with any have."""
     curves = [means[record.name].curves() for record in group.records if record.name in means]
-    found: dict[tuple[str, str], list[Point]] = {}
-    for key in curves[0]:
-        series = [one[key] for one in curves if one[key]]
-        shared = sorted(set.intersection(*(set(one) for one in series))) if series else []
-        found[key] = [point(update, [one[update] for one in series]) for update in shared]
-    return found
+    return {key: shared_points([one[key] for one in curves]) for key in curves[0]}
 
 
 def _draw_kinds(axes: Any, curves: Mapping[str, Sequence[Point]], name: str) -> None:

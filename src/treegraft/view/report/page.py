@@ -4,6 +4,7 @@ network."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -31,7 +32,7 @@ figcaption { font-size: 0.88rem; color: #444; margin-top: 0.4rem; max-width: 52r
 .note { color: #7a3b00; font-size: 0.88rem; margin: 0.2rem 0; }
 table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums;
   margin: 0.5rem 0; }
-th { text-align: left; border-bottom: 1.5px solid #1b1b1b; }
+th { text-align: left; border-bottom: 1.5px solid #1b1b1b; white-space: nowrap; }
 td, th { padding: 0.15rem 0.9rem 0.15rem 0; vertical-align: top; }
 td { border-bottom: 1px solid #e6e6e6; }
 td.n { text-align: right; white-space: nowrap; }
@@ -109,6 +110,7 @@ def _text(text: str) -> str:
 def inline(svg: str, name: str, title: str) -> str:
     """Returns an SVG file as part of a page: without its head, its ids made its own, with a name
     for screen readers."""
+    # Figures number their ids alike, so two on one page would use each other's clip paths.
     body = svg[svg.index("<svg") :]
     body = re.sub(r'\bid="([^"]*)"', rf'id="{name}-\1"', body)
     body = re.sub(r'\b((?:xlink:)?href)="#', rf'\1="#{name}-', body)
@@ -135,9 +137,8 @@ def _runs(groups: Sequence[Group]) -> Table:
 
 
 def _table(table: Table) -> str:
-    told = [
-        n for n in range(len(table.columns)) if any(row[n] not in (None, "") for row in table.rows)
-    ]
+    # A column that is empty in all rows (panels of a report with one panel) is left out.
+    told = [n for n, column in enumerate(zip(*table.rows, strict=True)) if {*column} - {None, ""}]
     head = "".join(f"<th>{_text(table.columns[n])}</th>" for n in told)
     rows = "".join(
         "<tr>" + "".join(_cell(row[n]) for n in told) + "</tr>" for row in table.rows[:_MOST_ROWS]
@@ -159,17 +160,15 @@ def group_notes(groups: Sequence[Group]) -> list[str]:
     unfinished runs."""
     found = []
     for group in groups:
-        where = f"{group.label} ({group.panel})" if group.panel else group.label
-        pooled = pooled_differences(group)
-        if pooled:
+        where = group.title
+        if pooled := pooled_differences(group):
             more = f" and {len(pooled) - 4} more" if len(pooled) > 4 else ""
             found.append(
                 f"{where}: its runs differ in {', '.join(pooled[:4])}{more} too; they are one group"
                 " because of their label."
             )
-        seeds = [record.seed for record in group.records if record.seed is not None]
-        twice = sorted({seed for seed in seeds if seeds.count(seed) > 1})
-        if twice:
+        seeds = Counter(record.seed for record in group.records if record.seed is not None)
+        if twice := sorted(seed for seed, count in seeds.items() if count > 1):
             found.append(
                 f"{where}: seed {', '.join(map(str, twice))} comes more than once; such runs are"
                 " not independent."

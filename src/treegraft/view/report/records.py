@@ -106,11 +106,10 @@ def read_run(path: Path, label: str | None = None) -> Record:
         )
     run = Run(path)
     settings = flatten(run.config())
-    _, raw = run.metrics()
-    lines, notes = clean_lines(raw)
+    lines, notes = clean_lines(run.metrics()[1])
     state = run.state()
     done, total = state["update"], state["num_updates"]
-    is_done = bool(lines) and done >= total
+    said = f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}"
     return Record(
         name=run.name,
         label=label,
@@ -123,11 +122,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
         lines=lines,
         num_eval=_num_eval(run, settings),
         run=run,
-        state=(
-            "finished"
-            if is_done
-            else f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}"
-        ),
+        state="finished" if lines and done >= total else said,
         notes=notes,
     )
 
@@ -165,6 +160,7 @@ def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]
         ]
         if int(update) in by_update:
             repeated.append(int(update))
+        # The later line: a resume repeats updates, and goes on from its own.
         by_update[int(update)] = numbers
     if repeated:
         notes.append(

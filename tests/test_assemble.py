@@ -1,0 +1,78 @@
+"""The parts of a run: how many copies of the model there are, and who holds them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import pytest
+import torch
+from tests.tiny import tiny
+from transformers import PreTrainedModel
+
+from treegraft.assemble import Parts, assemble, assemble_training
+from treegraft.settings.load import load_config
+
+# peft uses names that transformers is giving up.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+SCRIPTED: dict[str, Any] = {"engine": {"kind": "tests.test_assemble:make_scripted"}}
+
+
+def make_scripted(*, tokenizer: Any, **_: Any) -> Any:
+    from treegraft.policy.engine.scripted import ScriptedEngine
+
+    return ScriptedEngine([], tokenizer)
+
+
+def num_embeddings() -> int:
+    """Returns how many embedding matrices with memory of their own are alive."""
+    gc.collect()
+    models = [found for found in gc.get_objects() if issubclass(type(found), PreTrainedModel)]
+    weights = {id(model.get_input_embeddings().weight): model for model in models}
+    return sum(
+        model.get_input_embeddings().weight.device.type != "meta" for model in weights.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("hold", "tables", "copies"),
+    [
+        (assemble, {}, 1),
+        (assemble, SCRIPTED, 0),
+        (assemble_training, {}, 2),
+        (assemble_training, SCRIPTED, 1),
+    ],
+    ids=["evaluation", "evaluation, own engine", "training", "training, own engine"],
+)
+def test_the_model_is_in_memory_as_often_as_it_is_needed(
+    hold: Callable[..., AbstractAsyncContextManager[Parts]], tables: dict[str, Any], copies: int
+) -> None:
+    """The engine samples from one; what learns is another, whose weights it alone changes."""
+    config = load_config(tiny(**tables))
+
+    async def held() -> int:
+        async with hold(config):
+            return num_embeddings()
+
+    before = num_embeddings()
+    assert asyncio.run(held()) - before == copies
+    assert num_embeddings() == before
+
+
+def test_adapters_change_the_learners_model_and_not_the_engines() -> None:
+    config = load_config(tiny(model={"lora": {"rank": 2}}))
+
+    async def names() -> tuple[set[str], set[str]]:
+        async with assemble_training(config) as parts:
+            engine: Any = parts.engine
+            ours, theirs = parts.learner.model.state_dict(), engine.model.state_dict()
+            for name, tensor in parts.learner.weights():
+                torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=0)
+            return {name for name in ours if "lora_" in name}, set(theirs)
+
+    adapted, plain = asyncio.run(names())
+    assert adapted and not any("lora_" in name for name in plain)
