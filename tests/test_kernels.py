@@ -123,9 +123,8 @@ def test_attention_over_blocks(
     batch = Pass(
         table.data_ptr(), 4, rows.data_ptr(), at.data_ptr(), len(rows), heads, kv_heads, num_threads
     )
-    out = kernels.attend(
-        batch, query, keys, values, scaling=0.3, window=window, softcap=softcap, sinks=sinks
-    )
+    options = AttentionOptions(0.3, window, softcap, sinks)
+    out = kernels.attend(batch, query, keys, values, options)
     assert not out[-1].any()
     for index, position in enumerate(positions):
         path = table[index].long()

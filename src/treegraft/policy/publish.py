@@ -64,9 +64,11 @@ class Publisher:
         """
         if gap is None:
             return {}
+        # At the first update both hold the very weights that were loaded: this gap is rounding.
         if self._first_gap is None:
             self._first_gap = gap
         limit = FLOAT32_LIMIT if self._dtype == "float32" else BFLOAT16_FACTOR * self._first_gap
+        # In a row: a single batch of long paths may be above the limit by chance.
         self._num_breaches = self._num_breaches + 1 if gap > limit else 0
         if self._num_breaches >= MAX_BREACHES:
             raise DriftError(

@@ -29,24 +29,14 @@ def build_tiny_model(
         eos_token_id=eos_id,
         pad_token_id=pad_id,
     )
+    # The caller's generator stays as it is, so that a run's other draws do not depend on the model.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
 
 
-MARKUP_WORDS = (
-    *(
-        "<think>",
-        "</think>",
-        "<search>",
-        "</search>",
-        "<python>",
-        "</python>",
-        "<result>",
-        "</result>",
-    ),
-    *("<retrieve>", "</retrieve>", "<answer>", "</answer>", "\\boxed{", "}"),
-)
+_TAGS = ("think", "search", "python", "result", "retrieve", "answer")
+MARKUP_WORDS = (*(f"<{slash}{tag}>" for tag in _TAGS for slash in ("", "/")), "\\boxed{", "}")
 
 
 def build_word_tokenizer(words: Sequence[str]) -> Any:
@@ -55,10 +45,12 @@ def build_word_tokenizer(words: Sequence[str]) -> Any:
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerFast
 
+    # Once each and in this order: a token's number is part of every recorded tree.
     entries = dict.fromkeys(["<pad>", "<eos>", "<unk>", *MARKUP_WORDS, *words])
     backend = Backend(
         models.WordLevel({word: index for index, word in enumerate(entries)}, unk_token="<unk>")
     )
+    # Tags first: in "<search>e1" no blank parts the tag from the word.
     split = pre_tokenizers.Split(Regex(r"</?[a-z_]+>|\\boxed\{|\}"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.WhitespaceSplit()])
     return PreTrainedTokenizerFast(

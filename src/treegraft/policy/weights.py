@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 CHUNK = 1 << 20
 """Words of a tensor that are summed at once: 8 MB as 64-bit integers."""
@@ -17,7 +18,7 @@ _FACTOR = 0x9E3779B97F4A7C15
 _MODULUS = 1 << 64
 
 
-def weights_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
+def weights_fingerprint(weights: Mapping[str, Tensor]) -> str:
     """Returns a checksum of names, types, shapes and bits, computed where the tensors lie.
 
     For each tensor h = Σ_i (2 i + 1) · word_i modulo 2^64, chunk by chunk, the chunks chained by
@@ -25,6 +26,7 @@ def weights_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
     addition, so every device and thread count gives the same value.
     """
     digest = hashlib.blake2b(digest_size=16)
+    # Sorted: engine and learner may list the same weights in another order.
     for name in sorted(weights):
         tensor = weights[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
@@ -33,13 +35,15 @@ def weights_fingerprint(weights: Mapping[str, torch.Tensor]) -> str:
 
 
 @torch.no_grad()
-def _checksum(tensor: torch.Tensor) -> int:
+def _checksum(tensor: Tensor) -> int:
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     # 32-bit words halve the work for 16-bit weights; the rest, at most three bytes, goes singly.
     whole = data.numel() // 4 * 4
     # A view needs an aligned start, which a slice of another tensor may not have.
     head = data[:whole] if data.data_ptr() % 4 == 0 else data[:whole].clone()
     checksum = 0
+    # In chunks, since each word is widened to 64 bits: at once, a weight would take four times its
+    # size again.
     for words in (*head.view(torch.int32).split(CHUNK), data[whole:]):
         odd = 2 * torch.arange(words.numel(), dtype=torch.int64, device=words.device) + 1
         total = int((words.to(torch.int64) * odd).sum())
@@ -51,7 +55,7 @@ def _checksum(tensor: torch.Tensor) -> int:
 class ModelWeights:
     """The state dict of a plain model as a `WeightSource`."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, Tensor]
 
     @property
     def names(self) -> Sequence[str]:
@@ -61,11 +65,11 @@ class ModelWeights:
     def fingerprint(self) -> str:
         return weights_fingerprint(self.tensors)
 
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self.tensors.items())
 
 
-def plain_weights(model: Any) -> dict[str, torch.Tensor]:
+def plain_weights(model: Any) -> dict[str, Tensor]:
     """Returns a state dict with the names of the plain model, LoRA's products added to the weights
     they adapt.
 

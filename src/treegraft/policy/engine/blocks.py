@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.policy.head import head_width
 from treegraft.policy.kernels.engine import BLOCK, padded_width
@@ -41,8 +42,8 @@ class BlockPool:
         size = layers * heads * (width + padded_width(width)) * BLOCK * self._like.element_size()
         self.num_blocks = 0
         self.max_blocks = max(1, int(max_bytes // size))
-        self.keys: list[torch.Tensor] = [self._empty(0, 0)] * layers
-        self.values: list[torch.Tensor] = [self._empty(1, 0)] * layers
+        self.keys: list[Tensor] = [self._empty(0, 0)] * layers
+        self.values: list[Tensor] = [self._empty(1, 0)] * layers
 
     def grow(self, needed: int) -> None:
         """Makes room for `needed` blocks; stored ones stay."""
@@ -59,7 +60,7 @@ class BlockPool:
             keys[target, :, :, :positions] = keys[source, :, :, :positions]
             values[target, :, :positions] = values[source, :, :positions]
 
-    def _empty(self, kind: int, size: int) -> torch.Tensor:
+    def _empty(self, kind: int, size: int) -> Tensor:
         return self._like.new_zeros(size, *self._shapes[kind])
 
 
@@ -96,6 +97,10 @@ class Row:
     """Its blocks from the root on; the last may still grow and is then this row's own."""
     max_nodes: int
     """As many as it may come to have."""
+
+    @property
+    def num_unfed(self) -> int:
+        return len(self.token_ids) - self.fed
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
@@ -141,16 +146,14 @@ class PathCache:
         """Returns a row for the path, which may grow to `max_tokens`, with its stored beginning in
         place; None: no room yet."""
         chain, tail, common = self._match(path_ids)
-        if not self._free_slots or not self._has_room(chain, -(-max_tokens // BLOCK)):
+        num_nodes = -(-max_tokens // BLOCK)
+        if not self._free_slots or not self._has_room(chain, num_nodes):
             return None
         for node in chain:
             self._use(node)
-        row = Row(
-            self._free_slots.pop(), path_ids, len(chain) * BLOCK, chain, -(-max_tokens // BLOCK)
-        )
-        self.table[row.slot, : len(chain)] = torch.tensor(
-            [node.block for node in chain], dtype=torch.int32
-        )
+        row = Row(self._free_slots.pop(), path_ids, len(chain) * BLOCK, chain, num_nodes)
+        blocks = torch.tensor([node.block for node in chain], dtype=torch.int32)
+        self.table[row.slot, : len(chain)] = blocks
         self.rows.append(row)
         if tail is not None and common:
             self._continue(row, tail, common)
@@ -191,18 +194,12 @@ class PathCache:
         """Drops the blocks below a path once nothing is under way there; its own full blocks stay
         until room is needed."""
         node, rest = self.root, tuple(path_ids)
-        while True:
-            following = next(
-                (
-                    c
-                    for c in node.children
-                    if len(rest) >= BLOCK and tuple(c.token_ids) == rest[:BLOCK]
-                ),
-                None,
-            )
+        while len(rest) >= BLOCK:
+            following = next((c for c in node.children if tuple(c.token_ids) == rest[:BLOCK]), None)
             if following is None:
                 break
             node, rest = following, rest[BLOCK:]
+        # A block that holds the path's end goes too, with every continuation inside it.
         for child in list(node.children):
             known = min(len(rest), len(child.token_ids))
             if not rest or (known and tuple(child.token_ids[:known]) == rest[:known]):
@@ -210,8 +207,7 @@ class PathCache:
 
     def clear(self) -> None:
         """Drops everything; no row may be under way."""
-        for node in list(_below(self.root)):
-            self._free_blocks.append(node.block)
+        self._free_blocks.extend(node.block for node in _below(self.root))
         self.root.children.clear()
         self._idle.clear()
         self._num_unused = 0
@@ -331,9 +327,11 @@ class PathCache:
             node = parent
 
     def _forget_below(self, node: Node) -> None:
-        for below in [node, *_below(node)]:
+        nodes = [node, *_below(node)]
+        # All marks first: dropping a node goes on to its parent where that is forgotten too.
+        for below in nodes:
             below.is_forgotten = True
-        for below in [node, *_below(node)]:
+        for below in nodes:
             if below in self._idle:
                 self._drop(below)
 

@@ -9,14 +9,14 @@ hidden states prove to be those of a plain forward pass.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
-from treegraft.policy.engine.blocks import BlockPool, PathCache, Row
+from treegraft.policy.engine.blocks import BlockPool, PathCache
 from treegraft.policy.engine.packed import (
     LaidOutLinears,
     Product,
@@ -25,7 +25,7 @@ from treegraft.policy.engine.packed import (
     take_over,
 )
 from treegraft.policy.engine.ragged import RaggedPlan, Segment
-from treegraft.policy.head import decoder, head_problem, head_width
+from treegraft.policy.head import decoder, first_line, head_problem, head_width
 from treegraft.policy.hook import (
     AttentionOptions,
     AttentionPlan,
@@ -43,8 +43,6 @@ HEAD_NORMS = ("q_norm", "k_norm")
 PROBE_LENGTH, PROBE_CUTS = 75, (64, 10, 1)
 """The path that a forward pass is tried on: two blocks, taken in as a block, a chunk and a single
 token."""
-LIMITS = {torch.float32: 1e-4}
-"""Largest distance from a plain forward pass, over its length; in other types 0.05."""
 
 
 class Forward(Protocol):
@@ -59,9 +57,7 @@ class Forward(Protocol):
         (batch-invariant)."""
         ...
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         """Returns [tokens, hidden size], the decoder's last norm included, for ids and positions
         [tokens]."""
         ...
@@ -82,13 +78,11 @@ class HookedForward:
         self._decoder = decoder(model)
         self._products = take_over(model.modules(), product_kind(model, kernels)) if pack else []
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: AttentionPlan) -> Tensor:
         output = self._decoder(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, attention_plan=plan
         )
-        hidden: torch.Tensor = output.last_hidden_state[0]
+        hidden: Tensor = output.last_hidden_state[0]
         return hidden
 
     def refresh(self) -> None:
@@ -110,14 +104,10 @@ class _Layer:
         self.join = product(attention.o_proj)
         self.widen = product(mlp.gate_proj, mlp.up_proj)
         self.narrow = product(mlp.down_proj)
-        self.widths = tuple(
-            x.in_features
-            for x in (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
-        )
-
-    def refresh(self) -> None:
-        for product in (self.project, self.join, self.widen, self.narrow):
-            product.refresh()
+        products = (self.project, self.join, self.widen, self.narrow)
+        firsts = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
+        widths = (linear.in_features for linear in firsts)
+        self.products = tuple(zip(products, widths, strict=True))
 
 
 class FusedForward:
@@ -129,38 +119,37 @@ class FusedForward:
         attention = inner.layers[0].self_attn
         self.kernels: Kernels | None = kernels
         self._kernels = kernels
-        self._embed, self._rotary, self._last_norm = (
-            inner.embed_tokens,
-            inner.rotary_emb,
-            inner.norm,
-        )
+        self._embed, self._rotary = inner.embed_tokens, inner.rotary_emb
+        self._last_norm = inner.norm
         self._width = attention.head_dim
-        self._sizes = tuple(
-            linear.out_features for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
-        )
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self._sizes = tuple(linear.out_features for linear in projections)
         kind: Callable[..., Product] = product_kind(model, kernels) if pack else SeparateLinears
         self._layers = [_Layer(layer, kind) for layer in inner.layers]
+        # The head too: with a large vocabulary it is the largest product of a pass.
         self._output = model.get_output_embeddings()
         self._head = take_over([self._output], kind)
         self.is_rowwise = bool(self._head) and all(
             isinstance(product, LaidOutLinears) for product in self._head
         )
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         state = functional.embedding(ids, self._embed.weight)
         cosines, sines = (
             part[0].contiguous()
             for part in self._rotary(state.new_zeros(1, dtype=torch.float32), positions[None])
         )
+        # Each norm also adds the block's output to the residual `state`: one reading of memory for
+        # both, and on a CPU memory is the limit.
         rows = self._norm(state, None, self._layers[0].in_norm)
         for index, layer in enumerate(self._layers):
+            # Views of one product; the kernels take strides, so nothing is copied.
             query, key, value = layer.project(rows).split(self._sizes, dim=-1)
             query, key, value = (x.unflatten(-1, (-1, self._width)) for x in (query, key, value))
+            # Before the rotation, as in Qwen3; without such norms the loop is empty.
             for part, norm in zip((query, key), layer.head_norms, strict=False):
                 self._kernels.norm_heads(part, norm.weight, norm.variance_epsilon)
-            seen = plan.attend_rotated(
+            seen = plan.attend(
                 index,
                 query.transpose(0, 1),
                 key.transpose(0, 1),
@@ -170,53 +159,39 @@ class FusedForward:
             )
             rows = self._norm(state, layer.join(seen.flatten(1)), layer.out_norm)
             gate, up = layer.widen(rows).chunk(2, dim=-1)
-            following = (
-                self._layers[index + 1].in_norm
-                if index + 1 < len(self._layers)
-                else self._last_norm
-            )
+            is_last = index + 1 == len(self._layers)
+            following = self._last_norm if is_last else self._layers[index + 1].in_norm
             rows = self._norm(state, layer.narrow(self._kernels.gate(gate, up)), following)
         return rows
 
     def products(self) -> list[tuple[Product, int]]:
         """Returns every product of a pass but the head's, with the width of its input; for
         measuring."""
-        return [
-            (product, width)
-            for layer in self._layers
-            for product, width in zip(
-                (layer.project, layer.join, layer.widen, layer.narrow), layer.widths, strict=True
-            )
-        ]
+        return [pair for layer in self._layers for pair in layer.products]
 
-    def _norm(self, state: torch.Tensor, added: torch.Tensor | None, norm: Any) -> torch.Tensor:
+    def _norm(self, state: Tensor, added: Tensor | None, norm: Any) -> Tensor:
         return self._kernels.norm(state, added, norm.weight, norm.variance_epsilon)
 
     def refresh(self) -> None:
-        for layer in self._layers:
-            layer.refresh()
-        for product in self._head:
+        for product in (*(product for product, _ in self.products()), *self._head):
             product.refresh()
 
     def give_back(self) -> None:
         """Leaves the model as it was."""
+        # The head's `forward` is the only thing that was set on the model itself.
         self._output.__dict__.pop("forward", None)
 
 
 def shape_problem(model: Any) -> str | None:
     """Returns why a decoder is not of Llama's shape, or None where it is."""
     inner = decoder(model)
-    if "llama_4_scaling_beta" in (
-        getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    ):
+    # A scale that begins to act far beyond the probe's path, so the probe would not show it.
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    if "llama_4_scaling_beta" in rope:
         return "its queries are scaled by their position"
-    if {"embed_tokens", "layers", "norm", "rotary_emb"} - {
-        name for name, _ in inner.named_children()
-    }:
+    if not {"embed_tokens", "layers", "norm", "rotary_emb"} <= dict(inner.named_children()).keys():
         return "its decoder has other parts"
-    return next(
-        (problem for layer in inner.layers if (problem := _layer_problem(layer)) is not None), None
-    )
+    return next(filter(None, map(_layer_problem, inner.layers)), None)
 
 
 def _window(attention: Any) -> int | None:
@@ -228,12 +203,15 @@ def _window(attention: Any) -> int | None:
 
 
 def _layer_problem(layer: Any) -> str | None:
+    # By the sets of parts, not by the classes' names: families that copy Llama's layer are many,
+    # and one with a part more (a norm behind attention, a router) must not pass.
     if {name for name, _ in layer.named_children()} != LAYER_PARTS:
         return "its layers have other parts"
     attention, mlp = layer.self_attn, layer.mlp
     parts = {name for name, _ in attention.named_children()}
     if parts not in (ATTENTION_PARTS, ATTENTION_PARTS | set(HEAD_NORMS)):
         return "its attention has other parts"
+    # The kernel `gate` computes silu and nothing else.
     if type(getattr(mlp, "act_fn", None)).__name__ not in ("SiLU", "SiLUActivation"):
         return "its activation is not silu"
     linears = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
@@ -246,6 +224,7 @@ def _layer_problem(layer: Any) -> str | None:
         return "its norms are of another kind"
     if any(norm.weight.numel() != attention.head_dim for norm in head_norms):
         return "its norms of queries and keys go over all heads"
+    # There the window stands in the configuration alone, and a layer may or may not keep to it.
     if not hasattr(attention, "sliding_window") and (_window(attention) or 0) >= PROBE_LENGTH:
         return "its sliding window is longer than the path that it could be tried on"
     return None
@@ -258,6 +237,7 @@ def build_forward(
 
     The model is changed (attention, packed products) only where one is returned.
     """
+    # The reference first, while the model is still untouched.
     with plain_attention(model):
         if problem := head_problem(model):
             return None, problem
@@ -270,18 +250,19 @@ def build_forward(
         fused.give_back()
         _log.info("engine: layers run in transformers' own way: %s", problem)
     problem = _hooked_problem(model, kernels, plain)
+    # A wrong kernel costs speed, not the run.
     if problem is not None and kernels is not None:
         _log.warning(
             "engine: running on torch's operators alone, which is slower: with our kernels %s",
             problem,
         )
         kernels, problem = None, _hooked_problem(model, None, plain)
-    return (
-        (None, problem) if problem is not None else (HookedForward(model, kernels, pack=pack), None)
-    )
+    # Only now packed and installed: a model that is refused stays as it came.
+    forward = None if problem is not None else HookedForward(model, kernels, pack=pack)
+    return forward, problem
 
 
-def _hooked_problem(model: Any, kernels: Kernels | None, plain: torch.Tensor) -> str | None:
+def _hooked_problem(model: Any, kernels: Kernels | None, plain: Tensor) -> str | None:
     with tree_attention(model):
         return _distance_problem(model, HookedForward(model, kernels, pack=False), plain)
 
@@ -293,34 +274,43 @@ def model_kernels(model: Any) -> Kernels | None:
     return kernels_for(width, model.dtype, model.device.type) if width else None
 
 
-def _probe_ids(model: Any) -> torch.Tensor:
-    ids: torch.Tensor = (
+def _probe_ids(model: Any) -> Tensor:
+    ids: Tensor = (
         torch.arange(PROBE_LENGTH, device=model.device) * 7 + 3
     ) % model.config.get_text_config().vocab_size
     return ids
 
 
 @torch.inference_mode()
-def _plain_states(model: Any) -> torch.Tensor:
-    states: torch.Tensor = decoder(model)(
+def _plain_states(model: Any) -> Tensor:
+    states: Tensor = decoder(model)(
         input_ids=_probe_ids(model)[None], use_cache=False
     ).last_hidden_state[0]
     return states
 
 
 @torch.inference_mode()
-def _distance_problem(model: Any, forward: Forward, plain: torch.Tensor) -> str | None:
+def _distance_problem(model: Any, forward: Forward, plain: Tensor) -> str | None:
     """Why a forward pass is not to be used on this model: a path in three parts is run against one
     plain pass."""
     ids = _probe_ids(model)
+    parts = []
     try:
-        states = torch.cat(list(_states_in_parts(model, forward, ids)))
+        cache = PathCache(BlockPool(model, max_bytes=0.0), max_rows=1)
+        row = cache.open(ids.tolist(), PROBE_LENGTH)
+        assert row is not None
+        for count in PROBE_CUTS:
+            cache.extend(row, count)
+            segments = [Segment(row, count, 0)]
+            plan = RaggedPlan(count, cache.pool, cache.table, segments, forward.kernels)
+            parts.append(forward(*plan.inputs(ids.device), plan))
+            cache.fed(row, count)
+        states = torch.cat(parts)
+    # From a layer that was written for other arguments, or a configuration without attention.
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        return (
-            "its layers do not take our attention"
-            f" ({(str(error).splitlines() or [type(error).__name__])[0]})"
-        )
+        return f"its layers do not take our attention ({first_line(error)})"
     gap = distance(states, plain)
+    # Asked this way round, so that NaN is a problem.
     if gap <= limit_of(model.dtype):
         return None
     return (
@@ -328,25 +318,11 @@ def _distance_problem(model: Any, forward: Forward, plain: torch.Tensor) -> str 
     )
 
 
-def distance(states: torch.Tensor, plain: torch.Tensor) -> float:
+def distance(states: Tensor, plain: Tensor) -> float:
     """Returns ‖states - plain‖ / ‖plain‖."""
     return float((states.float() - plain.float()).norm() / plain.float().norm())
 
 
 def limit_of(dtype: torch.dtype) -> float:
-    """Returns the largest distance that is rounding."""
-    return LIMITS.get(dtype, 0.05)
-
-
-def _states_in_parts(model: Any, forward: Forward, ids: torch.Tensor) -> Sequence[torch.Tensor]:
-    cache = PathCache(BlockPool(model, max_bytes=0.0), max_rows=1)
-    row: Row | None = cache.open(ids.tolist(), PROBE_LENGTH)
-    assert row is not None
-    parts = []
-    for count in PROBE_CUTS:
-        cache.extend(row, count)
-        plan = RaggedPlan(count, cache.pool, cache.table, [Segment(row, count, 0)], forward.kernels)
-        at = torch.arange(row.fed, row.fed + count, device=ids.device)
-        parts.append(forward(ids[at], at, plan))
-        cache.fed(row, count)
-    return parts
+    """Returns the largest distance from a plain forward pass that is rounding."""
+    return 1e-4 if dtype == torch.float32 else 0.05

@@ -14,11 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from treegraft.policy.engine.blocks import BlockPool
 from treegraft.policy.engine.forward import HookedForward, distance, limit_of
 from treegraft.policy.engine.ragged import BUCKETS, Gathered, RaggedPlan
+from treegraft.policy.head import first_line
 from treegraft.policy.hook import AttentionOptions
 
 _log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ MAX_BLOCKS = 4096
 """Rows times blocks from which steps are not recorded: there the operators take longer than their
 launching, and much memory."""
 
-Run = Callable[[], torch.Tensor]
+Run = Callable[[], Tensor]
 Recorder = Callable[[Run], Run]
 """Returns a function that repeats the step on the present contents of the same tensors."""
 
@@ -46,10 +48,12 @@ class DecodingPlan:
         self.used = torch.zeros(rows, blocks, dtype=torch.long, device=device)
         self._gathered: Gathered | None = None
 
-    def fill(self, ids: torch.Tensor, positions: torch.Tensor, used: torch.Tensor) -> None:
+    def fill(self, ids: Tensor, positions: Tensor, used: Tensor) -> None:
         """Takes over a step of `len(used)` rows; the rows that are left repeat the first one,
         to the same places."""
         count, blocks = used.shape
+        # Into the same memory, which the recording reads. The rows that are left write a key that
+        # is there already, so they need no block of their own.
         self.ids[:count], self.ids[count:] = ids[:count], ids[0]
         self.positions[:count], self.positions[count:] = positions[:count], positions[0]
         self.used[:count, :blocks] = used.to(self.used.device)
@@ -60,13 +64,8 @@ class DecodingPlan:
         self._gathered = Gathered.of(self.positions, self.used)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [rows, heads, width]; stores the keys and values of the tokens."""
         assert self._gathered is not None
         keys, values = self._pool.keys[layer], self._pool.values[layer]
@@ -98,13 +97,12 @@ class RecordedForward:
         self._num_blocks = 0
         self._is_off = False
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, plan: RaggedPlan
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, plan: RaggedPlan) -> Tensor:
         used = None if self._is_off else plan.blocks_of_decoding()
         if used is None:
             return self._forward(ids, positions, plan)
         rows = next(bucket for bucket in ROWS if bucket >= len(used))
+        # Powers of two: a recording for every length would take as long as it saves.
         blocks = max(FIRST_BLOCKS, 1 << (used.shape[1] - 1).bit_length())
         if rows * blocks > MAX_BLOCKS:
             return self._forward(ids, positions, plan)
@@ -118,47 +116,33 @@ class RecordedForward:
         try:
             if recording is None:
                 played = None
-                self._recordings[rows, blocks] = self._recorded(
-                    ids, positions, plan.pool, used, rows, blocks
-                )
+                own = DecodingPlan(plan.pool, rows, blocks, ids.device)
+                own.fill(ids, positions, used)
+
+                def run() -> Tensor:
+                    own.begin()
+                    return self._forward(own.ids, own.positions, own)
+
+                self._recordings[rows, blocks] = _Recording(own, self._record(run))
             else:
                 recording.plan.fill(ids, positions, used)
+                # Cloned: the next replay writes into the same memory.
                 played = recording.play()[: len(used)].clone()
         except RuntimeError as error:
             played = None
-            self._turn_off(f"a recording failed with {(str(error).splitlines() or [''])[0]}")
+            self._turn_off(f"a recording failed with {first_line(error)}")
         # The step itself comes last, so that its keys and values stay.
         states = self._forward(ids, positions, plan)
         if recording is not None and played is not None:
-            self._judge(recording, distance(played, states[: len(used)]), states.dtype)
+            gap = distance(played, states[: len(used)])
+            recording.is_proven = gap <= limit_of(states.dtype)
+            if not recording.is_proven:  # NaN is no proof either
+                self._turn_off(f"states played back differ by {gap:.3g} of their length")
         return states
 
     def refresh(self) -> None:
         """Takes over weights that have changed in place, as recordings do."""
         self._forward.refresh()
-
-    def _recorded(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        pool: BlockPool,
-        used: torch.Tensor,
-        rows: int,
-        blocks: int,
-    ) -> _Recording:
-        own = DecodingPlan(pool, rows, blocks, ids.device)
-        own.fill(ids, positions, used)
-
-        def run() -> torch.Tensor:
-            own.begin()
-            return self._forward(own.ids, own.positions, own)
-
-        return _Recording(own, self._record(run))
-
-    def _judge(self, recording: _Recording, gap: float, dtype: torch.dtype) -> None:
-        recording.is_proven = gap <= limit_of(dtype)
-        if not recording.is_proven:  # NaN is no proof either
-            self._turn_off(f"states played back differ by {gap:.3g} of their length")
 
     def _turn_off(self, reason: str) -> None:
         self._is_off = True
@@ -194,7 +178,7 @@ def _cuda_recorder(device: torch.device) -> Recorder:
             finally:
                 torch.cuda.set_stream(before)  # a recording that failed leaves its own
 
-        def play() -> torch.Tensor:
+        def play() -> Tensor:
             with torch.cuda.device(device):
                 graph.replay()
             return states

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
@@ -34,6 +36,8 @@ from treegraft.policy.head import Head, end_token_ids, max_context
 from treegraft.policy.weights import weights_fingerprint
 from treegraft.settings.policy import EngineSettings
 
+T = TypeVar("T")
+
 MIN_SHARED = 32
 """Tokens from which a request waits for another that is taking in the same ones."""
 
@@ -45,7 +49,8 @@ class Request:
     prefix_ids: list[int]
     sampling: Sampling
     noise_key: NoiseKey
-    finish: Callable[[Completion | BaseException], None]
+    settle: Callable[[object], None]
+    """Takes the completion or the exception; from any thread."""
     probe_tokens: int | None = None
     on_probe: Callable[[Sequence[float]], None] | None = None
     row: Row | None = None
@@ -59,11 +64,10 @@ class Request:
 
 @dataclass(eq=False)
 class Order:
-    """Something for the engine thread to do when nothing is running (a publish) or at once
-    (forget)."""
+    """A call for the engine thread: when nothing is running (publish) or at once (forget)."""
 
     act: Callable[[], None]
-    done: Callable[[BaseException | None], None]
+    settle: Callable[[object], None]
     waits_for_idle: bool
 
 
@@ -78,11 +82,13 @@ class NativeEngine:
         """
         self.model = model
         self.settings = settings
+        self.policy_version = 0
+        self.capacity = settings.max_rows
+        self.max_context = max_context(model)
+        self.fingerprint = weights_fingerprint(model.state_dict())
+        self.death: BaseException | None = None
         self._end_ids = frozenset(end_token_ids(model, tokenizer))
         self._stops = StopFinder(tokenizer)
-        self._limit = max_context(model)
-        self._version = 0
-        self._fingerprint = weights_fingerprint(model.state_dict())
         own = settings.native
         forward, problem = build_forward(
             model, pack=own.pack_weights, compile_kernels=own.compile_kernels
@@ -93,6 +99,7 @@ class NativeEngine:
                 " or another engine.kind"
             )
         make_recorder = recorder_maker(model.device)
+        # Only this one: the fused pass runs on CPUs, where a launch costs nothing.
         if make_recorder is not None and isinstance(forward, HookedForward):
             forward = RecordedForward(forward, make_recorder)
         self._forward: Forward = forward
@@ -103,34 +110,12 @@ class NativeEngine:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._orders: list[Order] = []
-        self._death: BaseException | None = None
         self._is_over = threading.Event()
-        self.num_forwards = 0
-        self.num_rows_fed = 0
+        self.num_forwards = self.num_rows_fed = 0
         self._thread = threading.Thread(target=self._main, name="treegraft-engine", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------------ for callers
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
-
-    @property
-    def capacity(self) -> int:
-        return self.settings.max_rows
-
-    @property
-    def max_context(self) -> int | None:
-        return self._limit
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @property
-    def death(self) -> BaseException | None:
-        return self._death
 
     async def complete(
         self,
@@ -151,27 +136,18 @@ class NativeEngine:
         release_threads()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Completion] = loop.create_future()
-
-        def finish(result: Completion | BaseException) -> None:
-            _post(loop, lambda: _resolve(future, result))
-
-        probe = None
-        if on_probe is not None:
-            listener = on_probe
-
-            def probe(entropies: Sequence[float]) -> None:
-                _post(loop, lambda: listener(entropies))
-
-        request = Request(list(prefix_ids), sampling, noise_key, finish, probe_tokens, probe)
-        self._submit(request)
+        probe = None if on_probe is None else functools.partial(_post, loop, on_probe)
+        request = Request(
+            *(list(prefix_ids), sampling, noise_key, _settler(future), probe_tokens, probe)
+        )
         try:
-            return await asyncio.wait_for(future, self.settings.deadline_s)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"engine: no completion for {noise_key} within engine.deadline_s ="
-                f" {self.settings.deadline_s} s; the machine is too slow for this many rows, or"
-                " rollout.max_completion_tokens is too high"
-            ) from error
+            return await self._answer(
+                request,
+                future,
+                f"no completion for {noise_key}",
+                "the machine is too slow for this many rows, or rollout.max_completion_tokens is"
+                " too high",
+            )
         finally:
             # Also for a caller that was cancelled itself: the thread takes no call, it looks.
             request.is_cancelled = True
@@ -192,26 +168,20 @@ class NativeEngine:
                 died.
             DeadlineExceeded: running requests took longer than engine.deadline_s.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
 
         def act() -> None:
             load_weights(self.model, source)
             self._forward.refresh()
+            # Keys and values of the old weights.
             self._cache.clear()
-            self._version, self._fingerprint = version, weights_fingerprint(self.model.state_dict())
+            self.fingerprint = weights_fingerprint(self.model.state_dict())
+            self.policy_version = version
 
-        def done(error: BaseException | None) -> None:
-            _post(loop, lambda: _resolve(future, error))
-
-        self._submit(Order(act, done, waits_for_idle=True))
-        try:
-            await asyncio.wait_for(future, self.settings.deadline_s)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"engine: version {version} was not published within engine.deadline_s ="
-                f" {self.settings.deadline_s} s; requests were still running"
-            ) from error
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        order = Order(act, _settler(future), waits_for_idle=True)
+        await self._answer(
+            order, future, f"version {version} was not published", "requests were still running"
+        )
 
     async def close(self) -> None:
         """Ends the thread; requests under way get an `EngineError`."""
@@ -227,9 +197,19 @@ class NativeEngine:
         self._cache.num_evictions = self.num_rows_fed = self.num_forwards = 0
         return metrics
 
+    async def _answer(
+        self, item: Request | Order, future: asyncio.Future[T], failure: str, reason: str
+    ) -> T:
+        self._submit(item)
+        try:
+            return await asyncio.wait_for(future, self.settings.deadline_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"engine: {failure} within engine.deadline_s = {self.settings.deadline_s} s;"
+                f" {reason}"
+            ) from error
+
     def _submit(self, item: Request | Order) -> None:
-        """Hands something to the thread; where that has ended in the meantime, its sender is told
-        at once."""
         # Put first and looked at second: the other way round, the thread could end in between and
         # the item would never be answered.
         self._inbox.put(item)
@@ -237,8 +217,8 @@ class NativeEngine:
             self._dismiss()
 
     def _check(self, prefix_ids: Sequence[int], sampling: Sampling) -> None:
-        if self._death is not None:
-            raise EngineError(f"engine: its thread has died: {self._death!r}") from self._death
+        if self.death is not None:
+            raise EngineError(f"engine: its thread has died: {self.death!r}") from self.death
         if not self._thread.is_alive():
             raise EngineError("engine: it has been closed")
         if not prefix_ids:
@@ -249,10 +229,10 @@ class NativeEngine:
             raise EngineError(
                 f"engine: max_new_tokens is {sampling.max_new_tokens}; at least 1 is needed"
             )
-        if self._limit is not None and len(prefix_ids) + 1 > self._limit:
+        if self.max_context is not None and len(prefix_ids) + 1 > self.max_context:
             raise EngineError(
                 f"engine: the path has {len(prefix_ids)} tokens, the model reads at most"
-                f" {self._limit}; shorten the prompt or lower rollout.max_completion_tokens"
+                f" {self.max_context}; shorten the prompt or lower rollout.max_completion_tokens"
             )
 
     # ------------------------------------------------------------------ the thread
@@ -264,28 +244,25 @@ class NativeEngine:
                     pass
         # Of any kind: everything that waits on this thread has to hear of its death.
         except BaseException as error:
-            self._death = error
+            self.death = error
         self._is_over.set()
         self._dismiss()
 
     def _dismiss(self) -> None:
-        """Tells everything that waits on this thread that it waits in vain."""
+        """Fails everything that waits on this thread."""
         reason = EngineError(
-            f"engine: its thread has died: {self._death!r}"
-            if self._death
+            f"engine: its thread has died: {self.death!r}"
+            if self.death
             else "engine: closed while the request was under way"
         )
-        for request in (*self._running, *self._waiting):
-            request.finish(reason)
-        for order in self._orders:
-            order.done(reason)
+        left: list[Request | Order | None] = [*self._running, *self._waiting, *self._orders]
+        # Not by `empty`: another caller may take the last item between the look and the taking.
         with contextlib.suppress(queue.Empty):
             while True:
-                item = self._inbox.get_nowait()
-                if isinstance(item, Request):
-                    item.finish(reason)
-                elif item is not None:
-                    item.done(reason)
+                left.append(self._inbox.get_nowait())
+        for item in left:
+            if item is not None:
+                item.settle(reason)
 
     def _turn(self) -> bool:
         """One turn of the loop; False when told to close."""
@@ -315,9 +292,9 @@ class NativeEngine:
                 try:
                     order.act()
                 except EngineError as error:  # refused before anything was touched
-                    order.done(error)
+                    order.settle(error)
                 else:
-                    order.done(None)
+                    order.settle(None)
             self._orders.clear()
         if not self._orders:
             self._admit()
@@ -338,7 +315,7 @@ class NativeEngine:
                 continue
             longest = len(request.prefix_ids) + request.sampling.max_new_tokens
             request.row = self._cache.open(
-                request.prefix_ids.copy(), min(longest, self._limit or longest)
+                request.prefix_ids.copy(), min(longest, self.max_context or longest)
             )
             if request.row is None:
                 # Shorter ones behind it would fit, but then a long path might wait for ever.
@@ -349,7 +326,7 @@ class NativeEngine:
 
     def _is_being_fed(self, prefix_ids: list[int]) -> bool:
         # Group members ask for one prompt at the same time; each would compute it by itself.
-        filling = [row for row in self._cache.rows if len(row.token_ids) - row.fed > MIN_SHARED]
+        filling = [row for row in self._cache.rows if row.num_unfed > MIN_SHARED]
         if not filling:
             return False
         shared = max(common_length(row.token_ids, prefix_ids[:-1]) for row in filling)
@@ -368,7 +345,7 @@ class NativeEngine:
         for request, segment in zip(requests, segments, strict=True):
             self._cache.fed(segment.row, segment.count)
             # Behind the path's last token only; a prompt that was taken in by halves has none yet.
-            if segment.row.fed == len(segment.row.token_ids):
+            if not segment.row.num_unfed:
                 complete.append(request)
                 ends.append(segment.offset + segment.count - 1)
         if complete:
@@ -387,14 +364,9 @@ class NativeEngine:
         ready = [(request, request.row) for request in self._running if request.row is not None]
         # Fewest tokens first: rows that decode never wait for a long prompt or tool result. Then by
         # blocks, so that a shared block which attention has loaded serves several rows.
-        ready.sort(
-            key=lambda pair: (
-                len(pair[1].token_ids) - pair[1].fed,
-                [node.block for node in pair[1].nodes],
-            )
-        )
+        ready.sort(key=lambda pair: (pair[1].num_unfed, [node.block for node in pair[1].nodes]))
         for request, row in ready:
-            count = min(len(row.token_ids) - row.fed, limit)
+            count = min(row.num_unfed, limit)
             # Whole chunks or nothing: cut to the room that is left, they would depend on company.
             if offset + count > room:
                 continue
@@ -404,27 +376,20 @@ class NativeEngine:
             offset += count
         return segments, requests
 
-    def _run(self, segments: list[Segment]) -> torch.Tensor:
+    def _run(self, segments: list[Segment]) -> Tensor:
         """Returns the hidden states of the segments' tokens, one after another, and of the
         padding."""
-        ids: list[int] = []
-        positions: list[int] = []
-        for segment in segments:
-            row = segment.row
-            ids.extend(row.token_ids[row.fed : row.fed + segment.count])
-            positions.extend(range(row.fed, row.fed + segment.count))
+        count = sum(segment.count for segment in segments)
         # Where products round by their number of rows, only numbers that round alike are run.
-        rows = next(bucket for bucket in self._buckets if bucket >= len(ids))
-        padding = [0] * (rows - len(ids))
+        rows = next(bucket for bucket in self._buckets if bucket >= count)
         plan = RaggedPlan(
             rows, self._cache.pool, self._cache.table, segments, self._forward.kernels
         )
-        batch = torch.tensor([ids + padding, positions + padding], device=self.model.device)
         self.num_forwards += 1
-        self.num_rows_fed += len(ids)
-        return self._forward(batch[0], batch[1], plan)
+        self.num_rows_fed += count
+        return self._forward(*plan.inputs(self.model.device), plan)
 
-    def _sample(self, requests: list[Request], hidden: torch.Tensor) -> None:
+    def _sample(self, requests: list[Request], hidden: Tensor) -> None:
         # The head's product is padded as those of the layers are; rows of padding are greedy, and
         # thrown away.
         rows = next(bucket for bucket in self._buckets if bucket >= len(requests))
@@ -456,13 +421,13 @@ class NativeEngine:
             request.row.token_ids.append(token)
             return
         self._leave(request)
-        request.finish(
+        request.settle(
             Completion(
                 token_ids=tuple(request.sampled),
                 sampling_logprobs=tuple(request.logprobs),
                 entropies=tuple(request.entropies),
                 finish=reason,
-                policy_version=self._version,
+                policy_version=self.policy_version,
             )
         )
 
@@ -477,13 +442,10 @@ class NativeEngine:
             return StopReason.STOP
         if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
             request.in_grace = True
-        is_full = (
-            self._limit is not None
-            and len(request.prefix_ids) + len(request.sampled) >= self._limit
-        )
-        if is_full or len(request.sampled) >= sampling.max_new_tokens:
-            return StopReason.LENGTH
-        return None
+        limit = sampling.max_new_tokens
+        if self.max_context is not None:
+            limit = min(limit, self.max_context - len(request.prefix_ids))
+        return StopReason.LENGTH if len(request.sampled) >= limit else None
 
 
 def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
@@ -508,16 +470,22 @@ def load_weights(model: torch.nn.Module, source: WeightSource) -> None:
         own[name].copy_(tensor)
 
 
-def _post(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
-    """Runs `act` on the event loop; a closed loop has no caller left to tell."""
+def _post(loop: asyncio.AbstractEventLoop, act: Callable[..., None], *values: object) -> None:
+    """Calls `act` on the event loop; a closed loop has no caller left to tell."""
     with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(act)
+        loop.call_soon_threadsafe(act, *values)
 
 
-def _resolve(future: asyncio.Future[Any], result: object) -> None:
-    if future.done():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
+def _settler(future: asyncio.Future[Any]) -> Callable[[object], None]:
+    """Returns the function by which another thread sets the future's result or exception."""
+
+    def settle(result: object) -> None:
+        # A caller that gave up has cancelled its future.
+        if future.done():
+            return
+        if isinstance(result, BaseException):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    return functools.partial(_post, future.get_loop(), settle)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
+from treegraft.policy.head import first_line
 from treegraft.policy.kernels.engine import Kernels
 
 _log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ and sums run in another order."""
 class Product(Protocol):
     """Linear layers with the same input; their outputs stand one after another on the last axis."""
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, rows: Tensor) -> Tensor: ...
 
     def refresh(self) -> None:
         """Takes over weights that have changed."""
@@ -43,7 +44,7 @@ class SeparateLinears:
     def __init__(self, *linears: nn.Linear) -> None:
         self._linears = linears
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
         outputs = [linear(rows) for linear in self._linears]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -61,12 +62,11 @@ class LaidOutLinears:
 
     def refresh(self) -> None:
         with torch.inference_mode():
-            self._weight, self._bias = (
-                self._kernels.lay_out(_weights(self._linears)),
-                _biases(self._linears),
-            )
+            self._weight = self._kernels.lay_out(_weights(self._linears))
+            self._bias = _biases(self._linears)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(self, rows: Tensor) -> Tensor:
+        # The kernels read a matrix of rows, whatever axes stand before the last one.
         flat = rows.reshape(-1, rows.shape[-1])
         flat = flat if flat.stride(-1) == 1 else flat.contiguous()
         return self._kernels.product(flat, self._weight, self._bias, self._outputs).view(
@@ -86,40 +86,37 @@ class PackedLinears:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(_weights(self._linears), ROWS)
             self._bias = _biases(self._linears)
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+    def __call__(self, rows: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
             rows, self._weight, self._bias, "none", [], ""
         )
         return result
 
 
-def _weights(linears: Sequence[nn.Linear]) -> torch.Tensor:
+def _weights(linears: Sequence[nn.Linear]) -> Tensor:
     weights = [linear.weight.detach() for linear in linears]
+    # A single one is copied by the new layout anyway.
     return weights[0] if len(weights) == 1 else torch.cat(weights)
 
 
-def _biases(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
-    return (
-        torch.cat([_bias(linear) for linear in linears])
-        if any(linear.bias is not None for linear in linears)
-        else None
+def _biases(linears: Sequence[Any]) -> Tensor | None:
+    if all(linear.bias is None for linear in linears):
+        return None
+    # Query, key and value are one product here, though some models bias only some of them.
+    biases = (
+        linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias
+        for linear in linears
     )
-
-
-def _bias(linear: nn.Linear) -> torch.Tensor:
-    bias: torch.Tensor | None = linear.bias
-    return linear.weight.new_zeros(linear.out_features) if bias is None else bias.detach()
+    return torch.cat([bias.detach() for bias in biases])
 
 
 def product_kind(model: nn.Module, kernels: Kernels | None) -> Callable[..., Product]:
     """Returns the function that lays a linear layer's weights out in the way that is fastest here;
     `SeparateLinears` where no layout is faster."""
     widths = {module.in_features for module in model.modules() if type(module) is nn.Linear}
-    if (
-        kernels is not None
-        and kernels.product_step
-        and not any(width % kernels.product_step for width in widths)
-    ):
+    step = 0 if kernels is None else kernels.product_step
+    # Ours before the library's: of them alone is it known that a row's bits are its own.
+    if kernels is not None and step and not any(width % step for width in widths):
         return functools.partial(LaidOutLinears, kernels)
     return PackedLinears if packs(model) else SeparateLinears
 
@@ -143,6 +140,7 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
     left as they are."""
     taken: list[Product] = []
     for linear in linears:
+        # Not isinstance: a subclass (quantized, LoRA) computes something else in its forward.
         if type(linear) is nn.Linear and kind is not SeparateLinears:
             product = kind(linear)
             linear.forward = product  # type: ignore[assignment]
@@ -151,28 +149,21 @@ def take_over(linears: Iterable[nn.Module], kind: Callable[..., Product]) -> lis
 
 
 @functools.cache
+@torch.inference_mode()
 def _problem() -> str | None:
     """Why the private operators that this rests on cannot be used, found by a small product; None
     where they can."""
     generator = torch.Generator().manual_seed(0)
-    with torch.inference_mode():
-        return _tried(generator)
-
-
-def _tried(generator: torch.Generator) -> str | None:
     weight, rows = (torch.randn(size, 64, generator=generator).bfloat16() for size in (96, 20))
     bias = torch.randn(96, generator=generator).bfloat16()
     plain = functional.linear(rows, weight, bias).float()
+    # Private, so another torch may have none or others under these names: tried, not assumed.
     try:
         laid_out = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
-        ours = torch.ops.mkldnn._linear_pointwise(rows[None], laid_out, bias, "none", [], "")[
-            0
-        ].float()
+        ours = torch.ops.mkldnn._linear_pointwise(rows[None], laid_out, bias, "none", [], "")
     except (RuntimeError, NotImplementedError, AttributeError, TypeError) as error:
-        return str(error).splitlines()[0]
-    gap = float((ours - plain).abs().max() / plain.abs().max())
-    return (
-        None
-        if gap <= _TOLERANCE
-        else f"a product differs from a plain one by {gap:.3g} of its largest value"
-    )
+        return first_line(error)
+    gap = float((ours[0].float() - plain).abs().max() / plain.abs().max())
+    if gap <= _TOLERANCE:
+        return None
+    return f"a product differs from a plain one by {gap:.3g} of its largest value"

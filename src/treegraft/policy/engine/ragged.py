@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.errors import ModelError
@@ -41,7 +42,7 @@ class RaggedPlan:
         self,
         num_tokens: int,
         pool: BlockPool,
-        table: torch.Tensor,
+        table: Tensor,
         segments: list[Segment],
         kernels: Kernels | None,
     ) -> None:
@@ -49,39 +50,42 @@ class RaggedPlan:
         self.kernels = kernels
         self._table = table
         self._segments = segments
-        slots, positions = [-1] * num_tokens, [0] * num_tokens
+        # Rows of padding are token 0 in no slot: kernels pass over them.
+        ids, positions, slots = [0] * num_tokens, [0] * num_tokens, [-1] * num_tokens
         for segment in segments:
             rows = slice(segment.offset, segment.offset + segment.count)
+            first = segment.row.fed
+            ids[rows] = segment.row.token_ids[first : first + segment.count]
+            positions[rows] = range(first, first + segment.count)
             slots[rows] = [segment.row.slot] * segment.count
-            positions[rows] = range(segment.row.fed, segment.row.fed + segment.count)
-        self._slots, self._positions = torch.tensor([slots, positions], dtype=torch.int32)
+        # 32 bits, as the kernels read them.
+        self._columns = torch.tensor([ids, positions, slots], dtype=torch.int32)
+        self._positions, self._slots = self._columns[1:]
         self._batch: Pass | None = None
-        self._gathered: list[tuple[torch.Tensor, Gathered]] | None = None
+        self._gathered: list[tuple[Tensor, Gathered]] | None = None
+
+    def inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Returns [num_tokens] token ids and [num_tokens] positions on `device`."""
+        ids, positions = self._columns[:2].to(device, torch.long)
+        return ids, positions
 
     def attend(
         self,
         layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         options: AttentionOptions,
-    ) -> torch.Tensor:
-        """Returns [num_tokens, heads, width]; stores the keys and values of the tokens taken in."""
-        return self.attend_rotated(layer, query, key, value, options, None)
+        rotation: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Returns [num_tokens, heads, width]; stores the keys and values of the tokens taken in.
 
-    def attend_rotated(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Returns the same; with cosines and sines [num_tokens, width] the query (in place) and key
-        are rotated first.
+        Args:
+            rotation: cosines and sines [num_tokens, width], by which the query (in place) and the
+                key are rotated first; needs kernels.
 
-        A rotation needs kernels.
+        Raises:
+            ValueError: this layer has another shape or type than the first one.
         """
         if self.kernels is None:
             assert rotation is None
@@ -90,31 +94,12 @@ class RaggedPlan:
             x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
         )
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        if self._batch is None:
-            self._batch = self._describe(query.shape[0], keys.shape[1])
-        self._check(query, key, value, keys)
-        self.kernels.store(self._batch, query, key, value, keys, values, rotation)
-        return self.kernels.attend(
-            self._batch,
-            query,
-            keys,
-            values,
-            scaling=options.scaling,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks,
-        )
-
-    def _check(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
-    ) -> None:
-        """Kernels are told one shape for all layers.
-
-        Raises:
-            ValueError: this layer has another.
-        """
-        assert self._batch is not None
         _, kv_heads, width, _ = keys.shape
+        if self._batch is None:
+            shape = (len(self._slots), query.shape[0], kv_heads, self.kernels.num_threads())
+            rows = (self._slots.data_ptr(), self._positions.data_ptr())
+            self._batch = Pass(self._table.data_ptr(), self._table.shape[1], *rows, *shape)
+        # The kernels are told one shape for all layers; with another they would read elsewhere.
         wanted = ((self._batch.heads, width), (kv_heads, width), (kv_heads, width))
         shapes = tuple((x.shape[0], x.shape[2]) for x in (query, key, value))
         if shapes != wanted or {query.dtype, key.dtype, value.dtype} != {keys.dtype}:
@@ -122,31 +107,18 @@ class RaggedPlan:
                 f"a layer has (heads, width) {shapes} of {query.dtype}, others {wanted} of"
                 f" {keys.dtype}"
             )
-
-    def _describe(self, heads: int, kv_heads: int) -> Pass:
-        assert self.kernels is not None
-        return Pass(
-            self._table.data_ptr(),
-            self._table.shape[1],
-            self._slots.data_ptr(),
-            self._positions.data_ptr(),
-            len(self._slots),
-            heads,
-            kv_heads,
-            self.kernels.num_threads(),
-        )
+        # All keys before any attention: tokens of one pass see those before them in it.
+        self.kernels.store(self._batch, query, key, value, keys, values, rotation)
+        return self.kernels.attend(self._batch, query, keys, values, options)
 
     def _attend_gathered(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """The same with torch's operators, over copies of the paths' blocks laid side by side."""
         heads, count, width = query.shape
         if self._gathered is None:
+            # All rows that decode in one call; chunks one by one, since their lengths differ and
+            # padding them to the longest would cost more than the calls.
             single = [segment for segment in self._segments if segment.count == 1]
             groups = [single, *([segment] for segment in self._segments if segment.count > 1)]
             self._gathered = [self._gather(group, query.device) for group in groups if group]
@@ -157,58 +129,56 @@ class RaggedPlan:
             output[tokens] = part.attend(query[:, tokens], keys, values, options).to(output.dtype)
         return output
 
-    def blocks_of_decoding(self) -> torch.Tensor | None:
+    def blocks_of_decoding(self) -> Tensor | None:
         """Returns [rows, blocks] the blocks of each row's path where every row takes in a single
         token, else None."""
         if any(segment.count > 1 for segment in self._segments):
             return None
-        slots = torch.tensor([segment.row.slot for segment in self._segments])
-        return self._table[slots, : int(self._positions.max()) // BLOCK + 1].long()
+        return self._blocks_of(self._segments, int(self._positions.max()))
 
-    def _gather(self, group: list[Segment], device: torch.device) -> tuple[torch.Tensor, Gathered]:
+    def _gather(self, group: list[Segment], device: torch.device) -> tuple[Tensor, Gathered]:
         """Rows of the batch, for segments of equal length; with more than one of them, of a single
         token."""
         tokens = torch.cat([torch.arange(s.offset, s.offset + s.count) for s in group])
         positions = self._positions[tokens].long()
-        slots = torch.tensor([s.row.slot for s in group])
-        used = self._table[slots, : int(positions.max()) // BLOCK + 1].long()
+        used = self._blocks_of(group, int(positions.max()))
         return tokens.to(device), Gathered.of(positions.to(device), used.to(device))
+
+    def _blocks_of(self, segments: list[Segment], last: int) -> Tensor:
+        """[segments, blocks] those that hold positions up to `last`."""
+        slots = torch.tensor([segment.row.slot for segment in segments])
+        return self._table[slots, : last // BLOCK + 1].long()
 
 
 @dataclass(frozen=True)
 class Gathered:
     """R paths of n tokens each, R or n being 1, over B blocks."""
 
-    positions: torch.Tensor
+    positions: Tensor
     """[R * n]"""
-    blocks: torch.Tensor
+    blocks: Tensor
     """[R * n] the block that each token goes to."""
-    places: torch.Tensor
+    places: Tensor
     """[R * n] its place in there."""
-    used: torch.Tensor
+    used: Tensor
     """[R, B] the blocks of each path."""
 
     @classmethod
-    def of(cls, positions: torch.Tensor, used: torch.Tensor) -> Gathered:
+    def of(cls, positions: Tensor, used: Tensor) -> Gathered:
         """Returns the plan for tokens at `positions` [R * n] of paths with the blocks `used` [R,
         B]."""
         blocks = used.gather(1, (positions // BLOCK).view(used.shape[0], -1)).flatten()
         return cls(positions, blocks, positions % BLOCK, used)
 
-    def store(
-        self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
-    ) -> None:
+    def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
         """Puts key and value [kv heads, R * n, width] into their blocks."""
         keys[self.blocks, :, :, self.places] = key.transpose(0, 1)
+        # Values are padded to whole vector registers; the padding stays 0.
         values[self.blocks, :, self.places, : value.shape[-1]] = value.transpose(0, 1)
 
     def attend(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [R * n, heads, width] for query [heads, R * n, width]; the query heads of a kv
         head are stacked."""
         heads, count, width = query.shape
@@ -221,6 +191,8 @@ class Gathered:
             .reshape(num_paths, kv_heads, -1, values.shape[-1])[..., :width]
         )
         stacked = query.reshape(kv_heads, group, num_paths, length, width).permute(2, 0, 1, 3, 4)
+        # A block's places behind the path's last token hold what an earlier path left there; their
+        # columns are larger than every position, so the causal mask hides them too.
         rows = self.positions.view(num_paths, 1, 1, length, 1)
         columns = torch.arange(own_keys.shape[2], device=query.device)
         visible = columns <= rows
@@ -248,13 +220,13 @@ def usable_rows(model: Any) -> tuple[int, ...]:
     Raises:
         ModelError: there are none.
     """
+    # Bits are promised in float32 on a CPU alone; elsewhere a few numbers of rows are enough, so
+    # that little is padded and a library's choice of kernels is made once for each.
     if model.dtype != torch.float32 or model.device.type != "cpu":
         return (*range(8, 256, 8), *range(256, BUCKETS[-1] + 1, 64))
-    shapes = {
-        module.weight.shape: module
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear)
-    }
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    # One layer of each shape: rounding depends on shapes alone.
+    shapes = {module.weight.shape: module for module in linears}
     usable = set(BUCKETS)
     generator = torch.Generator().manual_seed(0)
     for (_, width), linear in shapes.items():
@@ -273,14 +245,12 @@ def usable_rows(model: Any) -> tuple[int, ...]:
             "engine: no number of rows gives repeatable matrix products on this machine"
         )
     head = model.get_output_embeddings()
-    widths = {
-        module.out_features
-        for module in model.modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    }
+    # Behind the head stands no activation.
+    widths = {module.out_features for module in linears if module is not head}
     even = {
         bucket for bucket in usable if all(_activations_are_even(bucket, width) for width in widths)
     }
+    # Where no number is even, repeatable products are still worth having.
     return tuple(sorted(even or usable))
 
 

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from treegraft.core.interfaces import NoiseKey
@@ -25,11 +26,11 @@ def keyed_seed(noise_key: NoiseKey, position: int) -> int:
 ROWS = 16
 """Rows that are drawn for together without kernels, few enough for their float32 copies to fit in a
 processor's cache."""
-Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Columns = tuple[Tensor, Tensor, Tensor]
 
 
 def sample_tokens(
-    logits: torch.Tensor,
+    logits: Tensor,
     temperatures: Sequence[float],
     seeds: Sequence[int | None],
     kernels: Kernels | None = None,
@@ -56,6 +57,7 @@ def sample_tokens(
     )
     if logits.shape[-1] <= DRAWN:
         return _sample_at_once(logits / scale[:, None], seeds)
+    # The kernels go row by row themselves, and a GPU is faster with all rows at once.
     step = ROWS if logits.device.type == "cpu" and kernels is None else len(seeds)
     parts = [
         _sample_by_blocks(
@@ -70,7 +72,7 @@ def sample_tokens(
     return tokens, logprobs, entropies
 
 
-def _sample_at_once(scaled: torch.Tensor, seeds: Sequence[int | None]) -> Columns:
+def _sample_at_once(scaled: Tensor, seeds: Sequence[int | None]) -> Columns:
     # Not by an inverse cumulative sum: there a rounding error in any logit before the token moves
     # the borders of all that follow, and with them the token; here only a tie can flip.
     logprobs = torch.log_softmax(scaled.float(), dim=-1)
@@ -80,7 +82,7 @@ def _sample_at_once(scaled: torch.Tensor, seeds: Sequence[int | None]) -> Column
 
 
 def _sample_by_blocks(
-    logits: torch.Tensor, scale: torch.Tensor, seeds: Sequence[int | None], kernels: Kernels | None
+    logits: Tensor, scale: Tensor, seeds: Sequence[int | None], kernels: Kernels | None
 ) -> Columns:
     """H = log Z - Σ_v e_v s_v / Z with s = logits / T - max, e = exp(s), Z = Σ_v e_v, so that no
     log-probability is written out."""
@@ -107,11 +109,11 @@ def _sample_by_blocks(
     return tokens, logprobs, log_totals - moments / totals
 
 
-def _shifted(logits: torch.Tensor, peaks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def _shifted(logits: Tensor, peaks: Tensor, scale: Tensor) -> Tensor:
     return (logits.float() - peaks[:, None]) / scale[:, None]
 
 
-def _block_sums(logits: torch.Tensor, scale: torch.Tensor) -> Columns:
+def _block_sums(logits: Tensor, scale: Tensor) -> Columns:
     """The result of `Kernels.blocks`, by torch's operators."""
     peaks = logits.amax(dim=-1).float()
     shifted = _shifted(logits, peaks, scale)
@@ -122,7 +124,7 @@ def _block_sums(logits: torch.Tensor, scale: torch.Tensor) -> Columns:
     return peaks, blocks, weights.mul_(shifted).sum(dim=-1)
 
 
-def _gumbels(seeds: Sequence[int | None], size: int) -> torch.Tensor:
+def _gumbels(seeds: Sequence[int | None], size: int) -> Tensor:
     """[rows, size] variates -log(-log u), and 0 for greedy rows."""
     # On the CPU, so that a key means the same on every device; ones become 0 below.
     noise = torch.ones(len(seeds), size)

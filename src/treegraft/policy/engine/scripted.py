@@ -37,6 +37,12 @@ class ScriptedEngine:
     where the reply has none.
     """
 
+    capacity = 1 << 20
+    """So many that no tree waits for a place."""
+    max_context: int | None = None
+    fingerprint = ""
+    death: BaseException | None = None
+
     def __init__(
         self,
         replies: Iterable[Reply] | ReplyFunc,
@@ -57,31 +63,9 @@ class ScriptedEngine:
         self._tokenizer = tokenizer
         self._logprob, self._entropy = logprob, entropy
         self._latency_s = latency_s
-        self._version = 0
+        self.policy_version = 0
         self.calls: list[RecordedCall] = []
         """Every request so far."""
-
-    @property
-    def policy_version(self) -> int:
-        return self._version
-
-    @property
-    def capacity(self) -> int:
-        """So many that no tree waits for a place."""
-        return 1 << 20
-
-    @property
-    def max_context(self) -> None:
-        """None: there is no limit."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Empty: there are no weights."""
-        return ""
-
-    @property
-    def death(self) -> None:
-        """It does not die."""
 
     async def complete(
         self,
@@ -98,22 +82,20 @@ class ScriptedEngine:
             EngineError: the list is used up.
         """
         self.calls.append(RecordedCall(tuple(prefix_ids), sampling, noise_key))
-        reply = await self._reply(prefix_ids)
-        entropy = (
-            self._entropy(self._tokenizer.decode(list(prefix_ids)))
-            if callable(self._entropy)
-            else self._entropy
-        )
+        text = self._tokenizer.decode(list(prefix_ids))
+        reply = await self._reply(text)
+        entropy = self._entropy(text) if callable(self._entropy) else self._entropy
         if self._latency_s is not None:
             await asyncio.sleep(self._latency_s())
         end = self._tokenizer.eos_token_id
-        ids = self._encode(reply)
-        if (
-            isinstance(reply, str)
-            and any(final in reply for final in sampling.final)
-            and end is not None
-        ):
-            ids = [*ids, end] if ids[-1:] != [end] else ids
+        if isinstance(reply, str):
+            ids = self._tokenizer.encode(reply, add_special_tokens=False)
+            # A model ends its turn after an answer; without the token the step would go on.
+            is_final = any(final in reply for final in sampling.final)
+            if is_final and end is not None and ids[-1:] != [end]:
+                ids = [*ids, end]
+        else:
+            ids = list(reply)
         ids, finish = self._cut(ids, sampling)
         if on_probe is not None and probe_tokens is not None and len(ids) >= probe_tokens:
             on_probe((entropy,) * probe_tokens)
@@ -123,12 +105,12 @@ class ScriptedEngine:
             sampling_logprobs=(self._logprob,) * count,
             entropies=(entropy,) * count,
             finish=finish,
-            policy_version=self._version,
+            policy_version=self.policy_version,
         )
 
-    async def _reply(self, prefix_ids: Sequence[int]) -> Reply:
+    async def _reply(self, text: str) -> Reply:
         if self._function is not None:
-            reply = self._function(self._tokenizer.decode(list(prefix_ids)))
+            reply = self._function(text)
             return await reply if inspect.isawaitable(reply) else reply
         if not self._list:
             raise EngineError(
@@ -137,14 +119,8 @@ class ScriptedEngine:
             )
         return self._list.pop(0)
 
-    def _encode(self, reply: Reply) -> list[int]:
-        return (
-            self._tokenizer.encode(reply, add_special_tokens=False)
-            if isinstance(reply, str)
-            else list(reply)
-        )
-
     def _cut(self, ids: list[int], sampling: Sampling) -> tuple[list[int], StopReason]:
+        # Token by token, as a model would write it: a stop may lie across two tokens.
         for count in range(1, len(ids) + 1):
             if ids[count - 1] == self._tokenizer.eos_token_id:
                 return ids[:count], StopReason.END
@@ -160,7 +136,7 @@ class ScriptedEngine:
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes the version; there are no weights."""
-        self._version = version
+        self.policy_version = version
 
     def take_metrics(self) -> dict[str, float]:
         """Returns nothing."""

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from treegraft.core.interfaces import Tokenizer
@@ -17,25 +18,25 @@ class StopFinder:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._pieces: list[str] | None = None
 
-    def _piece(self, token: int) -> str:
-        if self._pieces is None:
-            self._pieces = [
-                self._tokenizer.decode([index]) for index in range(len(self._tokenizer))
-            ]
-        return self._pieces[token] if token < len(self._pieces) else ""
+    @functools.cached_property
+    def _pieces(self) -> list[str]:
+        # Once for the whole vocabulary: decoding the tail for every token would take longer than
+        # sampling it.
+        return [self._tokenizer.decode([index]) for index in range(len(self._tokenizer))]
 
     def ends_with_any(self, token_ids: Sequence[int], stops: Sequence[str]) -> bool:
         """Returns whether the last token completes a stop text; characters after the stop inside
         that token do not matter."""
-        last = self._piece(token_ids[-1])
+        token = token_ids[-1]
+        # Models pad their vocabulary beyond the tokenizer's.
+        last = self._pieces[token] if token < len(self._pieces) else ""
         for stop in stops:
             if stop[-1] not in last:
                 continue
             tail = token_ids[-(len(stop) + TAIL) :]
-            if stop in self._tokenizer.decode(list(tail)) and stop not in self._tokenizer.decode(
-                list(tail[:-1])
-            ):
+            with_last, before = (self._tokenizer.decode(list(ids)) for ids in (tail, tail[:-1]))
+            # A stop that was there before was completed by an earlier token.
+            if stop in with_last and stop not in before:
                 return True
         return False

@@ -51,12 +51,15 @@ def compiled(name: str, definitions: Sequence[str]) -> Path:
             " package gcc"
         )
     options = (*FLAGS, *definitions)
+    # Of the compiler its size and date, not its version: an upgrade changes them, and no process
+    # has to be started to ask.
     stamp = os.stat(compiler)
     key = repr((sources, compiler, stamp.st_size, stamp.st_mtime_ns, options, _processor()))
     folder = _cache_folder()
     target = folder / f"{name}-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
     if target.exists():
         return target
+    # Beside the target and renamed: several runs may compile at once, and none loads half a file.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / f"{name}.so"
         for file, text in sources.items():

@@ -11,8 +11,10 @@ import functools
 import logging
 
 import torch
+from torch import Tensor
 
 from treegraft.core.errors import KernelError
+from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.library import (
     FLOAT,
     LONG,
@@ -75,12 +77,12 @@ class Kernels:
     def store(
         self,
         batch: Pass,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
     ) -> None:
         """Puts key and value [heads, tokens, width] into their blocks; with cosines and sines,
         float32 [tokens, width], rotates them and (in place) the query first."""
@@ -89,31 +91,23 @@ class Kernels:
         self._store(batch, *head_rows(query), *head_rows(key), *head_rows(value), *tables, *at)
 
     def attend(
-        self,
-        batch: Pass,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        *,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, batch: Pass, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns attention [tokens, heads, width] of query [heads, tokens, width] over the paths'
         blocks; padding rows are 0."""
         out = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        floats = None if sinks is None else sinks.detach().float().contiguous()
-        last = None if floats is None else floats.data_ptr()
+        # In a variable of its own: a temporary tensor would be freed while the kernel reads it.
+        sinks = None if options.sinks is None else options.sinks.detach().float().contiguous()
         at = (keys.data_ptr(), values.data_ptr(), out.data_ptr())
-        self._attend(batch, *head_rows(query), *at, scaling, window or 0, softcap or 0.0, last)
+        rules = (options.scaling, options.window or 0, options.softcap or 0.0)
+        last = None if sinks is None else sinks.data_ptr()
+        self._attend(batch, *head_rows(query), *at, *rules, last)
         return out
 
-    def norm(
-        self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Returns rms-normalised x [rows, size] times weight; `added` is first added to x in
         place."""
+        # Not in place: the caller goes on with x, the residual.
         out = torch.empty_like(x)
         plus = None if added is None else added.data_ptr()
         rows, size = x.shape
@@ -121,13 +115,13 @@ class Kernels:
         self._norm(*at, rows, 1, x.stride(0), size, eps, self.num_threads())
         return out
 
-    def norm_heads(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    def norm_heads(self, x: Tensor, weight: Tensor, eps: float) -> None:
         """Rms-normalises x [tokens, heads, width], heads contiguous, over the width in place."""
         tokens, heads, width = x.shape
         at = (x.data_ptr(), None, weight.data_ptr(), x.data_ptr())
         self._norm(*at, tokens, heads, x.stride(0), width, eps, self.num_threads())
 
-    def gate(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """Returns silu(gate) * up for [rows, size] of equal strides."""
         out = torch.empty(gate.shape, dtype=gate.dtype)
         at = (gate.data_ptr(), up.data_ptr(), out.data_ptr())
@@ -135,9 +129,7 @@ class Kernels:
         self._gate(*at, rows, gate.stride(0), size, self.num_threads())
         return out
 
-    def blocks(
-        self, logits: torch.Tensor, temperatures: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def blocks(self, logits: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns, float32, for logits l [rows, vocabulary] and temperatures T [rows], with s = l /
         T - max:
 
@@ -152,16 +144,15 @@ class Kernels:
         )
         return peaks, sums, moments
 
-    def lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+    def lay_out(self, weight: Tensor) -> Tensor:
         """Returns a weight [outputs, inputs] as `product` reads it."""
+        # Padded to whole vectors of outputs, so that the product needs no rest of its own.
         outputs, inputs = weight.shape
         weight, to = weight.contiguous(), weight.new_empty(padded_width(outputs), inputs)
         self._lay_out(weight.data_ptr(), to.data_ptr(), inputs, outputs, self.num_threads())
         return to
 
-    def product(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, outputs: int
-    ) -> torch.Tensor:
+    def product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
         """Returns rows · weightᵀ + bias, [rows, outputs]; a row's bits do not depend on the rows
         beside it."""
         out = rows.new_empty(rows.shape[0], outputs)

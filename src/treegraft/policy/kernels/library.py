@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.core.errors import KernelError
 from treegraft.policy.kernels.compiler import compiled
@@ -49,7 +51,7 @@ def declared(function: Any, *arguments: Any, returns: Any = None) -> Any:
     return function
 
 
-def head_rows(x: torch.Tensor) -> tuple[int, int, int]:
+def head_rows(x: Tensor) -> tuple[int, int, int]:
     """Returns the address, the step from token to token and that from head to head of x [heads,
     tokens, width], whose last axis is contiguous."""
     return x.data_ptr(), x.stride(1), x.stride(0)
@@ -58,24 +60,19 @@ def head_rows(x: torch.Tensor) -> tuple[int, int, int]:
 def shares_runtime(library: ctypes.CDLL) -> bool:
     """Whether the library's OpenMP threads are torch's own; those of other packages, under names of
     their own, do not matter."""
+    # By the address of one of its functions: names of files say nothing, since wheels carry copies
+    # of libgomp under names of their own.
     try:
         address = ctypes.cast(library.omp_get_max_threads, ctypes.c_void_p).value
         with open("/proc/self/maps") as file:
-            mapped = [
-                line.split()
-                for line in file
-                if any(name in line for name in ("libgomp", "libiomp", "libomp"))
-            ]
+            lines = [line.split() for line in file if re.search("libgomp|libiomp|libomp", line)]
     except (OSError, AttributeError):
         return False
-    runtimes = {entry[-1] for entry in mapped}
-    of_torch = {
-        path for path in runtimes if "/torch/" in path or "/torch.libs/" in path
-    } or runtimes
-    ours = {entry[-1] for entry in mapped if _is_within(address, entry[0])}
+    runtimes = {entry[-1] for entry in lines}
+    of_torch = {path for path in runtimes if re.search(r"/torch(\.libs)?/", path)} or runtimes
+    ours = set()
+    for span, *_, path in lines:
+        start, end = (int(bound, 16) for bound in span.split("-"))
+        if address is not None and start <= address < end:
+            ours.add(path)
     return len(of_torch) == 1 and ours == of_torch
-
-
-def _is_within(address: int | None, span: str) -> bool:
-    start, end = (int(bound, 16) for bound in span.split("-"))
-    return address is not None and start <= address < end

@@ -7,16 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from treegraft.policy.kernels.library import (
-    FLOAT,
-    LONG,
-    POINTER,
-    ThreadCount,
-    declared,
-    head_rows,
-)
+from treegraft.policy.kernels.library import FLOAT, LONG, POINTER, ThreadCount, declared, head_rows
 
 RUN = 64
 """Most tokens of a node that are taken together as columns."""
@@ -59,6 +53,8 @@ class TreeRuns:
         self.num_shares = min(num_threads, MAX_SHARES, len(runs))
         loads, owners = [0] * self.num_shares, [0] * len(runs)
         work = [count * (end - start) for start, count, end in runs]
+        # The largest first, each to the share with least work. Shares are fixed before the threads
+        # start, so that sums over them have one order whatever the threads' speed.
         for index in sorted(range(len(runs)), key=lambda index: -work[index]):
             owners[index] = min(range(self.num_shares), key=loads.__getitem__)
             loads[owners[index]] += work[index]
@@ -83,52 +79,46 @@ class TreeKernels:
         self.is_usable = declared(library.tg_tree_step, returns=LONG)() > 0
 
     def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        runs: TreeRuns,
-        scaling: float,
-    ) -> torch.Tensor:
+        self, query: Tensor, key: Tensor, value: Tensor, runs: TreeRuns, scaling: float
+    ) -> Tensor:
         """Returns softmax attention [tokens, heads, width]. Gradients are exact; the backward pass
         forms the scores again.
 
         Args:
             query: [heads, tokens, width]; key and value: [kv heads, tokens, width].
         """
-        output: torch.Tensor = _TreeAttention.apply(query, key, value, self, runs, scaling)  # type: ignore[no-untyped-call]
+        inputs = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+        output: Tensor = _TreeAttention.apply(self, runs, scaling, *inputs)  # type: ignore[no-untyped-call]
         return output
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        runs: TreeRuns,
-        scaling: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, inputs: Sequence[Tensor], runs: TreeRuns, scaling: float
+    ) -> tuple[Tensor, Tensor]:
         """Returns attention [tokens, heads, width] and log Σ exp(scores) [heads, tokens], float32.
 
         Raises:
             MemoryError: there is no room for its intermediate results.
         """
+        query = inputs[0]
         heads, tokens, width = query.shape
         out = query.new_empty(tokens, heads, width)
+        # Kept for the backward pass, which forms the scores again instead of reading them: they
+        # would take tokens² of memory.
         lse = query.new_empty(heads, tokens, dtype=torch.float32)
-        plan = self._plan(query, key, runs, scaling)
-        rows = [_Rows(*head_rows(x)) for x in (query, key, value)]
+        rows = [_Rows(*head_rows(x)) for x in inputs]
+        plan = self._plan(inputs, runs, scaling)
         _check(self._forward(plan, *rows, out.data_ptr(), lse.data_ptr()))
         return out, lse
 
     def backward(
         self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        grad: torch.Tensor,
+        inputs: Sequence[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
         runs: TreeRuns,
         scaling: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, ...]:
         """Returns the gradients of query, key and value, shaped as they are, for that of `out`
         [tokens, heads, width].
 
@@ -138,51 +128,36 @@ class TreeKernels:
         grads = [x.new_empty(x.shape[1], x.shape[0], x.shape[2]) for x in inputs]
         rows = [_Rows(*head_rows(x)) for x in (*inputs, grad.transpose(0, 1))]
         at = [x.data_ptr() for x in (out, lse, *grads)]
-        plan = self._plan(inputs[0], inputs[1], runs, scaling)
+        plan = self._plan(inputs, runs, scaling)
         _check(self._backward(plan, *rows[:3], *at[:2], rows[3], *at[2:]))
-        query_grad, key_grad, value_grad = (x.transpose(0, 1) for x in grads)
-        return query_grad, key_grad, value_grad
+        return tuple(x.transpose(0, 1) for x in grads)
 
-    def _plan(
-        self, query: torch.Tensor, key: torch.Tensor, runs: TreeRuns, scaling: float
-    ) -> _Plan:
-        if query.shape[1] != runs.num_tokens:
-            raise ValueError(f"attention: {query.shape[1]} tokens for trees of {runs.num_tokens}")
-        heads = (query.shape[0], key.shape[0])
-        shape = (len(runs.table), runs.num_tokens, *heads, runs.num_shares, self.num_threads())
+    def _plan(self, inputs: Sequence[Tensor], runs: TreeRuns, scaling: float) -> _Plan:
+        heads, tokens = (inputs[0].shape[0], inputs[1].shape[0]), inputs[0].shape[1]
+        # The kernels trust the table: with another one they would read beyond the tensors.
+        if tokens != runs.num_tokens:
+            raise ValueError(f"attention: {tokens} tokens for trees of {runs.num_tokens}")
+        shape = (len(runs.table), tokens, *heads, runs.num_shares, self.num_threads())
         return _Plan(runs.table.data_ptr(), *shape, scaling)
 
 
 class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kernels: TreeKernels,
-        runs: TreeRuns,
-        scaling: float,
-    ) -> torch.Tensor:
-        query, key, value = (
-            x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)
-        )
-        out, lse = kernels.forward(query, key, value, runs, scaling)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.kernels, ctx.runs, ctx.scaling = kernels, runs, scaling
+        ctx: Any, kernels: TreeKernels, runs: TreeRuns, scaling: float, *inputs: Tensor
+    ) -> Tensor:
+        out, lse = kernels.forward(inputs, runs, scaling)
+        ctx.save_for_backward(*inputs, out, lse)
+        ctx.shared = kernels, runs, scaling
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
+        kernels, runs, scaling = ctx.shared
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        return (
-            *ctx.kernels.backward(tuple(inputs), out, lse, grad, ctx.runs, ctx.scaling),
-            None,
-            None,
-            None,
-        )
+        return None, None, None, *kernels.backward(inputs, out, lse, grad, runs, scaling)
 
 
 def _check(has_failed: int) -> None:

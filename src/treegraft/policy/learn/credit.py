@@ -50,13 +50,14 @@ def credit_trees(
         "learn_from_truncated": config.loss.learn_from_truncated
     }
     credited = [assign_credit(tree, **own) for tree in trees]
-    return (
-        credited if rule is None else [_ruled(tree, rule, config.credit.rule) for tree in credited]
-    )
+    if rule is None:
+        return credited
+    return [_ruled(tree, rule, config.credit.rule) for tree in credited]
 
 
 def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
     where = f"credit.rule '{name}', tree '{tree.group_id}'"
+    # A user's function: whatever it raises, the message has to name the rule and the tree.
     try:
         found = rule(tree)
     except Exception as error:
@@ -70,6 +71,7 @@ def _ruled(tree: Tree, rule: CreditRule, name: str | None) -> Tree:
             f"{where}: got a tree that differs in more than advantages; expected the tree it was"
             " given, where only Leaf.advantage and Step.advantage are replaced."
         )
+    # A NaN would reach every weight of the model with the next optimiser step.
     for leaf in found.leaves:
         counts = LEARNING_RULES[leaf.status].in_group
         if counts and (leaf.advantage is None or not math.isfinite(leaf.advantage)):

@@ -14,8 +14,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from treegraft.policy.head import first_line
+from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.learn.dense import (
     PROBE,
     distance_from_dense,
@@ -30,10 +33,10 @@ MIN_TOKENS = 1024
 """Packed tokens from which block masks are taken on a GPU; a dense mask of so many is 1 MB. A
 guess: not measured."""
 
-Flex = Callable[..., torch.Tensor]
+Flex = Callable[..., Tensor]
 
 
-def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | None) -> BlockMask:
+def tree_block_mask(ends: Tensor, positions: Tensor, window: int | None) -> BlockMask:
     """Returns the tokens that each packed token sees.
 
     Args:
@@ -43,7 +46,7 @@ def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | N
             window.
     """
 
-    def is_visible(_: Any, head: Any, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    def is_visible(_: Any, head: Any, row: Tensor, column: Tensor) -> Tensor:
         visible = (column <= row) & (row < ends[column])
         return (
             visible if window is None else visible & (positions[row] - positions[column] < window)
@@ -54,32 +57,31 @@ def tree_block_mask(ends: torch.Tensor, positions: torch.Tensor, window: int | N
 
 def flex_attend(
     flex: Flex,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     mask: BlockMask,
-    *,
-    scaling: float,
-    softcap: float | None,
-) -> torch.Tensor:
+    options: AttentionOptions,
+) -> Tensor:
     """Returns [heads, tokens, width] for query [heads, tokens, width] and key, value [kv heads,
     tokens, width]."""
-    modify = None if softcap is None else _softcap(softcap)
+    modify = None if options.softcap is None else _softcap(options.softcap)
     output = flex(
         query[None],
         key[None],
         value[None],
         score_mod=modify,
         block_mask=mask,
-        scale=scaling,
+        scale=options.scaling,
         enable_gqa=True,
     )
     return output[0]
 
 
+# One function for each cap: to the compiler another function is another program.
 @functools.cache
-def _softcap(cap: float) -> Callable[..., torch.Tensor]:
-    def modify(score: torch.Tensor, *_: Any) -> torch.Tensor:
+def _softcap(cap: float) -> Callable[..., Tensor]:
+    def modify(score: Tensor, *_: Any) -> Tensor:
         return cap * torch.tanh(score / cap)
 
     return modify
@@ -90,12 +92,14 @@ def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | 
     """Returns FlexAttention, compiled; None, with a notice, where outputs or gradients on `device`
     are not a dense mask's."""
     try:
+        # Dynamic: packs have all lengths, and each would be compiled anew.
         flex: Flex = torch.compile(flex_attention, dynamic=True)
         gap = flex_distance(flex, width, dtype, device)
     except Exception as error:  # a compiler has many ways to fail, and dense masks are at hand
         _log.warning(
-            "learner: attention of large trees takes dense masks: FlexAttention failed with %s",
-            _first_line(error),
+            "learner: attention of large trees takes dense masks: FlexAttention failed with %s: %s",
+            type(error).__name__,
+            first_line(error),
         )
         return None
     if is_exact(gap, dtype):
@@ -111,13 +115,10 @@ def proven_flex(width: int, dtype: torch.dtype, device: torch.device) -> Flex | 
 def flex_distance(flex: Flex, width: int, dtype: torch.dtype, device: torch.device) -> float:
     """Returns how far FlexAttention is from a dense mask, see `distance_from_dense`."""
     ends, positions = subtree_ends(PROBE, device), probe_positions(device)
+    options = AttentionOptions(width**-0.5, None, None, None)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = tree_block_mask(ends, positions, None)
-        return flex_attend(flex, query, key, value, mask, scaling=width**-0.5, softcap=None)
+        return flex_attend(flex, query, key, value, mask, options)
 
     return distance_from_dense(attend, width, dtype, device)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

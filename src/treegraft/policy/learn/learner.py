@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from treegraft.algo.losses import (
     Denominators,
@@ -80,8 +80,8 @@ class _Pack:
     indices: tuple[int, ...]
     """Which of the update's trees each part of the batch is of."""
     batch: TreeBatch
-    old_logprobs: torch.Tensor | None
-    ref_logprobs: torch.Tensor | None
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
 
 
 class Learner:
@@ -125,16 +125,14 @@ class Learner:
         enabled."""
         return self._scores_of(self.model, self._head, batch)
 
-    def scores_with_lessons(
-        self, batch: TreeBatch
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def scores_with_lessons(self, batch: TreeBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (logprobs [U], entropies [U], log-probabilities of the lesson tokens [L]) of one
         pass, as `scores`."""
         logprobs, entropies = self._scores_of(self.model, self._head, batch, takes_lessons=True)
         count = batch.sampled.numel()
         return logprobs[:count], entropies[:count], logprobs[count:]
 
-    def argmax(self, batch: TreeBatch) -> torch.Tensor:
+    def argmax(self, batch: TreeBatch) -> Tensor:
         """Returns [U] the most likely token where each unique sampled token stands."""
         hidden = self._hidden(self.model, batch)[: batch.sampled.numel()]
         return chunked_argmax(self._head, hidden, self.settings.vocab_chunk)
@@ -181,11 +179,9 @@ class Learner:
         """The batches that go through the model, and the tree that each part of one is of; trees
         that are too large are split."""
         limit = self.settings.max_pack_tokens
-        parts = [
-            (n, part)
-            for n in indices
-            for part in split_tree(trees[n], limit, with_lessons=takes_lessons)
-        ]
+        parts = []
+        for n in indices:
+            parts += [(n, part) for part in split_tree(trees[n], limit, with_lessons=takes_lessons)]
         sizes = [
             num_tree_tokens(part) + (num_lesson_tokens(part) if takes_lessons else 0)
             for _, part in parts
@@ -209,7 +205,7 @@ class Learner:
             head, hidden, batch.token_ids[targets], temperatures, self.settings.vocab_chunk
         )
 
-    def _hidden(self, model: Any, batch: TreeBatch) -> torch.Tensor:
+    def _hidden(self, model: Any, batch: TreeBatch) -> Tensor:
         if self.packing_problem is not None:
             return rowwise_hidden(model, batch)
         return packed_hidden(model, batch, compile_kernels=self.settings.compile_kernels)
@@ -243,10 +239,10 @@ class Learner:
         batches = [pack.batch for group in packs.values() for pack in group]
         metrics = tally.metrics(len(passes))
         metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
-        skipped = sum(not self._is_learned(tree) for tree in trees)
-        metrics["learn/skipped_groups_frac"] = skipped / max(1, len(trees))
+        is_learned = [self._is_learned(tree) for tree in trees]
+        metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         return [
-            self._recorded(tree, written.get(n, {})) if self._is_learned(tree) else tree
+            self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
             for n, tree in enumerate(trees)
         ], metrics
 
@@ -262,7 +258,14 @@ class Learner:
         return replace(tree, steps=steps, leaves=tuple(leaves))
 
     def _is_learned(self, tree: Tree) -> bool:
-        if _has_signal(tree) or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
+        has_signal = any(
+            credit(step, path.leaf) != 0.0
+            for path in tree.trajectories()
+            if path.leaf.has_loss
+            for step in path.steps
+            if any(step.loss_mask)
+        )
+        if has_signal or (self._loss.graft_coef > 0 and num_lesson_tokens(tree) > 0):
             return True
         # Without an advantage, the KL term alone still pulls to the reference.
         return self._reference is not None and any(leaf.has_loss for leaf in tree.leaves)
@@ -328,7 +331,7 @@ class Learner:
             )
         return Denominators(groups, tokens, self._length_constant)
 
-    def _factors(self, batch: TreeBatch, denominators: Denominators) -> torch.Tensor:
+    def _factors(self, batch: TreeBatch, denominators: Denominators) -> Tensor:
         """[N] the factor of every contribution of each trajectory."""
         # The pack holds the whole of |y|: also the parts of a split tree consist of whole paths.
         owners = batch.trajectories[batch.carries_loss]
@@ -341,21 +344,19 @@ class Learner:
     def _pack_loss(
         self,
         pack: _Pack,
-        logprobs: torch.Tensor,
-        entropies: torch.Tensor,
-        old: torch.Tensor,
-        factors: torch.Tensor,
+        logprobs: Tensor,
+        entropies: Tensor,
+        old: Tensor,
+        factors: Tensor,
         tally: Tally,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Σ over contributions of factor · l, the pack's share of the optimiser step's loss on
         sampled tokens."""
         batch, settings = pack.batch, self._loss
         rows = batch.carries_loss.nonzero()[:, 0]
         tokens, owners = batch.tokens[rows], batch.trajectories[rows]
-        shaping = [
-            shaping_factor(path.leaf.retrieved_frac, settings.shaping_weight)
-            for path in batch.paths
-        ]
+        weight = settings.shaping_weight
+        shaping = [shaping_factor(path.leaf.retrieved_frac, weight) for path in batch.paths]
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
@@ -382,21 +383,22 @@ class Learner:
             losses = losses + settings.kl_coef * divergence
             tally.add("learn/kl", divergence.detach())
         signs = batch.advantages[rows]
+        # Of the contributions that push at all: those of 0 would make any share look small.
         if (signs != 0).any():
             tally.add("learn/positive_frac", (signs[signs != 0] > 0).float())
         tally.add("learn/clip_frac", terms.is_clipped.float())
         tally.add("learn/entropy", entropies.detach().index_select(0, tokens))
         log_ratios = torch.log(terms.ratios)
         tally.add("learn/approx_kl", terms.ratios - 1.0 - log_ratios)
-        tally.ratio_max = max(
-            tally.ratio_max, float(terms.ratios.max()) if terms.ratios.numel() else 1.0
-        )
+        if terms.ratios.numel():
+            tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
+        # Over unique tokens, each once: it compares two implementations, not trajectories.
         tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(
-        self, batch: TreeBatch, logprobs: torch.Tensor, factors: torch.Tensor, tally: Tally
-    ) -> torch.Tensor:
+        self, batch: TreeBatch, logprobs: Tensor, factors: Tensor, tally: Tally
+    ) -> Tensor:
         """Σ over lesson contributions of factor · l, with the factor that the trajectory's sampled
         tokens have."""
         assert batch.lessons is not None
@@ -419,12 +421,12 @@ class Learner:
         """Returns the plain model's weights, adapters merged into them, detached."""
         return ModelWeights(plain_weights(self.model))
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Returns everything that training needs to go on: master weights, optimiser moments,
         counters."""
         return self.optimiser.state()
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state()`.
 
         Raises:
@@ -436,21 +438,10 @@ class Learner:
             raise CheckpointError(f"the optimiser state does not fit the model: {error}") from error
 
 
-def _has_signal(tree: Tree) -> bool:
-    """Whether any token that carries loss has an advantage other than 0."""
-    paths = (path for path in tree.trajectories() if path.leaf.has_loss)
-    return any(
-        credit(step, path.leaf) != 0.0
-        for path in paths
-        for step in path.steps
-        if any(step.loss_mask)
-    )
-
-
 def _check_head(model: nn.Module) -> None:
-    if base_model(model).config._attn_implementation != ATTENTION and (
-        problem := head_problem(model)
-    ):
+    # With our attention in place the model cannot be run plainly, and has been checked before.
+    is_checked = base_model(model).config._attn_implementation == ATTENTION
+    if not is_checked and (problem := head_problem(model)):
         raise ModelError(
             f"learner: this model cannot be trained here: {problem}; its head has a tail that is"
             " not known yet"
@@ -460,15 +451,17 @@ def _check_head(model: nn.Module) -> None:
 def write_back(
     pack: _Pack,
     trees: Sequence[Tree],
-    old: torch.Tensor,
-    new: torch.Tensor,
+    old: Tensor,
+    new: Tensor,
     written: dict[int, dict[str, Step]],
 ) -> None:
     """Fills old log-probabilities and ratios into the pack's steps, for the record."""
+    # Tokens that were not sampled: log-probability 0, ratio 1.
     packed_old = torch.zeros(pack.batch.num_tokens)
     packed_ratio = torch.ones(pack.batch.num_tokens)
-    packed_old[pack.batch.sampled.cpu()] = old.detach().float().cpu()
-    packed_ratio[pack.batch.sampled.cpu()] = torch.exp((new - old).float()).cpu()
+    sampled = pack.batch.sampled.cpu()
+    packed_old[sampled] = old.detach().float().cpu()
+    packed_ratio[sampled] = torch.exp((new - old).float()).cpu()
     olds, ratios = packed_old.tolist(), packed_ratio.tolist()
     for index, offsets in zip(pack.indices, pack.batch.step_offsets, strict=True):
         steps = written.setdefault(index, {})

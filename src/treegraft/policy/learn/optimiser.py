@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.settings.policy import LearnSettings
 
@@ -23,11 +24,10 @@ class MasterAdamW:
         self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         is_float32 = all(weight.dtype == torch.float32 for weight in self._weights)
-        self._masters = (
-            self._weights
-            if is_float32
-            else [torch.nn.Parameter(weight.detach().float().clone()) for weight in self._weights]
-        )
+        self._masters = self._weights
+        if not is_float32:
+            # Cloned also where a weight is float32 already: a mixed model has masters throughout.
+            self._masters = [torch.nn.Parameter(w.detach().float().clone()) for w in self._weights]
         self._adam = torch.optim.AdamW(
             self._masters,
             lr=settings.lr,
@@ -45,6 +45,7 @@ class MasterAdamW:
             return
         # In float32: a bfloat16 sum loses addends that are some hundred times smaller.
         for weight, master in zip(self._weights, self._masters, strict=True):
+            # As for a router's expert that no token of this pass went to.
             if weight.grad is None:
                 continue
             master.grad = (
@@ -60,6 +61,7 @@ class MasterAdamW:
         """
         if lr is None:
             warm = self._settings.lr_warmup_steps
+            # From the first step on above 0: that one's data would else be wasted.
             lr = self._settings.lr * min(1.0, (self.num_steps + 1) / warm if warm else 1.0)
         self.num_steps += 1
         self.last_lr = lr
@@ -83,7 +85,7 @@ class MasterAdamW:
             for weight, master in zip(self._weights, self._masters, strict=True):
                 weight.copy_(master)
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """Returns master weights, moments and counters by name; tensors are the live ones."""
         state = {"num_steps": torch.tensor(self.num_steps)}
         for name, master in zip(self._names, self._masters, strict=True):
@@ -92,18 +94,18 @@ class MasterAdamW:
                 state[f"{key}.{name}"] = value
         return state
 
-    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state()`; a KeyError names the missing entry."""
         self.num_steps = int(state["num_steps"])
         with torch.no_grad():
             for name, master in zip(self._names, self._masters, strict=True):
                 master.copy_(state[f"master.{name}"])
+                # A weight that has had no gradient yet has no moments.
                 if f"exp_avg.{name}" in state:
-                    moments = {
-                        key: state[f"{key}.{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
-                    }
+                    # Copied: AdamW changes them in place, and the caller's stay the checkpoint's.
                     self._adam.state[master] = {
-                        key: value.to(master.device, copy=True) for key, value in moments.items()
+                        key: state[f"{key}.{name}"].to(master.device, copy=True)
+                        for key in ("step", "exp_avg", "exp_avg_sq")
                     }
         self._copy_to_model()
 

@@ -19,11 +19,13 @@ sees it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from treegraft.core.types import Leaf, Origin, Step, Trajectory, Tree
 
@@ -53,16 +55,16 @@ class PackedTree:
 class Lessons:
     """The texts of other agents in the grafts of a batch. L lesson tokens, D contributions."""
 
-    packed: torch.Tensor
+    packed: Tensor
     """[L] packed index of each token."""
-    sources: torch.Tensor
+    sources: Tensor
     """[L] packed index of the token before it: the graft's parent's last one, then the lesson's
     own."""
-    temperatures: torch.Tensor
+    temperatures: Tensor
     """[L] of the graft's step."""
-    tokens: torch.Tensor
+    tokens: Tensor
     """[D] which lesson token a contribution is of."""
-    trajectories: torch.Tensor
+    trajectories: Tensor
     """[D] which trajectory holds the graft."""
     paths: tuple[tuple[int, ...], ...]
     """For each lesson the tokens of the path above it, then its own."""
@@ -75,27 +77,27 @@ class TreeBatch:
     """Trees packed one after another. T packed tokens, U unique sampled tokens, C contributions, N
     trajectories."""
 
-    token_ids: torch.Tensor
+    token_ids: Tensor
     """[T]"""
-    position_ids: torch.Tensor
+    position_ids: Tensor
     """[T] tokens before it on its path."""
     trees: tuple[PackedTree, ...]
-    sampled: torch.Tensor
+    sampled: Tensor
     """[U] packed index of each sampled token."""
-    sources: torch.Tensor
+    sources: Tensor
     """[U] packed index of the token before it on its path, whose output predicts it."""
-    temperatures: torch.Tensor
+    temperatures: Tensor
     """[U] of its step; scores at temperature 0 are those of 1."""
-    sampling_logprobs: torch.Tensor
+    sampling_logprobs: Tensor
     """[U] of the engine."""
-    tokens: torch.Tensor
+    tokens: Tensor
     """[C] which unique sampled token a contribution is of."""
-    trajectories: torch.Tensor
+    trajectories: Tensor
     """[C] which trajectory it belongs to, 0..N-1 in the order of trees and leaves;
     non-decreasing."""
-    carries_loss: torch.Tensor
+    carries_loss: Tensor
     """[C] bool"""
-    advantages: torch.Tensor
+    advantages: Tensor
     """[C] of the step where attribution is hard, else of the trajectory; 0 before credit."""
     paths: tuple[Trajectory, ...]
     """[N]"""
@@ -113,7 +115,7 @@ class TreeBatch:
         """Tokens that separate trajectories would hold."""
         return sum(len(step.token_ids) for path in self.paths for step in path.steps)
 
-    def per_trajectory(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def per_trajectory(self, values: Tensor) -> list[Tensor]:
         """Returns, for values [U], those of each trajectory's sampled tokens in order; trajectories
         by tree and leaf."""
         if values.shape[0] != self.sampled.numel():
@@ -121,22 +123,37 @@ class TreeBatch:
                 f"per_trajectory: got {values.shape[0]} values for {self.sampled.numel()} unique"
                 " sampled tokens; expected one each, in the order of `sampled`"
             )
+        # With minlength: a trajectory without sampled tokens, as after an early failure, has a
+        # place of its own.
         counts = torch.bincount(self.trajectories, minlength=len(self.paths)).tolist()
         return list(values.index_select(0, self.tokens).split(counts))
 
     def to(self, device: torch.device) -> TreeBatch:
         """Returns the batch with its tensors on `device`."""
-        lessons = (
-            None if self.lessons is None else replace(self.lessons, **_moved(self.lessons, device))
-        )
+        lessons = self.lessons and replace(self.lessons, **_moved(self.lessons, device))
         return replace(self, lessons=lessons, **_moved(self, device))
 
 
 def _moved(batch: TreeBatch | Lessons, device: torch.device) -> dict[str, Any]:
+    return {name: getattr(batch, name).to(device) for name in columns_of(type(batch))}
+
+
+def columns_of(kind: type[TreeBatch | Lessons]) -> dict[str, list[Any]]:
+    """Returns an empty list for each tensor of the class."""
+    return {field.name: [] for field in fields(kind) if field.type == "Tensor"}
+
+
+_DTYPES = {"carries_loss": torch.bool} | dict.fromkeys(
+    ("temperatures", "sampling_logprobs", "advantages"), torch.float32
+)
+"""Types of the columns that hold no indices."""
+
+
+def _tensors(columns: Mapping[str, list[Any]], device: torch.device | str) -> dict[str, Any]:
+    # Lists until here: a tensor for each step would cost more than the whole packing.
     return {
-        n: v.to(device)
-        for n in batch.__dataclass_fields__
-        if isinstance(v := getattr(batch, n), torch.Tensor)
+        name: torch.tensor(values, dtype=_DTYPES.get(name, torch.long), device=device)
+        for name, values in columns.items()
     }
 
 
@@ -145,41 +162,36 @@ class _Packer:
 
     def __init__(self, *, takes_lessons: bool) -> None:
         self.takes_lessons = takes_lessons
-        self.token_ids: list[int] = []
-        self.position_ids: list[int] = []
-        self.sampled: list[int] = []
-        self.sources: list[int] = []
-        self.temperatures: list[float] = []
-        self.sampling_logprobs: list[float] = []
-        self.tokens: list[int] = []
-        self.trajectories: list[int] = []
-        self.carries_loss: list[bool] = []
-        self.advantages: list[float] = []
+        self.columns = columns_of(TreeBatch)
+        self.lesson_columns = columns_of(Lessons)
+        self.lesson_paths: list[tuple[int, ...]] = []
+        self.lesson_lengths: list[int] = []
         self.paths: list[Trajectory] = []
         self.trees: list[PackedTree] = []
         self.step_offsets: list[dict[str, int]] = []
-        self.lessons = _LessonColumns()
 
     def add(self, tree: Tree) -> None:
         """Appends one tree's tokens, nodes and contributions."""
-        start = len(self.token_ids)
+        token_ids = self.columns["token_ids"]
+        start = len(token_ids)
         offsets: dict[str, int] = {}
         positions: dict[str, int] = {}
         unique: dict[str, range] = {}
         lessons = lesson_steps(tree) if self.takes_lessons else {}
         # Depth first, by ordinals: everything below a step then follows it without a gap, so that
         # two numbers say who sees it. It also makes the sums' order that of the tree alone.
-        steps = (
-            sorted([*tree.steps, *lessons.values()], key=lambda step: step.ordinals)
-            if lessons
-            else tree.steps
-        )
+        steps = tree.steps
+        if lessons:
+            steps = tuple(sorted([*steps, *lessons.values()], key=lambda step: step.ordinals))
         by_id = {step.id: step for step in steps}
         for step in steps:
-            offsets[step.id] = len(self.token_ids)
+            offsets[step.id] = len(token_ids)
             parent = by_id[step.parent] if step.parent is not None else None
             first = positions[parent.id] + len(parent.token_ids) if parent is not None else 0
+            # By the path, not by the packed place: a branch is rotated as it would be alone.
             positions[step.id] = first
+            token_ids.extend(step.token_ids)
+            self.columns["position_ids"].extend(range(first, first + len(step.token_ids)))
             # The first token of every child is predicted by the last one above it, wherever that is
             # packed; a step of ours that failed has no tokens and is passed over.
             before = None
@@ -188,80 +200,51 @@ class _Packer:
                     before = offsets[parent.id] + len(parent.token_ids) - 1
                 parent = by_id[parent.parent] if parent.parent is not None else None
             is_lesson = step.ordinals[-1] < 0
-            unique[step.id] = (self._add_lesson if is_lesson else self._add_step)(
-                step, first, before
-            )
+            unique[step.id] = self._add_scored(step, offsets[step.id], before, is_lesson)
             if is_lesson and step.parent is not None:
-                self.lessons.keep_path(tree.path(step.parent), step)
-        nodes = _nodes(steps, offsets, len(self.token_ids))
-        self.trees.append(PackedTree(start, len(self.token_ids), nodes))
+                above = (token for own in tree.path(step.parent) for token in own.token_ids)
+                self.lesson_paths.append((*above, *step.token_ids))
+                self.lesson_lengths.append(len(step.token_ids))
+        nodes = _nodes(steps, offsets, len(token_ids))
+        self.trees.append(PackedTree(start, len(token_ids), nodes))
         for path in tree.trajectories():
             for step in path.steps:
                 self._contribute(path, step, unique[step.id])
                 if step.id in lessons and has_lesson(path.leaf):
-                    self.lessons.contribute(unique[lessons[step.id].id], len(self.paths))
+                    tokens = unique[lessons[step.id].id]
+                    self.lesson_columns["tokens"].extend(tokens)
+                    self.lesson_columns["trajectories"].extend([len(self.paths)] * len(tokens))
             self.paths.append(path)
         self.step_offsets.append({step.id: offsets[step.id] for step in tree.steps})
 
+    def _add_scored(self, step: Step, offset: int, before: int | None, is_lesson: bool) -> range:
+        """The numbers, among the sampled or the lesson tokens, of those that the step adds."""
+        columns = self.lesson_columns if is_lesson else self.columns
+        own = [n for n, kind in enumerate(step.origins) if is_lesson or kind is Origin.POLICY]
+        if own and own[0] == 0 and before is None:
+            raise ValueError(
+                f"step '{step.id}': its first token was sampled, but nothing stands before it to"
+                " predict it"
+            )
+        first = len(columns["sources"])
+        columns["packed" if is_lesson else "sampled"] += [offset + n for n in own]
+        columns["sources"] += [offset + n - 1 if n else before for n in own]
+        # Greedy tokens are scored at 1: at 0 every distribution is a point, without a gradient.
+        columns["temperatures"] += [step.temperature or 1.0] * len(own)
+        if not is_lesson:
+            columns["sampling_logprobs"] += [step.sampling_logprobs[n] for n in own]
+        return range(first, len(columns["sources"]))
+
     def _contribute(self, path: Trajectory, step: Step, unique: range) -> None:
-        index = iter(unique)
-        advantage = credit(step, path.leaf)
-        for is_sampled, carries in zip(step.sampled_mask, step.loss_mask, strict=True):
-            # Also those without loss: diagnostics and the record go over every sampled token.
-            if is_sampled:
-                self.tokens.append(next(index))
-                self.trajectories.append(len(self.paths))
-                self.carries_loss.append(carries and path.leaf.has_loss)
-                self.advantages.append(advantage)
-
-    def _add_tokens(self, step: Step, first_position: int) -> int:
-        offset = len(self.token_ids)
-        self.token_ids.extend(step.token_ids)
-        self.position_ids.extend(range(first_position, first_position + len(step.token_ids)))
-        return offset
-
-    def _add_step(self, step: Step, first_position: int, before: int | None) -> range:
-        offset, first_unique = self._add_tokens(step, first_position), len(self.sampled)
-        for index, origin in enumerate(step.origins):
-            if origin is not Origin.POLICY:
-                continue
-            self.sampled.append(offset + index)
-            self.sources.append(_source(step, offset, index, before))
-            self.temperatures.append(step.temperature or 1.0)
-            self.sampling_logprobs.append(step.sampling_logprobs[index])
-        return range(first_unique, len(self.sampled))
-
-    def _add_lesson(self, step: Step, first_position: int, before: int | None) -> range:
-        offset, columns = self._add_tokens(step, first_position), self.lessons
-        first_unique = len(columns.packed)
-        for index in range(len(step.token_ids)):
-            columns.packed.append(offset + index)
-            columns.sources.append(_source(step, offset, index, before))
-            columns.temperatures.append(step.temperature or 1.0)
-        return range(first_unique, len(columns.packed))
-
-
-class _LessonColumns:
-    """The columns of `Lessons` under way."""
-
-    def __init__(self) -> None:
-        self.packed: list[int] = []
-        self.sources: list[int] = []
-        self.temperatures: list[float] = []
-        self.tokens: list[int] = []
-        self.trajectories: list[int] = []
-        self.paths: list[tuple[int, ...]] = []
-        self.lengths: list[int] = []
-
-    def keep_path(self, above: Sequence[Step], lesson: Step) -> None:
-        self.paths.append(
-            (*(token for step in above for token in step.token_ids), *lesson.token_ids)
+        columns = self.columns
+        # Also tokens without loss: diagnostics and the record go over every sampled token.
+        columns["tokens"].extend(unique)
+        columns["trajectories"].extend([len(self.paths)] * len(unique))
+        columns["advantages"].extend([credit(step, path.leaf)] * len(unique))
+        pairs = zip(step.sampled_mask, step.loss_mask, strict=True)
+        columns["carries_loss"].extend(
+            carries and path.leaf.has_loss for is_sampled, carries in pairs if is_sampled
         )
-        self.lengths.append(len(lesson.token_ids))
-
-    def contribute(self, unique: range, trajectory: int) -> None:
-        self.tokens.extend(unique)
-        self.trajectories.extend([trajectory] * len(unique))
 
 
 def credit(step: Step, leaf: Leaf) -> float:
@@ -290,42 +273,28 @@ def lesson_steps(tree: Tree) -> dict[str, Step]:
         for step in path.steps
         if step.lesson_ids
     }
-    lessons: dict[str, Step] = {}
-    for step in tree.steps:
-        if step.id not in worth:
-            continue
-        count = len(step.lesson_ids)
-        lessons[step.id] = Step(
+    return {
+        step.id: Step(
+            # A step of its own beside the graft, not part of it: on the path below, the next step
+            # follows the graft's text, never the lesson's.
             id=f"{step.parent}.{-1 - step.ordinals[-1]}",
             parent=step.parent,
             depth=step.depth,
             token_ids=step.lesson_ids,
-            origins=(Origin.FORCED,) * count,
+            origins=(Origin.FORCED,) * (count := len(step.lesson_ids)),
             loss_mask=(False,) * count,
             sampling_logprobs=(0.0,) * count,
             entropies=(0.0,) * count,
             temperature=step.temperature,
         )
-    return lessons
-
-
-def _source(step: Step, offset: int, index: int, before: int | None) -> int:
-    """Packed index of the token that predicts the step's token `index`."""
-    source = offset + index - 1 if index else before
-    if source is None:
-        raise ValueError(
-            f"step '{step.id}': its first token was sampled, but nothing stands before it to"
-            " predict it"
-        )
-    return source
+        for step in tree.steps
+        if step.id in worth
+    }
 
 
 def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[Node, ...]:
     """The steps with single-child chains joined: fewer, longer nodes cost attention less."""
-    children: dict[str, int] = {}
-    for step in steps[1:]:
-        assert step.parent is not None
-        children[step.parent] = children.get(step.parent, 0) + 1
+    children = Counter(step.parent for step in steps)
     heads = [step for step in steps if step.parent is None or children[step.parent] > 1]
     starts = [offsets[step.id] for step in heads] + [end]
     nodes = []
@@ -335,6 +304,7 @@ def _nodes(steps: Sequence[Step], offsets: dict[str, int], end: int) -> tuple[No
         below = index + 1
         while below < len(heads) and heads[below].ordinals[:depth] == step.ordinals:
             below += 1
+        # A failed step without tokens has nothing to attend to or from.
         if starts[index] < starts[index + 1]:
             nodes.append(Node(starts[index], starts[index + 1], starts[below]))
     return tuple(nodes)
@@ -358,37 +328,17 @@ def pack_trees(
     for tree in trees:
         packer.add(tree)
 
-    def integers(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.long, device=device)
-
-    def numbers(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-    columns = packer.lessons
     lessons = Lessons(
-        packed=integers(columns.packed),
-        sources=integers(columns.sources),
-        temperatures=numbers(columns.temperatures),
-        tokens=integers(columns.tokens),
-        trajectories=integers(columns.trajectories),
-        paths=tuple(columns.paths),
-        lengths=tuple(columns.lengths),
+        **_tensors(packer.lesson_columns, device),
+        paths=tuple(packer.lesson_paths),
+        lengths=tuple(packer.lesson_lengths),
     )
     return TreeBatch(
-        token_ids=integers(packer.token_ids),
-        position_ids=integers(packer.position_ids),
+        **_tensors(packer.columns, device),
         trees=tuple(packer.trees),
-        sampled=integers(packer.sampled),
-        sources=integers(packer.sources),
-        temperatures=numbers(packer.temperatures),
-        sampling_logprobs=numbers(packer.sampling_logprobs),
-        tokens=integers(packer.tokens),
-        trajectories=integers(packer.trajectories),
-        carries_loss=torch.tensor(packer.carries_loss, dtype=torch.bool, device=device),
-        advantages=numbers(packer.advantages),
         paths=tuple(packer.paths),
         step_offsets=tuple(packer.step_offsets),
-        lessons=lessons if columns.packed else None,
+        lessons=lessons if packer.lesson_paths else None,
     )
 
 
@@ -409,6 +359,7 @@ def split_tree(tree: Tree, max_tokens: int, *, with_lessons: bool = False) -> li
     The gradient is that of the whole tree; the price is that tokens above a cut run once per part.
     """
     size = num_tree_tokens(tree) + (num_lesson_tokens(tree) if with_lessons else 0)
+    # Never a path in two: each part has to hold every token that its own ones are conditioned on.
     if size <= max_tokens or len(tree.leaves) < 2:
         return [tree]
     costs = {

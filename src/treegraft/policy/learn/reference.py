@@ -30,6 +30,7 @@ class Reference:
             name: tensor.contiguous().clone() for name, tensor in self.model.state_dict().items()
         }
         save_file(weights, partial)
+        # Renamed when complete: a run killed meanwhile must not be resumed with half of it.
         partial.replace(folder / FILE)
 
     def load(self, folder: Path) -> None:

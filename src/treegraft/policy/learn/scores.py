@@ -7,21 +7,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from treegraft.policy.head import Head, base_model, decoder
+from treegraft.policy.head import Head, base_model, decoder, first_line
 from treegraft.policy.hook import ATTENTION, tree_attention
-from treegraft.policy.learn.pack import Lessons, Node, PackedTree, TreeBatch
+from treegraft.policy.learn.pack import Node, PackedTree, TreeBatch, columns_of
 from treegraft.policy.learn.tree_attention import PackedPlan
 
-Scores = tuple[torch.Tensor, torch.Tensor]
+Scores = tuple[Tensor, Tensor]
 
 
-def packed_hidden(
-    model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True
-) -> torch.Tensor:
+def packed_hidden(model: nn.Module, batch: TreeBatch, *, compile_kernels: bool = True) -> Tensor:
     """Returns [U + L, width], the hidden state that predicts each sampled token and then each
     lesson token.
 
@@ -36,17 +34,17 @@ def packed_hidden(
         use_cache=False,
         attention_plan=PackedPlan(batch, compile_kernels=compile_kernels),
     )
-    hidden: torch.Tensor = output.last_hidden_state[0]
-    sources = (
-        batch.sources
-        if batch.lessons is None
-        else torch.cat([batch.sources, batch.lessons.sources])
-    )
+    hidden: Tensor = output.last_hidden_state[0]
+    sources = batch.sources
+    if batch.lessons is not None:
+        sources = torch.cat([sources, batch.lessons.sources])
+    # Selected before the head: prompts and tool results are most of a pack, and their logits would
+    # be thrown away.
     return hidden.index_select(0, sources)
 
 
 def chunked_scores(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor, chunk: int
+    head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor, chunk: int
 ) -> Scores:
     """Returns (logprobs, entropies) of `targets` [rows], float32; the logits of at most `chunk`
     rows exist at once.
@@ -63,16 +61,11 @@ def chunked_scores(
             parts.append(checkpoint(_scores, head, rows, wanted, scale, use_reentrant=False))
         else:
             parts.append(_scores(head, rows, wanted, scale))
-    if not parts:
-        return hidden.new_zeros(0, dtype=torch.float32), hidden.new_zeros(0, dtype=torch.float32)
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat(
-        [entropies for _, entropies in parts]
-    )
+    logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+    return logprobs, entropies
 
 
-def _scores(
-    head: Head, hidden: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-) -> Scores:
+def _scores(head: Head, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
     found: Scores = _TokenScores.apply(head(hidden), targets, temperatures)  # type: ignore[no-untyped-call]
     return found
 
@@ -88,13 +81,12 @@ class _TokenScores(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, temperatures: torch.Tensor
-    ) -> Scores:
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scores:
         columns = []
         for part, wanted, scale in _few_rows(logits, targets[:, None], temperatures[:, None]):
             z = part.float() / scale
             peak = z.amax(dim=-1, keepdim=True)
+            # Shifted, so that no exponential overflows; both results are the same for any shift.
             z -= peak
             own = z.gather(1, wanted)
             weights = z.exp()
@@ -105,13 +97,16 @@ class _TokenScores(torch.autograd.Function):
                 torch.cat([own - log_total, log_total - moment / total, peak + log_total], dim=-1)
             )
         logprobs, entropies, lse = torch.cat(columns).unbind(dim=-1)
+        # The logits themselves and one number a row, instead of probabilities in float32: at a
+        # vocabulary of 150k that is what a pack's memory goes to.
         ctx.save_for_backward(logits, targets, temperatures, entropies, lse)
+        # So that a gradient nobody asked for comes as None, and its term is not computed.
         ctx.set_materialize_grads(False)
         return logprobs.contiguous(), entropies.contiguous()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, targets, temperatures, entropies, lse = ctx.saved_tensors
         none = torch.zeros_like(lse)
         upstream = [none if grad is None else grad for grad in grads]
@@ -135,20 +130,19 @@ _CACHED, _ROOMY = 1 << 20, 1 << 27
 """Logits that are worked on in float32 at once on a CPU, and elsewhere."""
 
 
-def _few_rows(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _few_rows(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yields the same few rows of all."""
     count = max(1, (_CACHED if logits.device.type == "cpu" else _ROOMY) // logits.shape[-1])
     return zip(*(tensor.split(count) for tensor in (logits, *others)), strict=True)
 
 
 @torch.no_grad()
-def chunked_argmax(head: Head, hidden: torch.Tensor, chunk: int) -> torch.Tensor:
+def chunked_argmax(head: Head, hidden: Tensor, chunk: int) -> Tensor:
     """Returns [rows] the most likely token of each hidden state."""
-    parts = [head(rows).argmax(dim=-1) for rows in hidden.split(chunk)]
-    return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.long)
+    return torch.cat([head(rows).argmax(dim=-1) for rows in hidden.split(chunk)])
 
 
-def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
+def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> Tensor:
     """Returns the same as `packed_hidden` from one plain forward pass per trajectory, for models
     that cannot be packed.
 
@@ -156,12 +150,13 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
     gradient, is the same in all.
     """
     place = torch.full((batch.sampled.numel(),), -1, dtype=torch.long)
-    hidden: list[torch.Tensor] = []
+    hidden: list[Tensor] = []
     count = 0
     counts = torch.bincount(batch.trajectories, minlength=len(batch.paths)).tolist()
     for path, mine in zip(batch.paths, batch.tokens.cpu().split(counts), strict=True):
         where = [position for position, sampled in enumerate(path.sampled_mask) if sampled]
         fresh = [n for n, token in enumerate(mine.tolist()) if place[token] < 0]
+        # Every pass costs the whole path, so one that would add nothing is not run.
         if not fresh:
             continue
         ids = torch.tensor([path.token_ids], device=batch.token_ids.device)
@@ -176,24 +171,15 @@ def rowwise_hidden(model: nn.Module, batch: TreeBatch) -> torch.Tensor:
             "a sampled token belongs to no trajectory; expected a leaf below every step"
         )
     width = base_model(model).config.get_text_config().hidden_size
-    states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=batch.token_ids.device)
-    states = states.index_select(0, place.to(batch.token_ids.device))
-    return (
-        states
-        if batch.lessons is None
-        else torch.cat([states, *_lesson_states(model, batch.lessons)])
-    )
-
-
-def _lesson_states(model: nn.Module, lessons: Lessons) -> list[torch.Tensor]:
-    """One plain pass for each lesson, after the path above its graft."""
-    rows = []
-    for path, length in zip(lessons.paths, lessons.lengths, strict=True):
-        ids = torch.tensor([path], device=lessons.packed.device)
-        rows.append(
-            decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0, -length - 1 : -1]
-        )
-    return rows
+    device = batch.token_ids.device
+    states = torch.cat(hidden) if hidden else torch.zeros(0, width, device=device)
+    rows = [states.index_select(0, place.to(device))]
+    if batch.lessons is not None:
+        for ids_above, length in zip(batch.lessons.paths, batch.lessons.lengths, strict=True):
+            ids = torch.tensor([ids_above], device=device)
+            states = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state[0]
+            rows.append(states[-length - 1 : -1])
+    return torch.cat(rows)
 
 
 @torch.no_grad()
@@ -219,60 +205,40 @@ def packing_problem(model: nn.Module, *, compile_kernels: bool = True) -> str | 
             " the whole sequence's length"
         )
     device = inner.device
+    # A prompt of four tokens with two branches of three; ids apart from each other, so that a
+    # mixed-up token shows.
     ids = (torch.arange(10, device=device) * 7 + 3) % config.vocab_size
-    first, second = ids[:7], torch.cat([ids[:4], ids[7:]])
-    plan = _probe_plan(
-        ids, torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6], device=device), compile_kernels
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 6, 4, 5, 6], device=device)
+    paths = torch.tensor([[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 7, 8, 9]], device=device)
+    tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))
+    columns: dict[str, Any] = dict.fromkeys(columns_of(TreeBatch), torch.zeros(0, dtype=torch.long))
+    columns |= {"token_ids": ids, "position_ids": positions}
+    batch = TreeBatch(**columns, trees=(tree,), paths=(), step_offsets=())
+    plan = PackedPlan(batch, compile_kernels=compile_kernels)
+    plain = torch.stack(
+        [
+            inner.base_model(input_ids=ids[path][None], use_cache=False).last_hidden_state[0]
+            for path in paths
+        ]
     )
-    plain = [
-        inner.base_model(input_ids=path[None], use_cache=False).last_hidden_state[0]
-        for path in (first, second)
-    ]
     try:
         with tree_attention(model):
             packed = inner.base_model(
                 input_ids=ids[None],
-                position_ids=plan[1][None],
+                position_ids=positions[None],
                 use_cache=False,
-                attention_plan=plan[0],
+                attention_plan=plan,
             ).last_hidden_state[0]
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        return f"its layers do not take our attention ({str(error).splitlines()[0]})"
+        return f"its layers do not take our attention ({first_line(error)})"
     # A layer of another kind (linear attention, convolution) ignores ours without an error.
-    if plan[0].num_calls != config.num_hidden_layers:
-        return f"{plan[0].num_calls} of its {config.num_hidden_layers} layers called our attention"
-    gap = float(
-        torch.stack([packed[:7] - plain[0], torch.cat([packed[:4], packed[7:]]) - plain[1]])
-        .abs()
-        .max()
-    )
+    if plan.num_calls != config.num_hidden_layers:
+        return f"{plan.num_calls} of its {config.num_hidden_layers} layers called our attention"
+    gap = float((packed[paths] - plain).abs().max())
+    # Of the largest state: models differ by orders of magnitude in the size of theirs.
     scale = max(1.0, float(plain[0].abs().max()))
     limit = (1e-4 if inner.dtype == torch.float32 else 0.1) * scale
-    return (
-        None if gap <= limit else f"packed hidden states differ from plain ones by up to {gap:.3g}"
-    )
-
-
-def _probe_plan(
-    ids: torch.Tensor, positions: torch.Tensor, compile_kernels: bool
-) -> tuple[PackedPlan, torch.Tensor]:
-    """A tree of a four-token prompt and two branches of three tokens."""
-    empty = torch.zeros(0, dtype=torch.long)
-    tree = PackedTree(0, 10, (Node(0, 4, 10), Node(4, 7, 7), Node(7, 10, 10)))
-    fields: dict[str, Any] = dict.fromkeys(
-        (
-            "sampled",
-            "sources",
-            "temperatures",
-            "sampling_logprobs",
-            "tokens",
-            "trajectories",
-            "carries_loss",
-            "advantages",
-        ),
-        empty,
-    )
-    batch = TreeBatch(
-        token_ids=ids, position_ids=positions, trees=(tree,), paths=(), step_offsets=(), **fields
-    )
-    return PackedPlan(batch, compile_kernels=compile_kernels), positions
+    # Asked this way round, so that NaN is a problem.
+    if gap <= limit:
+        return None
+    return f"packed hidden states differ from plain ones by up to {gap:.3g}"

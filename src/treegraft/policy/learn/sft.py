@@ -47,6 +47,7 @@ class Demonstrations:
         self._source, self._format, self._settings, self._seed = source, format, settings, seed
         self._file = None if settings.traces == "expert" else read_traces(settings.traces)
         if self._file is not None:
+            # Spread over the whole file: a misfit often stands in its later part.
             for number in range(0, len(self._file), max(1, len(self._file) // NUM_CHECKED)):
                 self._demonstrate(*self._file[number], (0, 0))
         elif not self._made(0, 1):
@@ -56,12 +57,10 @@ class Demonstrations:
             )
 
     def _made(self, step: int, num: int) -> list[Demonstration]:
-        made = []
-        for task in self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step)):
-            steps = self._source.expert(task, keyed_int(self._seed, "expert", task.id))
-            if steps:
-                made.append((task, steps))
-        return made
+        tasks = self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step))
+        # By the task's id, not by the step: the expert shows a task in the same way each time.
+        pairs = ((t, self._source.expert(t, keyed_int(self._seed, "expert", t.id))) for t in tasks)
+        return [(task, steps) for task, steps in pairs if steps]
 
     def batch(self, step: int) -> list[Tree]:
         """Returns the demonstrations of warm-up step `step` as trees of one path."""
@@ -69,6 +68,7 @@ class Demonstrations:
         if self._file is None:
             chosen = self._made(step, size)
         else:
+            # With replacement and by key alone, so that a resumed warm-up draws the same traces.
             picks = [keyed_int(self._seed, "trace", step, n) % len(self._file) for n in range(size)]
             chosen = [self._file[pick] for pick in picks]
         return [self._demonstrate(task, steps, (step, n)) for n, (task, steps) in enumerate(chosen)]
@@ -92,24 +92,19 @@ class Demonstrations:
         except DataError:
             raise
         except ValueError as error:
-            place = (
-                f"expert, task '{task.id}'"
-                if self._file is None
-                else f"'{self._settings.traces}', {task.id}"
-            )
+            where = "expert, task" if self._file is None else f"'{self._settings.traces}',"
             raise DataError(
-                f"warmup.traces {place}: {error} Correct it or leave it out."
+                f"warmup.traces {where} {task.id}: {error} Correct it or leave it out."
             ) from error
 
     def _grafts(self, num_steps: int, key: tuple[int, int]) -> frozenset[int]:
-        """Which steps are shown as retrieved: coins, never the first or last step and never two in
-        a row."""
+        """Which steps are shown as retrieved."""
         chosen: set[int] = set()
+        # Never the first one nor two in a row: each graft follows a step of the agent's own. And
+        # never the last one, which answers.
         for index in range(1, num_steps - 1):
-            if (
-                index - 1 not in chosen
-                and keyed_unit(self._seed, "graft", *key, index) < self._settings.graft_prob
-            ):
+            coin = keyed_unit(self._seed, "graft", *key, index)
+            if index - 1 not in chosen and coin < self._settings.graft_prob:
                 chosen.add(index)
         return frozenset(chosen)
 
@@ -119,6 +114,7 @@ class Demonstrations:
         """The demonstration cut where a keyed coin says to answer too early."""
         probabilities = self._settings.continue_prob
         for count in range(1, len(steps) - 1):
+            # The last one given holds for all later steps.
             goes_on = probabilities[min(count, len(probabilities)) - 1]
             early = self._source.early_answer(task, steps[:count])
             if early is not None and keyed_unit(self._seed, "decision", *key, count) >= goes_on:
@@ -143,6 +139,8 @@ def demonstration_tree(
     """
     path = []
     for index, content in enumerate(steps):
+        # Without loss, since the text is another agent's; it is shown so that the policy has seen
+        # such steps before the first update grafts some.
         if index in grafts:
             path.append(Written(content, [(format.render_graft([content]), Origin.RETRIEVED)]))
             continue
@@ -157,6 +155,7 @@ def demonstration_tree(
 def _decision_token(format: Format, steps: Sequence[StepContent], index: int) -> int | None:
     """Index in the step's tokens of the first one that differs between going on and answering."""
     content = steps[index]
+    # The other choice at this place, in the words of this very demonstration where it has any.
     if content.answer is None:
         other = StepContent(thought=steps[-1].thought, answer="1")
     else:
@@ -230,6 +229,7 @@ def warm_up(
 
 def imitation_step(learner: Learner, trees: Sequence[Tree], lr: float) -> float:
     """Returns the mean loss per token, after one optimiser step on demonstrations."""
+    # Over all batches: the loss is a mean over tokens, however they are packed.
     count = sum(sum(step.loss_mask) for tree in trees for step in tree.steps)
     total = 0.0
     for batch in _batches(learner, trees):
@@ -257,12 +257,12 @@ def step_skill(learner: Learner, format: Format, demonstrations: Sequence[Demons
         for path, path_hits in zip(batch.paths, hits, strict=True):
             flags = iter(path_hits.tolist())
             for step in path.steps:
-                own = [
-                    carries
+                # The deciding token, alone of the agent's own, carries no loss.
+                fits = [
+                    next(flags) or not carries
                     for carries, is_own in zip(step.loss_mask, step.sampled_mask, strict=True)
                     if is_own
                 ]
-                fits = [next(flags) or not carries for carries in own]
                 right += bool(fits) and all(fits)
                 total += bool(fits)
     return right / max(1, total)
@@ -296,18 +296,18 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
     root = plain_step(ROOT_ID, None, Written(StepContent(), [(prompt, Origin.PROMPT)]))
     steps, leaves = [root], []
     for number, tree in enumerate(trees):
+
+        def moved(step_id: str, number: int = number) -> str:
+            return f"{ROOT_ID}.{number}{step_id[len(ROOT_ID) :]}"
+
         for step in tree.steps:
             cut = shared if step.parent is None else 0
             tokens = len(step.token_ids) - cut
             steps.append(
                 replace(
                     step,
-                    id=f"{ROOT_ID}.{number}{step.id[len(ROOT_ID) :]}",
-                    parent=(
-                        ROOT_ID
-                        if step.parent is None
-                        else f"{ROOT_ID}.{number}{step.parent[len(ROOT_ID) :]}"
-                    ),
+                    id=moved(step.id),
+                    parent=ROOT_ID if step.parent is None else moved(step.parent),
                     depth=step.depth + 1,
                     token_ids=step.token_ids[cut:],
                     origins=step.origins[cut:],
@@ -316,9 +316,7 @@ def joined(trees: Sequence[Tree], shared: int) -> Tree:
                     entropies=(0.0,) * tokens,
                 )
             )
-        leaves += [
-            replace(leaf, step_id=f"{ROOT_ID}.{number}{leaf.step_id[len(ROOT_ID) :]}")
-            for leaf in tree.leaves
-        ]
+        leaves += [replace(leaf, step_id=moved(leaf.step_id)) for leaf in tree.leaves]
+    # By numbers: as text, "0.10" stands before "0.2".
     steps.sort(key=lambda step: step.ordinals)
     return Tree(task=trees[0].task, group_id="warmup", steps=tuple(steps), leaves=tuple(leaves))

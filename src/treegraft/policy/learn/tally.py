@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from treegraft.policy.learn.pack import TreeBatch
 
@@ -21,8 +22,9 @@ class Tally:
         self._sums: dict[str, float] = {}
         self._counts: dict[str, int] = {}
 
-    def add(self, key: str, values: torch.Tensor) -> None:
+    def add(self, key: str, values: Tensor) -> None:
         """Adds one value per contribution to a mean."""
+        # In float64: a mean over a million contributions keeps its digits, whatever their order.
         self._sums[key] = self._sums.get(key, 0.0) + float(values.sum(dtype=torch.float64))
         self._counts[key] = self._counts.get(key, 0) + values.numel()
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from treegraft.core.errors import KernelError
 from treegraft.policy.hook import AttentionOptions
@@ -56,9 +57,11 @@ class PackedPlan:
         dense_limit: int = DENSE_LIMIT,
         flex: Flex | None = None,
     ) -> None:
-        """Args: compile_kernels: whether our kernels are taken where there are any. dense_limit:
-        without them, see `DENSE_LIMIT`. flex: FlexAttention, taken wherever it can be; None: that
-        of a GPU, for large batches, where it is proven.
+        """Args:
+        compile_kernels: whether our kernels are taken where there are any.
+        dense_limit: without them, see `DENSE_LIMIT`.
+        flex: FlexAttention, taken wherever it can be; None: that of a GPU, for large batches,
+            where it is proven.
         """
         self._trees = batch.trees
         self._compile_kernels = compile_kernels
@@ -66,34 +69,30 @@ class PackedPlan:
         self._longest = int(batch.position_ids.max()) + 1 if len(batch.position_ids) else 0
         self._positions = batch.position_ids
         self._dense_limit, self._own_flex = dense_limit, flex
-        self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
         self._block_masks: dict[int | None, Any] = {}
         self.num_calls = 0
         """Layers that called; equals the model's layers where the hook reaches all of them."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        options: AttentionOptions,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
         """Returns [tokens, heads, width]; trees do not see each other."""
         self.num_calls += 1
-        if options.window is not None and options.window >= self._longest:  # it hides nothing here
+        # A window as long as the longest path hides nothing, and without it the faster ways serve.
+        if options.window is not None and options.window >= self._longest:
             options = AttentionOptions(options.scaling, None, options.softcap, options.sinks)
         if (flex := self._flex(query, options)) is not None:
             blocks = self._block_mask(options.window)
-            found = flex_attend(
-                flex, query, key, value, blocks, scaling=options.scaling, softcap=options.softcap
-            )
-            return found.transpose(0, 1)
+            return flex_attend(flex, query, key, value, blocks, options).transpose(0, 1)
+        # Before flash: they pass over the tree once, where flash takes two calls a node.
         if (kernels := self._kernels(query, key, value, options)) is not None:
             if self._runs is None:
                 self._runs = TreeRuns(self._nodes(), self._trees[-1].end, kernels.num_threads())
             return kernels.attend(query, key, value, self._runs, options.scaling)
+        # By tree: a batch may hold a long one beside others for which a mask is faster.
         takes_flash = [self._takes_flash(tree, query, options) for tree in self._trees]
+        # All trees at once, which saves slicing: the nodes of one never see those of another.
         if all(takes_flash):
             return _flash_nodes(query, key, value, self._nodes(), options.scaling).transpose(0, 1)
         outputs = []
@@ -119,7 +118,7 @@ class PackedPlan:
     def _nodes(self) -> tuple[Node, ...]:
         return tuple(node for tree in self._trees for node in tree.nodes)
 
-    def _flex(self, query: torch.Tensor, options: AttentionOptions) -> Flex | None:
+    def _flex(self, query: Tensor, options: AttentionOptions) -> Flex | None:
         if options.sinks is not None:
             return None
         if self._own_flex is not None:
@@ -128,7 +127,7 @@ class PackedPlan:
         return proven_flex(query.shape[-1], query.dtype, query.device) if is_large else None
 
     def _kernels(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+        self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> TreeKernels | None:
         is_alike = len({(x.shape[-1], x.dtype) for x in (query, key, value)}) == 1
         if not (self._compile_kernels and self._trees and is_alike and _is_plain(options)):
@@ -143,16 +142,14 @@ class PackedPlan:
             self._block_masks[window] = tree_block_mask(ends, self._positions, window)
         return self._block_masks[window]
 
-    def _takes_flash(
-        self, tree: PackedTree, query: torch.Tensor, options: AttentionOptions
-    ) -> bool:
-        gains = (
-            tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1
-        )  # a mask computes a lone path's upper half too
+    def _takes_flash(self, tree: PackedTree, query: Tensor, options: AttentionOptions) -> bool:
+        # A lone path needs a single causal call, while a mask computes its upper half too.
+        gains = tree.end - tree.start > self._dense_limit or len(tree.nodes) == 1
         return _is_plain(options) and query.device.type == "cpu" and gains
 
-    def _mask(self, index: int, window: int | None) -> torch.Tensor:
+    def _mask(self, index: int, window: int | None) -> Tensor:
         """[tokens, tokens] bool of one tree, row i sees column j."""
+        # Kept for the batch: all layers with the same window share one.
         if (index, window) not in self._masks:
             tree = self._trees[index]
             self._masks[index, window] = tree_mask(
@@ -166,17 +163,13 @@ def _is_plain(options: AttentionOptions) -> bool:
 
 
 def _flash_nodes(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    nodes: tuple[Node, ...],
-    scale: float,
-) -> torch.Tensor:
-    output: torch.Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
+    query: Tensor, key: Tensor, value: Tensor, nodes: tuple[Node, ...], scale: float
+) -> Tensor:
+    output: Tensor = _FlashTree.apply(query[None], key[None], value[None], nodes, scale)  # type: ignore[no-untyped-call]
     return output[0]
 
 
-def _widened(x: torch.Tensor, heads: int) -> torch.Tensor:
+def _widened(x: Tensor, heads: int) -> Tensor:
     """[1, heads, tokens, width] for [1, kv heads or heads, tokens, width], in the type in which
     flash attention is faster.
 
@@ -204,14 +197,10 @@ class _FlashTree(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        nodes: tuple[Node, ...],
-        scale: float,
-    ) -> torch.Tensor:
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, nodes: tuple[Node, ...], scale: float
+    ) -> Tensor:
         wide = [_widened(x, query.shape[1]) for x in (query, key, value)]
+        # In float32, whatever the type: up to one part per ancestor is merged into each row.
         output = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
         # The flash kernel keeps lse as [batch, tokens, heads] behind a transposed view; its
         # backward reads it so.
@@ -233,7 +222,7 @@ class _FlashTree(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, output, lse = ctx.saved_tensors
         heads = inputs[0].shape[1]
         query, key, value, output, grad = (
@@ -243,6 +232,8 @@ class _FlashTree(torch.autograd.Function):
             torch.zeros(query.shape, dtype=torch.float32, device=query.device) for _ in inputs
         ]
         for rows, columns, is_causal in _calls(ctx.nodes):
+            # With the merged output and lse, each part's probabilities come out normalised over the
+            # whole path, so the parts' gradients simply add up.
             parts = _flash_backward(
                 grad[:, :, rows],
                 query[:, :, rows],
@@ -267,6 +258,7 @@ class _FlashTree(torch.autograd.Function):
 def tree_kernels(width: int, dtype: torch.dtype, device: str) -> TreeKernels | None:
     """Returns the kernels for heads of `width`; None where there are none: another device, type or
     processor, no compiler."""
+    # In bfloat16 the kernels read two elements as one word, so an odd width has no layout.
     if device != "cpu" or dtype not in (torch.float32, torch.bfloat16) or width % 2:
         return None
     return _tree_kernels(width, dtype)
@@ -286,9 +278,10 @@ def _tree_kernels(width: int, dtype: torch.dtype) -> TreeKernels | None:
         return None
     runs = TreeRuns(PROBE.nodes, PROBE.end, kernels.num_threads())
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return kernels.attend(query, key, value, runs, width**-0.5).transpose(0, 1)
 
+    # Tried once for each width and type: the compiler and the processor are this machine's own.
     gap = distance_from_dense(attend, width, dtype, torch.device("cpu"))
     if is_exact(gap, dtype):
         return kernels
