@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -254,10 +255,10 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
         one.set_ylim(-0.02, 1.05)
         one.legend(fontsize=7)
         if name == SOURCE:
-            shown = [printable(str(agent), 24) for agent in agents]
+            shown = [textwrap.fill(printable(str(agent), 44), 16) for agent in agents]
             one.set_xticks(range(len(agents)), shown, fontsize=7)
             one.margins(x=0.3)
-            one.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            one.legend(fontsize=6, loc="upper center", bbox_to_anchor=(0.5, -0.35))
     left = ", ".join(list(swept)[_MOST_SWEEPS:])
     caption = (
         "Last evaluation of runs that differ in one numeric setting, or in the agent whose steps"
