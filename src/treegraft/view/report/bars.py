@@ -14,6 +14,8 @@ from treegraft.view.report.drawing import as_percent, looks, new_figure, printab
 from treegraft.view.report.figure import Cell, MissingFigure, ReportFigure, Table, number
 from treegraft.view.report.groups import Group, ReportData, count_note, vary
 
+Sweep = tuple[str, list[tuple[float | str, Bar]]]
+"""A line's label, and (value of the setting, accuracy) of its points."""
 SOURCE = "off-policy source"
 SOURCE_SETTINGS = settings_with("retrieval_source")
 _MOST_SWEEPS = 6
@@ -197,14 +199,12 @@ def _swept_value(group: Group, name: str, groups: Sequence[Group]) -> float | st
     return ", ".join([str(values.get("buffer.path") or "expert"), *flaws])
 
 
-def sweep(data: ReportData) -> ReportFigure | MissingFigure:
-    """Returns the last accuracy against each numeric setting in which runs differ and are equal in
-    all others, and against the agents whose steps they retrieve."""
-    title, key = "Accuracy at the end against a setting", data.accuracy
-    if key is None:
-        return MissingFigure(title, "no run was evaluated.")
+def _swept(
+    data: ReportData, key: str
+) -> tuple[dict[str, list[Sweep]], list[tuple[Cell, ...]], list[Group]]:
+    """Returns the sweeps of each setting by its name, their rows of the table, and the groups."""
     names = sorted({name for group in data.groups for name in group.records[0].settings})
-    swept = dict[str, list[tuple[str, list[tuple[float | str, Bar]]]]]()
+    swept = dict[str, list[Sweep]]()
     rows = list[tuple[Cell, ...]]()
     involved = list[Group]()
     for name, settings in [*((name, (name,)) for name in names), (SOURCE, SOURCE_SETTINGS)]:
@@ -225,6 +225,16 @@ def sweep(data: ReportData) -> ReportFigure | MissingFigure:
                 (name, label, value, group.label, len(bar.runs), bar.value, bar.low, bar.high)
                 for value, bar, group in points
             ]
+    return swept, rows, involved
+
+
+def sweep(data: ReportData) -> ReportFigure | MissingFigure:
+    """Returns the last accuracy against each numeric setting in which runs differ and are equal in
+    all others, and against the agents whose steps they retrieve."""
+    title, key = "Accuracy at the end against a setting", data.accuracy
+    if key is None:
+        return MissingFigure(title, "no run was evaluated.")
+    swept, rows, involved = _swept(data, key)
     if not swept:
         return MissingFigure(
             title,
