@@ -14,8 +14,6 @@ from treegraft.view.report.drawing import as_percent, looks, new_figure, printab
 from treegraft.view.report.figure import Cell, MissingFigure, ReportFigure, Table, number
 from treegraft.view.report.groups import Group, ReportData, count_note, vary
 
-Sweep = tuple[str, list[tuple[float | str, Bar]]]
-"""A line's label, and (value of the setting, accuracy) of its points."""
 SOURCE = "off-policy source"
 SOURCE_SETTINGS = settings_with("retrieval_source")
 _MOST_SWEEPS = 6
@@ -41,6 +39,10 @@ class Bar:
             return 0.0, 0.0
         # Rounding may put the bound of a share of 0 or 1 a little beyond it.
         return max(0.0, self.value - self.low), max(0.0, self.high - self.value)
+
+
+Sweep = tuple[str, list[tuple[float | str, Bar]]]
+"""A line's label, and (value of the setting, accuracy) of its points."""
 
 
 def final_bar(group: Group, key: str) -> Bar | None:
