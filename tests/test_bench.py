@@ -1,5 +1,5 @@
-"""`python -m benchmarks.speed`: each part from end to end with a tiny model, and the arithmetic of its
-rows."""
+"""`python -m benchmarks.speed`: each part from end to end with a tiny model, and the arithmetic of
+its rows."""
 
 from __future__ import annotations
 

@@ -171,7 +171,8 @@ def test_contributions_follow_paths(trees: list[Tree]) -> None:
 
 
 def taught(*rewards: float) -> Tree:
-    """0: p p   0.0: s s t   0.0.0: r r r (two lesson tokens)   0.0.0.0: s   0.0.0.1: s   0.0.1: s   0.1: s"""
+    """0: p p   0.0: s s t   0.0.0: r r r (two lesson tokens)   0.0.0.0: s   0.0.0.1: s   0.0.1: s
+    0.1: s"""
     graft = Part.of("rrr", Part("s", reward=rewards[0]), Part("s", reward=rewards[1]), lesson=2)
     search = Part.of("sst", graft, Part("s", reward=rewards[2]))
     return assign_credit(

@@ -25,7 +25,7 @@ from treegraft.core.interfaces import (
     TreeScorer,
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
-from treegraft.core.plugins import pick, with_members
+from treegraft.core.plugins import make, pick
 from treegraft.core.types import Task
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.rollout.formats.build import build_format, use_template
@@ -138,9 +138,9 @@ async def assemble(
     """
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
-            world = _World(config, source)
-            model, tokenizer = world.load_model(model_path, has_weights=_is_native(config))
-            parts = world.parts(stack, model, model, tokenizer, model_path)
+            scenario = _Scenario(config, source)
+            model, tokenizer = scenario.load_model(model_path, has_weights=_is_native(config))
+            parts = scenario.parts(stack, model, model, tokenizer, model_path)
         yield parts
 
 
@@ -166,13 +166,15 @@ async def assemble_training(
             from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
-            world = _World(config, source)
+            scenario = _Scenario(config, source)
             # Adapters are restored with the optimiser's state, onto the model that they adapt.
             model_path = None if config.model.lora.rank else checkpoint
-            model, tokenizer = world.load_model(model_path, has_weights=True)
+            model, tokenizer = scenario.load_model(model_path, has_weights=True)
             # Adapters change the model in place, so the engine's copy comes first. An engine of the
             # user's loads its own.
-            sampled = copy.deepcopy(model).requires_grad_(False) if _is_native(config) else model
+            engine_model = model
+            if _is_native(config):
+                engine_model = copy.deepcopy(model).requires_grad_(False)
             try:
                 trained = with_adapters(model, config.model, seed=config.run.seed)
             except ValueError as error:
@@ -180,7 +182,7 @@ async def assemble_training(
                     f"model.lora: got targets {config.model.lora.targets!r}, which do not fit the"
                     f" model: {error}"
                 ) from error
-            parts = world.parts(stack, model, sampled, tokenizer, model_path)
+            parts = scenario.parts(stack, model, engine_model, tokenizer, model_path)
             learner = Learner(
                 trained,
                 config.learn,
@@ -197,7 +199,7 @@ async def assemble_training(
         )
 
 
-class _World:
+class _Scenario:
     """The parts that need no model: tasks, rewards, environment and tools. Made and checked first,
     so that contradictions are refused before weights are loaded."""
 
@@ -242,7 +244,7 @@ class _World:
         self,
         stack: AsyncExitStack,
         model: Any,
-        sampled: Any,
+        engine_model: Any,
         tokenizer: Any,
         model_path: Path | str | None,
     ) -> Parts:
@@ -250,12 +252,12 @@ class _World:
 
         Args:
             model: for its configuration alone.
-            sampled: the engine's own.
+            engine_model: the engine's own.
         """
         from treegraft.policy.head import end_token_ids, max_context
 
         config = self.config
-        engine = _build_engine(config, sampled, tokenizer, model_path or config.model.path)
+        engine = _build_engine(config, engine_model, tokenizer, model_path or config.model.path)
         stack.push_async_callback(engine.close)
         # The learner packs whole paths, so its model's limit counts beside the engine's.
         limits = [limit for limit in (max_context(model), engine.max_context) if limit is not None]
@@ -313,9 +315,15 @@ def _build_engine(
         from treegraft.policy.engine.native import NativeEngine
 
         return NativeEngine(model, tokenizer, config.engine)
-    make = pick(kind, {"native": None}, "engine.kind")
-    made = make(tokenizer=tokenizer, settings=config.engine, model_path=str(model_path))
-    engine: Engine = with_members(made, Engine, kind, "engine.kind")
+    engine: Engine = make(
+        pick(kind, {"native": None}, "engine.kind"),
+        Engine,
+        kind,
+        "engine.kind",
+        tokenizer=tokenizer,
+        settings=config.engine,
+        model_path=str(model_path),
+    )
     return engine
 
 

@@ -108,10 +108,10 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
             if buffer.is_used:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
             async with buffer.opened(run.state.update, parts.scorer, parts.format):
-                await close_update(run, parts)
+                await evaluate_and_keep(run, parts)
                 while run.state.update < config.run.num_updates:
                     await update(run, parts, publisher, buffer)
-                    await close_update(run, parts)
+                    await evaluate_and_keep(run, parts)
             return run.result()
 
 
@@ -156,10 +156,10 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     # Taken once an update: each call starts counting anew.
     for part in (parts, grower, buffer, clock):
         metrics |= part.take_metrics()
-    run.finish_update(number, trees, metrics, publisher.state())
+    run.record_update(number, trees, metrics, publisher.state())
 
 
-async def close_update(run: Run, parts: Parts) -> None:
+async def evaluate_and_keep(run: Run, parts: Parts) -> None:
     """Evaluates, logs and keeps the state after an update, or before the first one (update 0),
     unless that is done."""
     if run.state.is_closed:
@@ -168,7 +168,7 @@ async def close_update(run: Run, parts: Parts) -> None:
     if is_evaluation_due(run, parts):
         watch = Watch()
         evaluated = await run.interruptible(evaluate_update(run, parts, watch), waits_on=watch)
-    run.close_update(evaluated)
+    run.keep_update(evaluated)
 
 
 def is_evaluation_due(run: Run, parts: Parts) -> bool:

@@ -41,12 +41,23 @@ def pick(name: str, table: Mapping[str, Any], setting: str) -> Any:
     return load_object(name)
 
 
-def with_members(found: Any, protocol: type, path: str, setting: str) -> Any:
-    """Returns `found`, an object of the user's, once it has every member of a protocol.
+def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) -> Any:
+    """Returns the object that the user's class or function at `path` makes of the arguments.
+
+    Args:
+        protocol: whose members it has to have.
+        setting: dotted name of the setting, for errors.
 
     Raises:
-        SettingError: names the members that are missing.
+        SettingError: it cannot be called so, or members are missing.
     """
+    try:
+        found = maker(**arguments)
+    except TypeError as error:
+        raise SettingError(
+            f"{setting}: '{path}' could not be called with"
+            f" {', '.join(arguments) or 'no arguments'}: {error}"
+        ) from error
     members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
     missing = sorted(
         name for name in members if not name.startswith("_") and not hasattr(found, name)

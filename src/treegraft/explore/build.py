@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from treegraft.core.interfaces import Explorer
-from treegraft.core.plugins import pick, with_members
+from treegraft.core.plugins import make, pick
 from treegraft.explore.budget import Allocation, Budget, Rounds, Shares
 from treegraft.explore.compose import Composed
 from treegraft.explore.entropy import EntropyBranching
@@ -41,7 +41,7 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return HybridRollout(
             settings.graft, num_leaves=settings.num_leaves, num_starts=_num_starts(settings)
         )
-    explorer: Explorer = with_members(found(), Explorer, name, "explore.explorers")
+    explorer: Explorer = make(found, Explorer, name, "explore.explorers")
     return explorer
 
 

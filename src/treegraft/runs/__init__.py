@@ -1,1 +1,1 @@
-"""What a run writes and how it goes on; no torch."""
+"""The run folder: records, metrics, warnings, trackers, and resuming; no tensors."""

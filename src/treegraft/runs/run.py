@@ -187,14 +187,14 @@ class Run:
 
     # ------------------------------------------------------------------ after an update
 
-    def finish_update(
+    def record_update(
         self,
         update: int,
         trees: Sequence[Tree],
         metrics: Mapping[str, float],
         more_state: Mapping[str, Any],
     ) -> None:
-        """Records an update that is learned and published; `close_update` logs it."""
+        """Records an update that is learned and published; `keep_update` logs it."""
         # A failed leaf is otherwise a number among many.
         leaves = [leaf for tree in trees for leaf in tree.leaves]
         failed = [leaf for leaf in leaves if leaf.status is Status.FAILED]
@@ -214,7 +214,7 @@ class Run:
         if self.config.track.record_trees:
             write_trees(self.folder.trees_path(update, kind), trees)
 
-    def close_update(self, evaluated: Mapping[str, float]) -> None:
+    def keep_update(self, evaluated: Mapping[str, float]) -> None:
         """Logs the update with its evaluation (empty for none), and keeps the best and the latest
         checkpoints."""
         update, state = self.state.update, self.state

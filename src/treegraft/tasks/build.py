@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import TaskSource
-from treegraft.core.plugins import pick, with_members
+from treegraft.core.plugins import make, pick
 from treegraft.settings.tasks import TasksSettings
 from treegraft.tasks.arithmetic import ReasoningGym
 from treegraft.tasks.datasets import DatasetSource
@@ -24,21 +23,21 @@ def build_tasks(settings: TasksSettings, seed: int) -> TaskSource:
             settings it refuses.
         DataError: the files of a data set cannot be read.
     """
-    make = pick(settings.kind, TASKS, "tasks.kind")
+    found = pick(settings.kind, TASKS, "tasks.kind")
     if settings.kind in TASKS:
-        built_in: TaskSource = make(settings, seed)
+        built_in: TaskSource = found(settings, seed)
         return built_in
-    try:
-        source = make(
-            seed=seed, num_train=settings.num_train, num_eval=settings.num_eval, **settings.options
-        )
-    except TypeError as error:
-        raise SettingError(
-            f"tasks.kind '{settings.kind}' could not be called with seed, num_train, num_eval and"
-            f" tasks.options ({', '.join(settings.options) or 'none'}): {error}"
-        ) from error
-    checked: TaskSource = with_members(source, TaskSource, settings.kind, "tasks.kind")
-    return checked
+    source: TaskSource = make(
+        found,
+        TaskSource,
+        settings.kind,
+        "tasks.kind",
+        seed=seed,
+        num_train=settings.num_train,
+        num_eval=settings.num_eval,
+        **settings.options,
+    )
+    return source
 
 
 TASKS: Mapping[str, Callable[[TasksSettings, int], TaskSource]] = {
