@@ -71,7 +71,7 @@ METRICS: Mapping[str, str] = {
     "learn/num_optimiser_steps": "optimiser steps of this update",
     "learn/positive_frac": "share of positive advantages among the contributions where it is not 0",
     "learn/skipped_groups_frac": "share of groups without variance of reward, which are skipped",
-    "learn/engine_gap": "mean |engine's - learner's log-probability| over tokens learned from, in nats",
+    "learn/engine_gap": "mean |engine's - learner's log-probability| over learned tokens, in nats",
     "learn/engine_gap_limit": "largest accepted learn/engine_gap, in nats",
     "eval/completed_frac": "share of held-out trajectories with an answer in the expected format",
     "eval/failed_frac": "share of held-out trajectories lost to failures of ours, counted as wrong",
