@@ -55,7 +55,7 @@ def test_the_command_says_what_it_wrote(
     )
     said = capsys.readouterr().out
     assert f"{tmp_path / 'out' / 'report.html'}: 1 figures (final-accuracy)" in said
-    assert "no sweep: no two groups differ in one numeric setting alone." in said
+    assert "no sweep: no two groups differ in one numeric setting, or in the off-policy" in said
 
 
 @pytest.mark.parametrize(
