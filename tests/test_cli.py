@@ -287,3 +287,11 @@ def test_compare_shows_runs_side_by_side(
     data = json.loads(capsys.readouterr().out)
     assert data["accuracy"] == "eval/accuracy_sampled" and data["rows"]["update 1"] == [0.5, 0.75]
     assert treegraft("compare", tmp_path / "none") == 3
+
+
+def test_an_empty_question_is_refused(tmp_path: Path) -> None:
+    """Before a checkpoint is looked for: the folder is not there."""
+    from treegraft.evals.evaluate import answer_question
+
+    with pytest.raises(DataError, match="question: got an empty text"):
+        answer_question(tmp_path / "nothing", "  ")

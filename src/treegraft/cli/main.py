@@ -35,6 +35,7 @@ from treegraft.core.errors import (
     TreegraftError,
 )
 from treegraft.core.text import plain
+from treegraft.core.types import Status
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -164,6 +165,8 @@ def run(
     refuse_ignored(overrides or [], "run")
     trajectory, tokenizer = answer_question(checkpoint, question, overrides or [])
     Console().print(transcript(trajectory, tokenizer))
+    if trajectory.status is Status.FAILED:
+        raise typer.Exit(1)
 
 
 @app.command()

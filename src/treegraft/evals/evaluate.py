@@ -141,7 +141,9 @@ def answer_question(
     checkpoint: Path | str, question: str, overrides: Sequence[str] = ()
 ) -> tuple[Trajectory, Tokenizer]:
     """Returns one greedy trajectory that answers `question`, unscored, and the tokenizer of its
-    tokens."""
+    tokens. Raises DataError where the question is empty."""
+    if not question.strip():
+        raise DataError("question: got an empty text; expected a question to the agent.")
     config, model_path = open_checkpoint(checkpoint, None, overrides)
     limits = eval_limits(config, temperature=0.0, num_leaves=1)
 

@@ -122,10 +122,10 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
     may_change = settings_with("resumable")
     refused = [one for one in differences(own, settings) if not one.startswith(may_change)]
     if refused:
+        named = ", ".join(f"[{one[:-1]}]" if one.endswith(".") else one for one in may_change)
         raise CheckpointError(
             f"run folder '{run_dir}' was started with other settings: {'; '.join(refused)}. A"
-            f" resumed run may change {', '.join(may_change)} only; leave the rest as it was, or"
-            " start a new run."
+            f" resumed run may change {named} only; leave the rest as it was, or start a new run."
         )
     folder = RunFolder.open(run_dir)
     # Before anything is read or tidied: another process may be writing a checkpoint.

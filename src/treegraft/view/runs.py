@@ -182,7 +182,7 @@ class Run:
         if not 0 <= number < len(places):
             raise DataError(
                 f"'{name}' of run '{self.name}' holds {len(places)} trees; there is no number"
-                f" {number}"
+                f" {number}, expected 0 to {len(places) - 1}"
             )
         return places[number]
 
