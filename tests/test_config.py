@@ -176,9 +176,9 @@ def test_every_unknown_key_is_reported_at_once(tmp_path: Path) -> None:
         ("learn=3", ["'learn'", "3", "table"]),
         ("model.lora.targets=3", ["model.lora.targets"]),
         ("learn.lr.x=3", ["learn.lr"]),
-        ("learn.lr", ["no override", "learn.lr=1e-5"]),
-        ("=3", ["no override"]),
-        ("learn..lr=3", ["no override"]),
+        ("learn.lr", ["is not an override", "learn.lr=1e-5"]),
+        ("=3", ["is not an override"]),
+        ("learn..lr=3", ["is not an override"]),
     ],
 )
 def test_wrong_values(override: str, parts: list[str]) -> None:

@@ -72,7 +72,7 @@ def write_report(
     for name in only:
         if name not in FIGURES:
             raise SettingError(
-                f"--only '{name}' is no figure.{nearest(name, FIGURES)} There are:"
+                f"--only '{name}' is not a figure.{nearest(name, FIGURES)} There are:"
                 f" {', '.join(FIGURES)}"
             )
     place = _place(paths, out)
@@ -87,7 +87,7 @@ def write_report(
     labels = list(dict.fromkeys(one.label for one in groups))
     if baseline is not None and baseline not in labels:
         raise SettingError(
-            f"--baseline '{baseline}' is no group.{nearest(baseline, labels)} There are:"
+            f"--baseline '{baseline}' is not a group.{nearest(baseline, labels)} There are:"
             f" {', '.join(labels)}"
         )
     data = ReportData(groups, _accuracy(records), baseline)
