@@ -127,8 +127,8 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         name, equals, text = (part.strip() for part in override.partition("="))
         if not equals or not all(name.split(".")):
             raise SettingError(
-                f"{COMMAND_LINE}: '{override}' is not an override; expected table.setting=value, such"
-                " as learn.lr=1e-5."
+                f"{COMMAND_LINE}: '{override}' is not an override; expected table.setting=value,"
+                " such as learn.lr=1e-5."
             )
         # The last part alone will do where only one setting has it.
         same = [known for known in known_settings() if known.rpartition(".")[2] == name]
