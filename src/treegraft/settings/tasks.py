@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.table import Settings, has, setting, takes_path, when
+from treegraft.settings.table import Settings, has, setting, takes_path, value_of, when
 
 
 class SearchWorldSettings(Settings):
@@ -68,6 +68,10 @@ class TasksSettings(Settings):
     """Keyword arguments of a source given by import path."""
 
 
+def _in_tags(config: Settings) -> bool:
+    return bool(value_of(config, "format.kind") == "tags")
+
+
 class FormatSettings(Settings):
     kind: Literal["tags", "chat"] = "tags"
     """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
@@ -80,10 +84,11 @@ class FormatSettings(Settings):
     system_prompt: str | None = None
     """None composes one from the tools that are on; "" sends none; any other text is used as it
     is."""
-    require_think: bool = True
-    """A step without a thought, <think>...</think>, is a format violation."""
-    require_boxed: bool = True
-    """An answer without \\boxed{} is a format violation."""
+    require_think: bool = setting(True, default_of=_in_tags)
+    """A step without a thought, <think>...</think>, is a format violation; by default in tags
+    only."""
+    require_boxed: bool = setting(True, default_of=_in_tags)
+    """An answer without \\boxed{} is a format violation; by default in tags only."""
 
 
 class RewardSettings(Settings):
