@@ -274,6 +274,10 @@ class Format(Protocol):
         """Returns the content of one step of the policy (its own tokens only, end-of-sequence
         included)."""
 
+    def answer_of(self, content: StepContent, task: Task) -> str | None:
+        """Returns the answer that a step gives to the task, as it is compared with the reference;
+        None without one."""
+
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
         """Returns results as tokens, markup around them; foreign text cannot forge a tag or an end
         token."""
