@@ -34,7 +34,7 @@ from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import RewardScorer
+from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
 from treegraft.tools.build import build_tools, open_environments
 from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.sessions import Environments
@@ -57,6 +57,7 @@ class Parts:
     """Longest prompt that leaves room for a completion, in tokens; None for no limit."""
     toolbox: Toolbox
     engine: Engine
+    rewards: Sequence[WeightedReward]
     scorer: TreeScorer
 
     @cached_property
@@ -95,6 +96,16 @@ class Parts:
         """Returns the metrics of tools and engine since the last call."""
         return self.toolbox.take_metrics() | self.engine.take_metrics()
 
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Refuses tasks that rewards lack columns of, or whose prompt cannot be made.
+
+        Raises:
+            SettingError: a reward function with an argument that is no column.
+            DataError: as `check_prompts` does.
+        """
+        check_rewards(self.rewards, tasks)
+        self.check_prompts(tasks)
+
     def check_prompts(self, tasks: Sequence[Task]) -> None:
         """Refuses tasks whose prompt cannot be made, all of them at once and before any work.
 
@@ -108,6 +119,7 @@ class Parts:
             # A plain letter is a token at most, so short plain questions need no encoding: 10,000
             # tasks take no time.
             is_plain = task.question.isascii() and not set(task.question) & set("<[|")
+            is_plain = is_plain and not task.messages
             is_short = self.max_prompt is None or len(task.question) + overhead <= self.max_prompt
             if is_plain and is_short:
                 continue
@@ -212,9 +224,7 @@ class _Scenario:
     def __init__(self, config: Config, source: TaskSource | None) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
-        self.scorer = RewardScorer.from_settings(
-            config.reward, success_reward=config.environment.success_reward
-        )
+        self.rewards = build_rewards(config.reward)
         self.kind = open_environments(config.environment)
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
@@ -290,7 +300,13 @@ class _Scenario:
             max_prompt=max_prompt,
             toolbox=toolbox,
             engine=engine,
-            scorer=self.scorer,
+            rewards=self.rewards,
+            scorer=RewardScorer(
+                self.rewards,
+                written_text=form.written_text,
+                deadline_s=config.reward.deadline_s,
+                success_reward=config.environment.success_reward,
+            ),
         )
 
 

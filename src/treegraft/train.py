@@ -88,7 +88,7 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(config, source=source, checkpoint=run.start.checkpoint) as parts:
-        parts.check_prompts([*parts.train_tasks, *parts.eval_tasks])
+        parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
         buffer = RunBuffer(config, source, run.path)
         demonstrations = None

@@ -34,7 +34,8 @@ Recipe = Annotated[str | None, typer.Option(help="Recipe to use instead of the r
 Data = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help='File of questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'
+        metavar="FILE",
+        help='File of questions: .jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".',
     ),
 ]
 QuestionColumn = Annotated[str | None, typer.Option(help="Column of the question in FILE.")]

@@ -125,7 +125,7 @@ def evaluate_checkpoint(
 
     async def run() -> Evaluation:
         async with assemble(config, model_path=model_path, source=source) as parts:
-            parts.check_prompts(tasks)
+            parts.check_tasks(tasks)
             report = partial(shown.phase, "evaluation")
             return await evaluate(parts, tasks, 0, on_progress=report)
 

@@ -218,7 +218,8 @@ class _Suite:
         if tasks := [task for one in left.values() for task in one]:
             async with assemble(self._config, model_path=self._place) as parts:
                 parts.check_prompts(tasks)
-                scored = replace(parts, scorer=suite_scorer(self._config.reward.deadline_s))
+                scorer = suite_scorer(self._config.reward.deadline_s, parts.format.written_text)
+                scored = replace(parts, scorer=scorer)
                 for one in self._sets:
                     if left[one.name]:
                         await self._run_set(one, left[one.name], scored)

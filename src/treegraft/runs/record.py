@@ -74,11 +74,19 @@ def tree_to_json(tree: Tree) -> str:
     return f"{head}{','.join(steps)}]}}"
 
 
+def _task_to_dict(task: Task) -> dict[str, Any]:
+    data = asdict(task)
+    # Tasks without messages are written as 0.6 did.
+    if not task.messages:
+        del data["messages"]
+    return data
+
+
 def _texts(tree: Tree) -> tuple[str, list[str]]:
     """A line up to its first step, and each of its steps; the index needs their places."""
     head = {
         "group_id": tree.group_id,
-        "task": asdict(tree.task),
+        "task": _task_to_dict(tree.task),
         "budget": asdict(tree.budget),
         "leaves": [asdict(leaf) for leaf in tree.leaves],
         "steps": [],
@@ -144,8 +152,10 @@ def parse_tree(line: bytes, where: str) -> Tree:
 
 
 def _tree_from_dict(data: dict[str, Any]) -> Tree:
+    task = data["task"]
+    lists = {name: tuple(task.get(name, ())) for name in ("reference", "messages")}
     return Tree(
-        task=Task(**{**data["task"], "reference": tuple(data["task"]["reference"])}),
+        task=Task(**{**task, **lists}),
         group_id=data["group_id"],
         budget=BudgetState(**data["budget"]),
         leaves=tuple(Leaf(**{**leaf, "status": Status(leaf["status"])}) for leaf in data["leaves"]),

@@ -35,11 +35,12 @@ class ReasoningGymSettings(Settings):
 class DatasetSettings(Settings):
     train: list[str] = []
     """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
-    "hub:NAME[:SPLIT]" for training."""
+    "hub:NAME:CONFIG/SPLIT" for training, of which CONFIG and SPLIT may be left out."""
     eval: list[str] = []
     """The same for evaluation; empty holds out the last `num_eval` training rows."""
     question_column: str = "question"
-    """Column of the question; dots go into nested columns ("extra_info.question")."""
+    """Column of the question, a text or chat messages ({"role", "content"}); dots and numbers go
+    into nested columns ("extra_info.question", "prompt.-1.content")."""
     reference_column: str = "answer"
     """Column of the reference, a string, number or list of accepted answers; dots as above; "" for
     tasks without one, which an environment rewards."""

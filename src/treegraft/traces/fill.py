@@ -23,7 +23,7 @@ from treegraft.rollout.limits import training_limits
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import RewardScorer
+from treegraft.tasks.rewards import RewardScorer, build_rewards, check_rewards
 from treegraft.tools.build import build_tools, open_environments
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
@@ -146,8 +146,13 @@ class BufferBuild:
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools)
             format = build_format(config.format, tokenizer, tools)
-            scorer = RewardScorer.from_settings(
-                config.reward, success_reward=config.environment.success_reward
+            rewards = build_rewards(config.reward)
+            check_rewards(rewards, tasks.train_tasks())
+            scorer = RewardScorer(
+                rewards,
+                written_text=format.written_text,
+                deadline_s=config.reward.deadline_s,
+                success_reward=config.environment.success_reward,
             )
             yield _Asked(agent, format, scorer, max_concurrent=16)
         finally:
@@ -209,6 +214,7 @@ class BufferBuild:
             temperature=1.0 if choice.temperature is None else choice.temperature,
         )
         async with assemble(config, model_path=place, source=tasks) as parts:
+            check_rewards(parts.rewards, parts.train_tasks)
             num_trees = parts.num_trees_at_once(choice.num_samples)
             agent = CheckpointAgent(
                 replace(parts, scorer=unscored).grower(Independent(), limits),

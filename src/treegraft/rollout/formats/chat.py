@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Unpack
 
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import Observation, StepContent, ToolCall
+from treegraft.core.types import SYSTEM_ROLES, Observation, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
     FormatOptions,
     MarkedFormat,
@@ -67,6 +67,10 @@ class ChatFormat(MarkedFormat):
         Raises `SettingError` for a template that cannot be appended to, with the reason.
         """
         super().__init__(tokenizer, tools, **options)
+        self._is_composed = options.get("system_prompt") is None
+        self._has_rules = (
+            self._require_think or self._require_boxed or options.get("mentions_retrieval", False)
+        )
         self._signatures = {tool.name: signature_of(tool) for tool in tools}
         self._template = ChatTemplate(
             tokenizer,
@@ -125,8 +129,11 @@ class ChatFormat(MarkedFormat):
             [line], self._require_think, asks_for_box, mentions_retrieval=mentions_retrieval
         )
 
-    def _prompt_text(self, question: str) -> str:
-        return self._template.prompt(question)
+    def _prompt_text(self, task: Task) -> str:
+        has_system = bool(task.messages) and task.messages[0]["role"] in SYSTEM_ROLES
+        # A composed prompt without a rule adds nothing to what the data themselves say.
+        is_idle = has_system and self._is_composed and not self._has_rules
+        return self._template.prompt(task.conversation("" if is_idle else self._system_prompt))
 
     # Steps of the agent
 

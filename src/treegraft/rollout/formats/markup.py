@@ -7,9 +7,9 @@ import json
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
@@ -139,7 +139,7 @@ class MarkedFormat(ABC):
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str: ...
 
     @abstractmethod
-    def _prompt_text(self, question: str) -> str: ...
+    def _prompt_text(self, task: Task) -> str: ...
 
     @abstractmethod
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
@@ -150,13 +150,22 @@ class MarkedFormat(ABC):
         """Returns the results as tokens that follow the agent's step."""
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """Returns the tokens of the system prompt, the question and the opening of the agent's
-        turn.
+        """Returns the tokens of the system prompt, the question or the messages that end with it,
+        and the opening of the agent's turn.
 
-        Raises `DataError` for a question that is too long or that still yields a special token.
+        Raises `DataError` for a question that is too long or that still yields a special token, and
+        for messages that the chat template refuses.
         """
-        ids = self._encode(self._prompt_text(self._specials.broken(clean(task.question))))
-        harmless = self._encode(self._prompt_text("?"))
+        try:
+            ids, harmless = (
+                self._encode(self._prompt_text(_with_texts(task, change)))
+                for change in (lambda text: self._specials.broken(clean(text)), lambda _: "?")
+            )
+        except Exception as error:  # a template is a program of the model's makers
+            raise DataError(
+                f"task '{task.id}': the chat template cannot write its prompt: {error}. Change the"
+                " roles of its messages, or name another template with format.chat_template."
+            ) from error
         # The template writes special tokens of its own; one more than those is the question's.
         if self._specials.count(ids) > self._specials.count(harmless):
             raise DataError(
@@ -170,6 +179,10 @@ class MarkedFormat(ABC):
                 " format.system_prompt, or take a model with a longer context."
             )
         return tuple(ids)
+
+    def written_text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of one step of the policy, without the end token."""
+        return self._decode(self._before_end(token_ids)[0])
 
     def render_graft(
         self, values: Sequence[str | StepContent], max_tokens: int | None = None
@@ -247,6 +260,32 @@ class MarkedFormat(ABC):
         raise ValueError(
             f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance."
         )
+
+
+def _with_texts(task: Task, change: Callable[[str], str]) -> Task:
+    """The task with every text of its question and its messages changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value) if value else value
+        if isinstance(value, Mapping):
+            return {key: changed(one) for key, one in value.items()}
+        return [changed(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    def message(given: Mapping[str, Any]) -> dict[str, Any]:
+        made = {**given, "content": changed(given["content"])}
+        if calls := given.get("tool_calls"):
+            functions = [{**call["function"]} for call in calls]
+            for function in functions:
+                function["arguments"] = changed(function["arguments"])
+            made["tool_calls"] = [
+                {**call, "function": function}
+                for call, function in zip(calls, functions, strict=True)
+            ]
+        return made
+
+    messages = tuple(map(message, task.messages))
+    return replace(task, question=change(task.question), messages=messages)
 
 
 def _broken(found: re.Match[str]) -> str:

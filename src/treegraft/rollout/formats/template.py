@@ -112,9 +112,10 @@ class ChatTemplate:
 
     # Rendering
 
-    def prompt(self, question: str) -> str:
-        """Returns system prompt, tools, question and the opening of the agent's turn."""
-        return self._render(self._start(question), opens=True)
+    def prompt(self, messages: list[Message]) -> str:
+        """Returns the tools, the messages that end with the question, and the opening of the
+        agent's turn."""
+        return self._render(messages, opens=True)
 
     def turn(self, thought: str, calls: Sequence[Call] = (), answer: str = "") -> str:
         """Returns the agent's turn as the template writes it, its end token included.
