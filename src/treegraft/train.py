@@ -95,6 +95,8 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         if state.warmup_steps < config.warmup.num_steps:
             demonstrations = Demonstrations(source, parts.format, config.warmup, config.run.seed)
         with run.opened(checkpoint_writer(config, parts), source.report()):
+            for text in parts.notes:
+                run.display.note(text)
             if demonstrations is not None:
                 warm_up_from(demonstrations, run, parts)
             # Also after a resume: the engine of this process does not know its version yet.

@@ -274,6 +274,10 @@ class Format(Protocol):
         """Returns the content of one step of the policy (its own tokens only, end-of-sequence
         included)."""
 
+    def answer_of(self, content: StepContent, task: Task) -> str | None:
+        """Returns the answer that a step gives to the task, as it is compared with the reference;
+        None without one."""
+
     def written_text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of one step of the policy as it wrote it, markup included and the end
         token left out."""

@@ -15,8 +15,9 @@ from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeSco
 from treegraft.core.interrupt import run_to_end
 from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
-from treegraft.rollout.formats.build import build_format, use_template
+from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.markup import system_prompt_for
+from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import training_limits
 from treegraft.runs.start import open_checkpoint
@@ -135,7 +136,7 @@ class BufferBuild:
         kind = open_environments(config.environment)
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
-        use_template(config.format, tokenizer)
+        use_template(config.format.chat_template, tokenizer)
         environments = None if kind is None else Environments(kind, config.environment)
         toolbox = Toolbox(tools, config.tools, environments)
         try:
