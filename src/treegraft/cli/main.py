@@ -57,7 +57,11 @@ app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="Recipe (.toml) or config.json of a run.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run.",
+    ),
 ]
 Checkpoint = Annotated[
     Path,
@@ -68,7 +72,8 @@ Checkpoint = Annotated[
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]", help="Recipe (.toml) or config.json of a run; not needed with --resume."
+        metavar="[RECIPE]",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
     ),
 ]
 Resume = Annotated[
@@ -110,8 +115,8 @@ def _settings(
     if recipe is None:
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
-            f" expected one of them, such as `treegraft {command} recipes/demo.toml` or `treegraft"
-            f" {command} --resume runs/NAME`."
+            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
+            f" --resume runs/NAME`."
         )
     return load_config(recipe, typed)
 
