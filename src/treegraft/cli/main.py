@@ -23,7 +23,6 @@ from rich.text import Text
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
-from treegraft.cli.display import display_on
 from treegraft.cli.eval import evaluate
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
@@ -36,6 +35,7 @@ from treegraft.core.errors import (
 )
 from treegraft.core.text import plain
 from treegraft.core.types import Status
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -163,8 +163,8 @@ def run(
 ) -> None:
     """Ask a trained agent one question and print its steps."""
     from treegraft.evals.evaluate import answer_question
+    from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored
-    from treegraft.view.transcript import transcript
 
     # Settings of training would change nothing here; the user may believe that they do.
     refuse_ignored(overrides or [], "run")
