@@ -18,11 +18,11 @@ import pytest
 from tests.tiny import contents, differing, tiny, write_recipe
 from tests.tiny_parts import SlowSearch
 
-from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.interrupt import run_to_end
 from treegraft.policy.learn.learner import Learner
 from treegraft.runs.checkpoint import file_checksum, latest_checkpoint, read_state
+from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.start import open_checkpoint
 from treegraft.train import RunResult, sft, train

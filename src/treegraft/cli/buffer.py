@@ -15,10 +15,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.display import display_on
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import DataError, EngineError, SettingError
 from treegraft.core.text import plain
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.traces.collect import StoredCounts

@@ -14,10 +14,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.display import display_on
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import SettingError
 from treegraft.core.files import write_atomically
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings

@@ -23,7 +23,6 @@ from rich.text import Text
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
-from treegraft.cli.display import display_on
 from treegraft.cli.eval import evaluate
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
@@ -36,6 +35,7 @@ from treegraft.core.errors import (
 )
 from treegraft.core.text import plain
 from treegraft.core.types import Status
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -57,7 +57,11 @@ app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="Recipe (.toml) or config.json of a run.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run.",
+    ),
 ]
 Checkpoint = Annotated[
     Path,
@@ -68,7 +72,8 @@ Checkpoint = Annotated[
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]", help="Recipe (.toml) or config.json of a run; not needed with --resume."
+        metavar="[RECIPE]",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
     ),
 ]
 Resume = Annotated[
@@ -110,8 +115,8 @@ def _settings(
     if recipe is None:
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
-            f" expected one of them, such as `treegraft {command} recipes/demo.toml` or `treegraft"
-            f" {command} --resume runs/NAME`."
+            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
+            f" --resume runs/NAME`."
         )
     return load_config(recipe, typed)
 
@@ -158,8 +163,8 @@ def run(
 ) -> None:
     """Ask a trained agent one question and print its steps."""
     from treegraft.evals.evaluate import answer_question
+    from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored
-    from treegraft.view.transcript import transcript
 
     # Settings of training would change nothing here; the user may believe that they do.
     refuse_ignored(overrides or [], "run")

@@ -21,7 +21,7 @@ from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
-from treegraft.runs.run import NoDisplay
+from treegraft.runs.display import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
 from treegraft.tasks.fields import nested_columns

@@ -34,14 +34,6 @@ class RunResult:
     """The latest value of every metric."""
 
 
-class NoDisplay:
-    """Shows nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        """Returns a method that does nothing; every method of a display returns nothing."""
-        return lambda *_, **__: None
-
-
 class Run:
     """One run from its first byte to its last.
 
@@ -49,10 +41,10 @@ class Run:
     the command line that goes on with the run: "train" or "sft".
     """
 
-    def __init__(self, start: Start, display: Display | None, command: str) -> None:
+    def __init__(self, start: Start, display: Display, command: str) -> None:
         self.start, self.config = start, start.config
         self.state, self.path = start.state, start.path
-        self.display: Display = NoDisplay() if display is None else display
+        self.display = display
         self.stop = Stop()
         self.latest: dict[str, float] = {}
         """The latest value of every metric."""

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError, nearest
+from treegraft.core.shipped import shipped_recipes
 from treegraft.settings.config import (
     Config,
     foreign_names,
@@ -168,14 +169,26 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
+def _refuse_missing(path: Path) -> None:
+    """Raises SettingError for a recipe that is not a file, with the way to one that is."""
+    fault = "is a folder" if path.is_dir() else "does not exist"
+    folder = path.parent if path.parent.is_dir() else Path("recipes")
+    hint = nearest(str(path), [str(other) for other in folder.glob("*.toml")])
+    names = shipped_recipes()
+    if path.stem in names:
+        hint = (
+            f" Treegraft ships a recipe of this name; write '{path.stem}' without path and suffix."
+        )
+    elif not hint:
+        hint = f" Recipes that Treegraft ships: {', '.join(names)}."
+    raise SettingError(f"recipe '{path}' {fault}; expected a .toml or .json file.{hint}")
+
+
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path("recipes")
-        others = [str(other) for other in folder.glob("*.toml")]
-        fault = "is a folder" if path.is_dir() else "does not exist"
-        raise SettingError(
-            f"recipe '{path}' {fault}; expected a .toml or .json file.{nearest(str(path), others)}"
-        )
+        if str(path) not in shipped_recipes():
+            _refuse_missing(path)
+        path = shipped_recipes()[str(path)]
     is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8")
@@ -272,8 +285,8 @@ def load_config(
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
     Args:
-        source: a `Config`, nested tables, or the path of a recipe (.toml) or of a resolved
-            config.json.
+        source: a `Config`, nested tables, the path of a recipe (.toml) or of a resolved
+            config.json, or the name of a shipped recipe, such as "demo".
         overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
             None.
     """
