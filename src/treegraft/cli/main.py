@@ -179,19 +179,22 @@ def compare(
 ) -> None:
     """Print accuracy and cost of several runs side by side."""
     from treegraft.runs.metrics import meaning
-    from treegraft.view.compare import compare_runs
+    from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
     key, rows = compare_runs(runs)
     if as_json:
         print(json.dumps({"accuracy": key, "rows": dict(rows)}))
         return
-    title, names = Text(f"{key}: {meaning(key)}"), [folder.name for folder in runs]
-    shown = table("", *names, title=title, title_justify="left", padding=(0, 2))
+    say(f"{key}: {meaning(key)}")
+    shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
+    for column in shown.columns[1:]:
+        column.overflow = "fold"
     for name, values in rows:
         form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
-        cells = ["" if value is None else form.format(value) for value in values]
-        shown.add_row(Text(name), *cells)
+        cells = ["-" if value is None else form.format(value) for value in values]
+        shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
     Console().print(shown)
+    say(COSTS_NOTE, "dim")
 
 
 @app.command()

@@ -66,8 +66,9 @@ class Watch:
             self.waits[owner] -= 1
 
     def __str__(self) -> str:
-        waits = [f"{count} on {owner}" for owner, count in sorted(self.waits.items()) if count]
-        return ", ".join(waits) or "nothing"
+        """Returns "waiting for engine (40), tool python (2)"; "" where nothing is waited for."""
+        waits = [f"{owner} ({count})" for owner, count in sorted(self.waits.items()) if count]
+        return f"waiting for {', '.join(waits)}" if waits else ""
 
 
 class Grower:
