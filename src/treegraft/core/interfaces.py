@@ -231,6 +231,10 @@ class Signature:
     """The one argument that is a call's whole body as it stands; None where the body is the JSON
     object."""
 
+    def requires(self, name: str) -> bool:
+        """Returns whether a call needs this argument."""
+        return name in self.schema.get("required", ())
+
     @classmethod
     def of_text(cls, name: str = "input", description: str = "") -> Signature:
         """Returns the signature of a tool that takes one text."""
