@@ -353,6 +353,9 @@ class Retrieved:
     """One step, or the rest of a trajectory in order; never empty."""
     similarity: float
     """Cosine between the query and the first trace's key, -1..1; 0 where it was drawn at random."""
+    others: tuple[Retrieved, ...] = ()
+    """The next nearest, for an environment in which the first one does not come true; empty where
+    there is no environment."""
 
 
 class Retriever(Measured, Protocol):

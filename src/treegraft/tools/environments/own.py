@@ -30,6 +30,11 @@ NO_TOOLS = frozenset({"reset", "get_reward", "fork", "close"})
 """Public methods that are no tools."""
 
 
+def ended(text: str) -> str:
+    """Returns the last result of an episode as the agent is shown it."""
+    return "\n".join(filter(None, (text, f"[{OVER}]")))
+
+
 @dataclass(slots=True)
 class EnvironmentTool:
     """The description of one action in an environment; a session runs it."""
@@ -157,7 +162,7 @@ class ClassEnvironment:
         else:
             result, self._is_over = outcome.observation, outcome.is_over
             self._rewards = (*(self._rewards or ()), outcome.reward)
-        return "\n".join(filter(None, (as_text(result), f"[{OVER}]"))) if self._is_over else result
+        return ended(as_text(result)) if self._is_over else result
 
     async def reward(self) -> Any:
         """Returns the result of get_reward; without that method the sum of the rewards that calls
