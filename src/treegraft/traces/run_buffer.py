@@ -134,7 +134,9 @@ class RunBuffer:
                 buffer.roll_back(update)
             self._refuse_empty(buffer)
             self._note(buffer, is_own)
-            self.buffer, self.retriever = buffer, BufferRetriever(buffer, settings)
+            has_world = bool(self._config.environment.kind)
+            self.buffer = buffer
+            self.retriever = BufferRetriever(buffer, settings, is_tried=has_world)
             try:
                 yield
             finally:

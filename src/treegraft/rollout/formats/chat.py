@@ -222,8 +222,10 @@ class ChatFormat(MarkedFormat):
         name = clean(name, keep_controls=True)
         signature = self._signatures.get(name)
         text_parameter = signature.text_parameter if signature is not None else None
-        if text_parameter is None:
+        if signature is None or text_parameter is None:
             return ToolCall(name, _json(arguments))
+        if not arguments and not signature.requires(text_parameter):
+            return ToolCall(name, "")
         text = arguments.get(text_parameter)
         if len(arguments) == 1 and isinstance(text, str):
             return ToolCall(name, clean(text, keep_controls=True))

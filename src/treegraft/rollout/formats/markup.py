@@ -360,12 +360,16 @@ def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], 
 
 
 def _input_of(tool: Tool) -> str:
-    """A sentence on the input of a tool that takes more than a text."""
+    """A sentence on the input of a tool that takes more than a text, or whose text is optional."""
     signature = signature_of(tool)
-    properties = signature.schema.get("properties")
-    if signature.text_parameter is not None or not properties:
+    properties = signature.schema.get("properties") or {}
+    optional = [name for name in properties if not signature.requires(name)]
+    if signature.text_parameter is not None:
+        return " Its input may be empty." if optional else ""
+    if not properties:
         return ""
-    return f" Its input is a JSON object: {json.dumps(properties, ensure_ascii=False)}"
+    shown = f" Its input is a JSON object: {json.dumps(properties, ensure_ascii=False)}"
+    return f"{shown}. Optional: {', '.join(optional)}." if optional else shown
 
 
 def system_prompt_for(
