@@ -73,6 +73,8 @@ class Guard:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
             return
 
         async def send_guarded(message: Message) -> None:
