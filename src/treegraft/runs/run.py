@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treegraft.core.errors import TreegraftError
-from treegraft.core.interfaces import Display, Tracker
+from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Interrupted, Stop, run_to_end
 from treegraft.core.types import Status, Tree
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import write_trees
 from treegraft.runs.start import Start, update_latest
-from treegraft.runs.trackers import find_trackers
+from treegraft.runs.trackers import Trackers, find_trackers
 
 Result = TypeVar("Result")
 
@@ -60,7 +60,6 @@ class Run:
         # A run that goes on from a checkpoint has nothing to save before something changes.
         self._saved = None if start.checkpoint is None else start.state
         self._is_opened = False
-        self._trackers: list[Tracker] = []
         try:
             self._make_trackers = find_trackers(self.config.track.trackers)
         except BaseException:
@@ -106,7 +105,13 @@ class Run:
         """
         self.folder = self.start.open_folder()
         try:
-            self._trackers = [make(self.path) for make in self._make_trackers]
+            self._trackers = Trackers(
+                self._make_trackers,
+                self.path,
+                self.start.history(),
+                self.display.warn,
+                self.display.note,
+            )
         except BaseException:
             self.start.give_up(self.folder)
             raise
@@ -144,8 +149,7 @@ class Run:
             )
             raise
         finally:
-            for tracker in self._trackers:
-                tracker.close()
+            self._trackers.close()
             self.folder.release()
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
@@ -161,6 +165,7 @@ class Run:
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint."""
         self.save()
+        self._trackers.finish(self.latest)
         return self._finished(self._checkpoint_path(), self.latest)
 
     def already_finished(self, checkpoint: Path) -> RunResult:
@@ -205,6 +210,7 @@ class Run:
             )
         self.record(update, trees)
         self.display.sample(trees[0])
+        self._trackers.sample(update, trees)
         self.state = replace(
             self.state, update=update, is_closed=False, pending=metrics, **more_state
         )
@@ -244,8 +250,7 @@ class Run:
         full |= {warning.key: warning.value for warning in found}
         self.folder.append_metrics(update, full)
         self.latest = update_latest(self.latest, full)
-        for tracker in self._trackers:
-            tracker.log(update, full)
+        self._trackers.log(update, full, began)
         # Update 0 is the evaluation before the first update: no progress to show.
         if update:
             self.display.update(update, self.config.run.num_updates, full)
