@@ -28,7 +28,8 @@ from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.plugins import make, pick
 from treegraft.core.types import Task
 from treegraft.explore.build import build_allocation, build_explorer
-from treegraft.rollout.formats.build import build_format, use_template
+from treegraft.rollout.formats.build import build_format
+from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
@@ -85,6 +86,11 @@ class Parts:
     def num_trees_at_once(self, num_leaves: int) -> int:
         """Returns how many trees of so many leaves the engine completes at the same time."""
         return max(1, self.engine.capacity // num_leaves)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Remarks on how parts came about that the user should see, one sentence each."""
+        return tuple(getattr(self.format, "notes", ()))
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of tools and engine since the last call."""
@@ -274,7 +280,7 @@ class _Scenario:
         max_prompt = _room_for_prompts(config, min(limits)) if limits else None
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
         if not is_ours:  # a checkpoint of ours holds the template already
-            use_template(config.format, tokenizer)
+            use_template(config.format.chat_template, tokenizer)
         form = build_format(
             config.format,
             tokenizer,

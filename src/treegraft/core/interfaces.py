@@ -231,6 +231,10 @@ class Signature:
     """The one argument that is a call's whole body as it stands; None where the body is the JSON
     object."""
 
+    def requires(self, name: str) -> bool:
+        """Returns whether a call needs this argument."""
+        return name in self.schema.get("required", ())
+
     @classmethod
     def of_text(cls, name: str = "input", description: str = "") -> Signature:
         """Returns the signature of a tool that takes one text."""
@@ -273,6 +277,10 @@ class Format(Protocol):
     def parse_step(self, token_ids: Sequence[int]) -> Parsed:
         """Returns the content of one step of the policy (its own tokens only, end-of-sequence
         included)."""
+
+    def answer_of(self, content: StepContent, task: Task) -> str | None:
+        """Returns the answer that a step gives to the task, as it is compared with the reference;
+        None without one."""
 
     def written_text(self, token_ids: Sequence[int]) -> str:
         """Returns the text of one step of the policy as it wrote it, markup included and the end
@@ -356,6 +364,9 @@ class Retrieved:
     """One step, or the rest of a trajectory in order; never empty."""
     similarity: float
     """Cosine between the query and the first trace's key, -1..1; 0 where it was drawn at random."""
+    others: tuple[Retrieved, ...] = ()
+    """The next nearest, for an environment in which the first one does not come true; empty where
+    there is no environment."""
 
 
 class Retriever(Measured, Protocol):

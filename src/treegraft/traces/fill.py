@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,11 +13,12 @@ from treegraft.assemble import assemble
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import ModelError
 from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
-from treegraft.core.interrupt import run_to_end
+from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
-from treegraft.rollout.formats.build import build_format, use_template
+from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.markup import system_prompt_for
+from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import training_limits
 from treegraft.runs.start import open_checkpoint
@@ -76,8 +78,13 @@ class BufferBuild:
         """The agent's name in the buffer."""
         self.report = BuildReport()
         """The counts so far, also where the work broke off."""
-        self.is_stopped = False
-        """A Ctrl-C ended it."""
+        self.stopped_by: int | None = None
+        """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended it."""
+        return self.stopped_by is not None
 
     def run(
         self, num_best: int, min_reward: float, num_tasks: int | None, *, display: Display
@@ -123,8 +130,8 @@ class BufferBuild:
 
         try:
             run_to_end(work())
-        except KeyboardInterrupt:
-            self.is_stopped = True
+        except KeyboardInterrupt as error:
+            self.stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
         finally:
             display.close()
 
@@ -135,7 +142,7 @@ class BufferBuild:
         kind = open_environments(config.environment)
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
-        use_template(config.format, tokenizer)
+        use_template(config.format.chat_template, tokenizer)
         environments = None if kind is None else Environments(kind, config.environment)
         toolbox = Toolbox(tools, config.tools, environments)
         try:

@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task
+from treegraft.rollout.formats.answers import AnswerRule
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -87,6 +88,8 @@ class FormatOptions(TypedDict, total=False):
     """A step without <think>...</think> is a violation; True by default."""
     require_boxed: bool
     """An answer without \\boxed{} is a violation; True by default."""
+    answer: AnswerRule | None
+    """How the answer is read; None, the default, takes the last box, or all of it."""
     max_context: int | None
     """Longest prompt, in tokens; None, the default, for no limit."""
     end_ids: Sequence[int] | None
@@ -105,6 +108,8 @@ class MarkedFormat(ABC):
     _forged: re.Pattern[str]
     """Finds the marks that no foreign text may hold; see `loosely`."""
     _graft_marks: tuple[str, str]
+    notes: tuple[str, ...] = ()
+    """Remarks for the user on how the format came about."""
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class MarkedFormat(ABC):
         system_prompt: str | None = None,
         require_think: bool = True,
         require_boxed: bool = True,
+        answer: AnswerRule | None = None,
         max_context: int | None = None,
         end_ids: Sequence[int] | None = None,
         mentions_retrieval: bool = False,
@@ -121,6 +127,7 @@ class MarkedFormat(ABC):
         """Args: see `FormatOptions`."""
         self._tokenizer = tokenizer
         self._require_think, self._require_boxed = require_think, require_boxed
+        self._answer_rule = answer or AnswerRule()
         self._max_context = max_context
         given = [tokenizer.eos_token_id] if end_ids is None else end_ids
         self._end_ids = {index for index in given if index is not None}
@@ -221,17 +228,31 @@ class MarkedFormat(ABC):
         own: Span = (tuple(ids), Origin.POLICY)
         return (own, (self.observation_ids(seen), Origin.TOOL)) if seen else (own,)
 
-    def _answer(self, body: str) -> str:
-        """The answer that a text gives, in its last box if it has one."""
+    def answer_of(self, content: StepContent, task: Task) -> str | None:
+        """Returns the answer that is compared with the task's reference, by the rule of the format;
+        None where the step has none."""
+        if content.answer is None:
+            return None
+        answer = self._answer_rule.read(content.answer, task.reference)
+        return None if answer is None else normal_answer(answer)
+
+    def _answer(self, body: str) -> tuple[str, str]:
+        """The text before the answer and the answer, in its last box if that is looked for."""
         found = boxed(body)
         if found is None and self._require_boxed:
             raise Violation("an answer without \\boxed{}")
-        return normal_answer(body if found is None else found)
+        if found is None and self._answer_rule.kind == "boxed":
+            return body, ""
+        if found is None or not self._answer_rule.looks_for_box:
+            return "", normal_answer(body)
+        return body.rpartition("\\boxed")[0], normal_answer(found)
 
     def _answer_text(self, answer: str) -> str:
         """An answer as the agent writes it. Raises ValueError for one that cannot be read back."""
         plain = normal_answer(clean(answer, keep_controls=True))
         in_box = f"\\boxed{{{plain}}}"
+        if not self._answer_rule.looks_for_box:
+            return plain
         if boxed(in_box) == plain:
             return in_box
         if not self._require_boxed and boxed(plain) is None:
@@ -339,12 +360,16 @@ def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], 
 
 
 def _input_of(tool: Tool) -> str:
-    """A sentence on the input of a tool that takes more than a text."""
+    """A sentence on the input of a tool that takes more than a text, or whose text is optional."""
     signature = signature_of(tool)
-    properties = signature.schema.get("properties")
-    if signature.text_parameter is not None or not properties:
+    properties = signature.schema.get("properties") or {}
+    optional = [name for name in properties if not signature.requires(name)]
+    if signature.text_parameter is not None:
+        return " Its input may be empty." if optional else ""
+    if not properties:
         return ""
-    return f" Its input is a JSON object: {json.dumps(properties, ensure_ascii=False)}"
+    shown = f" Its input is a JSON object: {json.dumps(properties, ensure_ascii=False)}"
+    return f"{shown}. Optional: {', '.join(optional)}." if optional else shown
 
 
 def system_prompt_for(
