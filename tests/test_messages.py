@@ -217,10 +217,8 @@ def test_verls_layout_as_it_is_published() -> None:
             task.question == task.columns["extra_info"]["question"] == task.messages[1]["content"]
         )
         assert task.reference == (task.columns["reward_model"]["ground_truth"].strip(),)
-    assert (
-        source.report()
-        == ("valid.parquet: 180 rows with control characters in the question were kept",) * 2
-    )
+    (kept,) = {one for one in source.report() if "control" in one}
+    assert kept == "valid.parquet: 180 rows with control characters in the question were kept"
 
 
 # ---------------------------------------------------------------------- prompts
