@@ -14,6 +14,7 @@ reader finds half of one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -94,10 +95,11 @@ def _texts(tree: Tree) -> tuple[str, list[str]]:
         "steps": [],
     }
     data = [head, *map(step_to_dict, tree.steps)]
-    texts = [json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in data]
+    write = functools.partial(json.dumps, separators=(",", ":"), default=str)
+    texts = [write(part, ensure_ascii=False) for part in data]
     # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
     if any(re.search("[\ud800-\udfff]", text) for text in texts):
-        texts = [json.dumps(part, separators=(",", ":")) for part in data]
+        texts = [write(part) for part in data]
     return texts[0].removesuffix("]}"), texts[1:]
 
 
