@@ -226,20 +226,36 @@ def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
         raise SettingError("\n".join(faults.values())) from error
 
 
+def _is_given(data: Mapping[str, Any], name: str) -> bool:
+    place: Any = data
+    for part in name.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            return False
+        place = place[part]
+    return True
+
+
+def _default_of(config: Config, name: str) -> Any:
+    """The value of a setting that nothing names, under these other settings."""
+    follows = known_settings()[name].facts.default_of
+    return value_of(Config(), name) if follows is None else follows(config)
+
+
 def load_config(
     source: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
 ) -> Config:
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
     Args:
-        source: a `Config`, nested tables, or the path of a recipe (.toml) or of a resolved
-            config.json.
+        source: a `Config`, nested tables, the path of a recipe (.toml) or of a resolved
+            config.json, or the name of a shipped recipe, such as "demo".
         overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
             None.
     """
     data: dict[str, Any]
     if isinstance(source, Config):
-        origin, data = "settings", source.model_dump(mode="json")
+        # Only what was given: the rest may follow from overrides.
+        origin, data = "settings", source.model_dump(mode="json", exclude_unset=True)
     elif isinstance(source, Mapping):
         # A copy: overrides are put into it.
         origin, data = "settings", json.loads(json.dumps(source, default=str))
@@ -253,6 +269,10 @@ def load_config(
 
     if impossible := list(faults_of(data)):
         raise SettingError("\n".join(f"{origin}: {fault}." for fault in impossible))
+    config = _validate(data, where)
+    for name, found in known_settings().items():
+        if found.facts.default_of and not _is_given(data, name):
+            _put(data, name, _default_of(config, name))
     config = _validate(data, where)
     faults = [f"{_blamed(fault, typed, origin)}: {fault}" for fault in contradictions(config)]
     faults += _idle(config, names)
@@ -291,9 +311,8 @@ class SettingRow:
 
 def describe(config: Config) -> list[SettingRow]:
     """Returns one row for each setting, in the order of the tree."""
-    default = Config()
     return [
-        SettingRow(name, value, value == value_of(default, name), setting.meaning)
+        SettingRow(name, value, value == _default_of(config, name), setting.meaning)
         for name, setting in known_settings().items()
         for value in [value_of(config, name)]
     ]

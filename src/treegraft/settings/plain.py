@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError, nearest
+from treegraft.core.shipped import shipped_recipes
 
 MAX_BYTES = 1_000_000
 """Largest recipe; ours have some thousand."""
@@ -104,7 +105,9 @@ def read_tables(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> str:
     try:
         if not path.is_file():
-            raise SettingError(f"recipe '{path}' {_absence(path)}")
+            if str(path) not in shipped_recipes():
+                raise SettingError(f"recipe '{path}' {_absence(path)}")
+            path = shipped_recipes()[str(path)]
         if path.stat().st_size > MAX_BYTES:
             raise SettingError(
                 f"recipe '{path}' has {path.stat().st_size:,} bytes, expected at most"
@@ -128,8 +131,15 @@ def _absence(path: Path) -> str:
     if path.exists():
         fault = "is a folder" if path.is_dir() else "is not a regular file"
     folder = path.parent if path.parent.is_dir() else Path("recipes")
-    others = [str(other) for other in folder.glob("*.toml")]
-    return f"{fault}; expected a .toml or .json file.{nearest(str(path), others)}"
+    hint = nearest(str(path), [str(other) for other in folder.glob("*.toml")])
+    names = shipped_recipes()
+    if path.stem in names:
+        hint = (
+            f" Treegraft ships a recipe of this name; write '{path.stem}' without path and suffix."
+        )
+    elif not hint:
+        hint = f" Recipes that Treegraft ships: {', '.join(names)}."
+    return f"{fault}; expected a .toml or .json file.{hint}"
 
 
 def _why(error: Exception) -> str:

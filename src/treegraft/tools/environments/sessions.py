@@ -1,9 +1,10 @@
 """Sessions with an environment: its state moves with a trajectory's calls, and is rebuilt where a
 branch opens.
 
-A point of an environment that can fork holds a copy; a point of one that replays holds the calls
-so far, which a branch makes again on a fresh environment. The number of copies and replays is a
-function of the tree alone, never of timing.
+A point of an environment that replays holds the calls so far, which a branch makes again on a fresh
+environment. A point of one that can fork is copied once a branch is granted, or before the state
+changes while that is not decided; so the copies that branches take, and the replays, are a function
+of the tree alone, never of timing.
 """
 
 from __future__ import annotations
@@ -12,19 +13,20 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, EnvironmentKind, LiveEnvironment
-from treegraft.core.sessions import Point, Runner, Session
+from treegraft.core.sessions import Point, Runner, Session, Untrue
 from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.background import Background
+from treegraft.tools.environments.own import ended
 
 T = TypeVar("T")
 
@@ -43,6 +45,9 @@ class _Usage:
     num_replayed_calls: int = 0
     num_mismatches: int = 0
     num_failures: int = 0
+    num_rehearsals: int = 0
+    num_graft_tries: int = 0
+    num_graft_calls: int = 0
     num_untrue_grafts: int = 0
 
 
@@ -62,6 +67,8 @@ class Environments:
     def __init__(self, kind: EnvironmentKind, settings: EnvironmentSettings) -> None:
         self.kind, self.settings = kind, settings
         self.usage = _Usage()
+        self.num_copies = 0
+        """Copies made, those that no branch took included: a matter of timing."""
         self.left_behind = Background()
 
     def sessions(self, runner: Runner, task: Task) -> TreeEnvironments:
@@ -71,10 +78,20 @@ class Environments:
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
         usage, self.usage = self.usage, _Usage()
-        return {f"environment/{name}": float(count) for name, count in asdict(usage).items()}
+        metrics = {f"environment/{name}": float(count) for name, count in asdict(usage).items()}
+        if self.kind.capability is Capability.FORK:
+            metrics["time/environment_copies"] = float(self.num_copies)
+            self.num_copies = 0
+        if usage.num_rehearsals:
+            untrue_frac = usage.num_untrue_grafts / usage.num_rehearsals
+            metrics["environment/untrue_graft_frac"] = untrue_frac
+        return metrics
 
-    async def bounded(self, work: Awaitable[T], method: str) -> T:
+    async def bounded(self, work: Awaitable[T], method: str, *, is_counted: bool = True) -> T:
         """Returns the outcome of one method; past the deadline, or cancelled, it is left behind.
+
+        Args:
+            is_counted: count a failure.
 
         Raises:
             ToolUnavailable: it failed or took too long.
@@ -87,7 +104,7 @@ class Environments:
                 )
             return run.result()
         except (Exception, asyncio.CancelledError) as error:
-            self.usage.num_failures += 1
+            self.usage.num_failures += is_counted
             reason = str(error) if isinstance(error, ToolUnavailable) else describe(error)
             raise ToolUnavailable(f"environment '{self.kind.name}': {method}: {reason}") from error
 
@@ -144,7 +161,7 @@ class TreeEnvironments:
                 break
         if self.first:
             question = "\n".join(part for part in (self._bare_task.question, self.first) if part)
-            self.task = replace(self._bare_task, question=question)
+            self.task = self._bare_task.asking(question)
         return self.task
 
     def start(self, ordinal: int) -> Point:
@@ -169,8 +186,8 @@ class TreeEnvironments:
             raise
 
     async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
-        """Returns a copy. Raises `ToolUnavailable`."""
-        self.run.usage.num_forks += 1
+        """Returns a copy, not counted among the forks. Raises `ToolUnavailable`."""
+        self.run.num_copies += 1
         making = asyncio.create_task(live.fork())
 
         def close_late(made: asyncio.Task[LiveEnvironment]) -> None:
@@ -179,7 +196,8 @@ class TreeEnvironments:
 
         try:
             # Shielded: a copy that is cancelled half-way could not be closed.
-            copy = await self.run.bounded(asyncio.shield(making), "fork")
+            work = asyncio.shield(making)
+            copy = await self.run.bounded(work, "fork", is_counted=False)
         except BaseException:
             making.add_done_callback(close_late)
             raise
@@ -226,6 +244,8 @@ class EnvironmentSession:
         self.tree, self.live, self.history = tree, live, tuple(history)
         self._lock = asyncio.Lock()
         self._copies: list[asyncio.Task[LiveEnvironment]] = []
+        self._points: list[_CopyPoint] = []
+        """Of the present state, without a copy so far."""
         self._broken: str | None = None
         """Why the state is unknown."""
         self._is_released = False
@@ -246,6 +266,7 @@ class EnvironmentSession:
         """
         if call.name not in self.tree.names or call.problem is not None:
             return await self.tree.runner.call(call, self.tree.task)
+        self._keep_points()
         async with self._settled():
             try:
                 return await self._act(call)
@@ -299,20 +320,31 @@ class EnvironmentSession:
         self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
         return observation
 
-    def mark(self) -> Point:
-        """Returns the present state as a point."""
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> _FreshPoint | _CopyPoint:
+        """Returns the present state as a point; `is_wanted` as in `Session`."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
-        # Now and not when a branch opens: the number of copies must not depend on timing.
+        point = _CopyPoint(self, self.history, is_wanted)
+        self._points.append(point)
+        return point
+
+    def start_copy(self) -> asyncio.Task[LiveEnvironment]:
+        """Starts a copy of the present state, which the next call waits for."""
         copy = self.tree.before_the_end(self._copy())
         self._copies.append(copy)
-        return _CopyPoint(self.tree, copy, self.history)
+        return copy
 
     async def _copy(self) -> LiveEnvironment:
         async with self._lock:
             if self._broken is not None:
                 raise ToolUnavailable(self._broken)
             return await self.tree.fork(self.live)
+
+    def _keep_points(self) -> None:
+        """Copies the state for its points before it changes."""
+        points, self._points = self._points, []
+        for point in points:
+            point.keep()
 
     @asynccontextmanager
     async def _settled(self) -> AsyncIterator[None]:
@@ -326,41 +358,102 @@ class EnvironmentSession:
                 raise ToolUnavailable(self._broken)
             yield
 
-    async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
-        """Returns a session in which another agent's calls have been made with the very results
-        that it saw; None otherwise."""
-        names = self.tree.names
-        steps = [value for value in values if isinstance(value, StepContent)]
-        told = [
-            (call, observation)
-            for step in steps
-            for call, observation in zip_longest(step.calls, step.observations)
-            if call is not None and call.name in names
-        ]
-        # Text alone, or a call without its result, cannot be verified.
-        is_known = len(steps) == len(values) and all(seen is not None for _, seen in told)
-        if is_known and not told:
-            return self
-        if is_known and self.can_branch:
-            point = self.mark()
-            point.reserve(1)
-            with ExitStack() as stack:
-                trial = await point.open()
-                stack.callback(trial.release)
-                for call, observation in told:
-                    if (await trial.call(call)).text != observation.text:
+    async def rehearse(
+        self, candidates: Sequence[Sequence[str | StepContent]]
+    ) -> tuple[int, Session] | None:
+        """Returns the number of the first candidate whose results come true here, and a session in
+        which its calls have been made; None where none does."""
+        usage, opened = self.tree.run.usage, list[EnvironmentSession]()
+        known: dict[tuple[ToolCall, ...], str] = {}
+        """Of calls one after another: the result of the last."""
+        copies: dict[tuple[ToolCall, ...], EnvironmentSession] = {}
+        """By the calls that were made in it."""
+        try:
+            for number, values in enumerate(candidates):
+                told = self._told(values)
+                if told == []:
+                    return number, self
+                if told is None or not self.can_branch:
+                    continue
+                usage.num_graft_tries += 1
+                calls = tuple(call for call, _ in told)
+                begun = [calls[:count] for count in range(1, len(calls) + 1)]
+                seen = {made: one.text for made, (_, one) in zip(begun, told, strict=True)}
+                # A copy is used only where no result so far contradicts the candidate.
+                if any(known.get(made, text) != text for made, text in seen.items()):
+                    continue
+                done = next((made for made in reversed(begun) if made in copies), ())
+                trial = copies.pop(done) if done else await self._trial(opened)
+                for made in begun[len(done) :]:
+                    usage.num_graft_calls += 1
+                    known[made], done = (await trial.call(made[-1])).text, made
+                    if known[made] != seen[made]:
+                        copies[made] = trial
                         break
                 else:
-                    stack.pop_all()
-                    return trial
-        self.tree.run.usage.num_untrue_grafts += 1
+                    opened.remove(trial)
+                    usage.num_rehearsals += 1
+                    return number, trial
+        finally:
+            for trial in opened:
+                trial.release()
+        usage.num_rehearsals += 1
+        usage.num_untrue_grafts += 1
         return None
+
+    async def _trial(self, opened: list[EnvironmentSession]) -> EnvironmentSession:
+        """A session in a copy of the present state; it is added to `opened`."""
+        point = self.mark()
+        point.reserve(1)
+        opened.append(await point.open())
+        return opened[-1]
+
+    def _told(
+        self, values: Sequence[str | StepContent]
+    ) -> list[tuple[ToolCall, Observation]] | None:
+        """The calls of another agent's steps in this environment with their results; None where
+        that cannot be known."""
+        told: list[tuple[ToolCall, Observation]] = []
+        for value in values:
+            if isinstance(value, str):
+                return None
+            for call, observation in zip_longest(value.calls, value.observations):
+                if call is not None and call.name in self.tree.names:
+                    if observation is None:
+                        return None
+                    told.append((call, observation))
+        return told
+
+    async def enact(self, contents: Sequence[StepContent]) -> tuple[StepContent, ...]:
+        """Makes the calls of a demonstration here and returns it with the results that came; calls
+        of other tools are made where the demonstration has no result. Raises as in `Session`."""
+        enacted, number, total = [], 0, sum(len(content.calls) for content in contents)
+        for content in contents:
+            results = list(content.observations)
+            for place, call in enumerate(content.calls):
+                number += 1
+                seen = results[place] if place < len(results) else None
+                if seen is not None and call.name not in self.tree.names:
+                    continue
+                came = await self.call(call)
+                fault = f"got {came.text!r:.200}, but the demonstration has " + (
+                    "no result" if seen is None else f"{seen.text!r:.200}"
+                )
+                # An error that nobody wrote down is a mistake of the demonstration.
+                if came.is_error if seen is None else came.text not in _as_shown(seen.text):
+                    raise Untrue(
+                        f"call {number} of {total}, {call.name} {call.body.strip()!r:.80}: {fault}"
+                    )
+                results[place : place + 1] = [came]
+            enacted.append(replace(content, observations=tuple(results)))
+        return tuple(enacted)
 
     async def reward(self) -> float | None:
         """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for
         anything but a finite number or None."""
         if not self.tree.kind.has_reward:
             return None
+        self._keep_points()
         async with self._settled():
             value = await self.tree.run.bounded(self.live.reward(), "get_reward")
         if value is None:
@@ -380,6 +473,7 @@ class EnvironmentSession:
         """Closes the environment once its points have their copies."""
         if not self._is_released:
             self._is_released = True
+            self._keep_points()
             self.tree.before_the_end(self._end())
 
     async def _end(self) -> None:
@@ -400,7 +494,7 @@ class _FreshPoint:
 
     def reserve(self, num: int) -> None: ...
 
-    async def open(self) -> Session:
+    async def open(self) -> EnvironmentSession:
         tree = self.tree
         tree.run.usage.num_replays += self.history is not None
         # Shielded: the tree's end closes an environment whose opener gives up.
@@ -426,23 +520,50 @@ class _FreshPoint:
 
 @dataclass(slots=True)
 class _CopyPoint:
-    """A state kept as a copy."""
+    """A state kept as a copy, made once it is needed."""
 
-    tree: TreeEnvironments
-    copy: asyncio.Task[LiveEnvironment]
+    session: EnvironmentSession
+    """Stands in this state until it is copied."""
     history: Sequence[_Action]
+    is_wanted: Callable[[], bool]
+    copy: asyncio.Task[LiveEnvironment] | None = None
     num_left: int = 0
     """Branches still to be opened."""
+    is_failed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def reserve(self, num: int) -> None:
-        self.num_left += num
+    def keep(self) -> None:
+        """Starts the copy, unless no branch will need it."""
+        if self.copy is None and self.is_wanted():
+            self.copy = self.session.start_copy()
 
-    async def open(self) -> Session:
+    def reserve(self, num: int) -> None:
+        """Announces branches: each takes a copy, the last one this point's own."""
+        self.num_left += num
+        self.session.tree.run.usage.num_forks += num
+        if self.copy is None:
+            self.copy = self.session.start_copy()
+
+    async def open(self) -> EnvironmentSession:
+        """Returns a session on a copy. Raises `ToolUnavailable` where it cannot be made."""
+        tree = self.session.tree
+        if self.num_left <= 0:
+            self.reserve(1)
+        assert self.copy is not None, "made with the reservation"
         # One after another: the last branch takes the copy itself, and then changes it.
         async with self.lock:
-            live = await asyncio.shield(self.copy)
-            self.num_left -= 1
-            if self.num_left:
-                live = await self.tree.fork(live)
-        return EnvironmentSession(self.tree, live, self.history)
+            try:
+                live = await asyncio.shield(self.copy)
+                self.num_left -= 1
+                if self.num_left:
+                    live = await tree.fork(live)
+            except ToolUnavailable:
+                tree.run.usage.num_failures += not self.is_failed
+                self.is_failed = True
+                raise
+        return EnvironmentSession(tree, live, self.history)
+
+
+def _as_shown(text: str) -> tuple[str, str]:
+    """A result as the world gives it, and as the last one of an episode is shown."""
+    return text, ended(text)
