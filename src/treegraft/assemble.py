@@ -206,6 +206,7 @@ async def assemble_training(
                 config.learn,
                 config.loss,
                 length_constant=config.rollout.max_completion_tokens,
+                num_updates=config.run.num_updates,
             )
             if checkpoint is not None:
                 learner.load_state(load_checkpoint(checkpoint)[1])
