@@ -17,6 +17,7 @@ from rich.text import Text
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import SettingError
 from treegraft.core.files import write_atomically
+from treegraft.core.interrupt import Ended
 from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
@@ -214,13 +215,13 @@ def _run_suite(
 
             print_report(result.report, _console())
             say(f"trees and report: {result.folder}")
-    if result.is_stopped:
+    if result.stopped_by is not None:
         say(
             f"stopped after {result.num_done} of {result.num_items} items, kept in {result.folder};"
             " the same command goes on.",
             to_stderr=True,
         )
-        raise typer.Exit(130)
+        raise Ended(result.stopped_by)
 
 
 def _compare(before: Path, after: Path, report: Path | None, as_json: bool) -> None:

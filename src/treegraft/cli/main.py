@@ -2,8 +2,8 @@
 profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
-usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages
-load inside the command that needs them.
+usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP, 138 by SIGUSR1. Heavy packages load inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
 )
+from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
 from treegraft.runs.display import display_on
@@ -405,9 +406,12 @@ def main() -> None:
     """Runs the command line; an error of ours is one paragraph, never a traceback."""
     _silence_others()
     try:
-        app()
+        with others_as_ctrl_c():
+            app()
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (KeyboardInterrupt, SystemExit) as error:
+        # Typer makes an exit with 130 of every interrupt.
+        is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == 130
+        sys.exit(exit_status(error) if is_interrupt else error.code)

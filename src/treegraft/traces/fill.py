@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from treegraft.assemble import assemble
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import ModelError
 from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
-from treegraft.core.interrupt import run_to_end
+from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
 from treegraft.rollout.formats.build import build_format
@@ -77,8 +78,13 @@ class BufferBuild:
         """The agent's name in the buffer."""
         self.report = BuildReport()
         """The counts so far, also where the work broke off."""
-        self.is_stopped = False
-        """A Ctrl-C ended it."""
+        self.stopped_by: int | None = None
+        """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended it."""
+        return self.stopped_by is not None
 
     def run(
         self, num_best: int, min_reward: float, num_tasks: int | None, *, display: Display
@@ -124,8 +130,8 @@ class BufferBuild:
 
         try:
             run_to_end(work())
-        except KeyboardInterrupt:
-            self.is_stopped = True
+        except KeyboardInterrupt as error:
+            self.stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
         finally:
             display.close()
 
