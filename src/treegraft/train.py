@@ -18,6 +18,7 @@ from treegraft.core.interfaces import Display
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
 from treegraft.evals.evaluate import Evaluation, evaluate
+from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.learner import Learner
@@ -102,6 +103,10 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         with run.opened(checkpoint_writer(config, parts), source.report()):
             for text in parts.notes:
                 run.display.note(text)
+            if run.start.checkpoint is None:
+                for one in await Preflight(parts).findings():
+                    if one.is_doubtful or not one.is_good:
+                        run.display.warn(str(one))
             if demonstrations is not None:
                 warm_up_from(demonstrations, run, parts)
             # Also after a resume: the engine of this process does not know its version yet.

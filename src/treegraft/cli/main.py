@@ -323,38 +323,18 @@ def doctor(
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
-    The exit code is 2 if something is missing.
+    With a recipe, its first tasks are written as the agent will see them, and their references are
+    scored as its answers. The exit code is 2 if something has to be corrected.
     """
-    from treegraft.cli import doctor as checks
+    from treegraft.cli.doctor import examine, print_examination
+    from treegraft.settings.load import load_config
 
-    sections = {"installed": list(checks.installed()), "machine": list(checks.machine())}
-    if recipe is not None:
-        from treegraft.settings.load import load_config
-
-        config = load_config(recipe, overrides or [])
-        try:
-            parts, total = checks.recipe_memory(config)
-        except ModelError as error:
-            parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
-        sections["memory estimate"] = [*parts, total]
-        sections["data and own parts"] = [
-            *checks.data_files(config),
-            *checks.services(config),
-            *checks.import_paths(config),
-        ]
-        sections["what runs where"] = list(checks.placement(config))
+    found = examine(None if recipe is None else load_config(recipe, overrides or []))
     if as_json:
-        values = {title: checks.as_dict(findings) for title, findings in sections.items()}
-        print(json.dumps(values, indent=2))
-    for title, findings in () if as_json else sections.items():
-        shown = table(title=title, title_justify="left", title_style="bold", show_header=False)
-        for one in findings:
-            mark = Text("ok", "green") if one.is_good else Text("!!", "bold red")
-            note = Text(one.note, "dim" if one.is_good else "red")
-            shown.add_row(mark, Text(one.name), Text(one.value), note)
-        if findings:
-            Console().print(shown)
-    if not all(finding.is_good for findings in sections.values() for finding in findings):
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print_examination(found)
+    if not found.verdict.is_good:
         raise typer.Exit(2)
 
 
