@@ -141,7 +141,12 @@ class BufferBuild:
         try:
             agent: Agent
             if choice.kind == "expert":
-                agent = ScriptedAgent(tasks, seed=config.run.seed, source=choice.source or "expert")
+                agent = ScriptedAgent(
+                    tasks,
+                    seed=config.run.seed,
+                    source=choice.source or "expert",
+                    environments=toolbox if environments else None,
+                )
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools)
             format = build_format(config.format, tokenizer, tools)
