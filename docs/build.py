@@ -48,7 +48,7 @@ COMMANDS_HEAD = """# Commands
 
 Generated from the program; `treegraft COMMAND --help` prints the same. Exit codes: 0 success; 1
 failure while working; 2 wrong settings, data, model or usage; 3 unusable checkpoint or run folder;
-130 stopped with Ctrl-C."""
+130 stopped with Ctrl-C, 143 by SIGTERM, 129 by SIGHUP, 138 by SIGUSR1."""
 
 
 def stage(folder: Path) -> None:

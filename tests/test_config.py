@@ -21,7 +21,8 @@ from treegraft.settings.config import (
     tables_and_settings,
 )
 from treegraft.settings.load import config_json, describe, load_config, refuse_ignored
-from treegraft.settings.table import Condition, setting
+from treegraft.settings.policy import LearnSettings
+from treegraft.settings.table import Condition, setting, value_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -497,3 +498,50 @@ def test_project_file_agrees_with_the_package() -> None:
     assert dir(treegraft) == sorted(treegraft.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = treegraft.nonsense
+
+
+def test_a_default_that_follows_is_that_of_the_default_configuration() -> None:
+    derived = {name: one for name, one in known_settings().items() if one.facts.default_of}
+    assert len(derived) >= 8
+    for name, one in derived.items():
+        assert one.facts.default_of(Config()) == value_of(Config(), name), name
+
+
+def test_defaults_follow_the_number_of_leaves() -> None:
+    for explorer, name in (("entropy", "entropy.num_starts"), ("graft", "graft.num_hybrid")):
+        given = {
+            "explore": {"explorers": [explorer], "num_leaves": 4},
+            "buffer": {"path": "expert"},
+        }
+        assert value_of(load_config(given).explore, name) == 2
+        assert value_of(load_config(given, ["explore.num_leaves=1"]).explore, name) == 1
+        # What is given stays, and has to fit.
+        with pytest.raises(SettingError, match="expected at most"):
+            load_config(given, [f"explore.{name}=5"])
+
+
+def test_defaults_follow_the_model() -> None:
+    model = load_config({"model": {"path": "a/b"}, "warmup": {"num_steps": 200}})
+    assert (model.learn.lr, model.warmup.lr, model.warmup.batch_size) == (1e-6, 2e-5, 8)
+    assert (model.warmup.lr_warmup_steps, model.rollout.max_completion_tokens) == (20, 512)
+    adapters = load_config({"model": {"path": "a/b", "lora": {"rank": 8}}})
+    assert (adapters.learn.lr, adapters.warmup.lr) == (1e-5, 2e-4)
+    # Settings of Python follow overrides as well, and what they name stays.
+    given = Config(learn=LearnSettings(lr=0.5))
+    followed = load_config(given, ["model.path=a/b"])
+    assert (followed.learn.lr, followed.warmup.lr) == (0.5, 2e-5)
+    assert not any(row.is_default for row in describe(followed) if row.name == "learn.lr")
+    assert all(row.is_default for row in describe(followed) if row.name.startswith("warmup."))
+    # A resolved configuration holds them all.
+    assert load_config(json.loads(config_json(model))) == model
+
+
+def test_thoughts_and_boxes_are_asked_for_in_tags_only() -> None:
+    def asked(**settings: object) -> tuple[bool, bool]:
+        found = load_config({"model": {"path": "a/b"}, "format": settings}).format
+        return found.require_think, found.require_boxed
+
+    assert asked() == (True, True)
+    assert asked(kind="chat") == (False, False)
+    assert asked(kind="chat", require_think=True) == (True, False)
+    assert asked(require_boxed=False) == (True, False)

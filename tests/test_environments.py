@@ -117,13 +117,15 @@ def make(
         "max_tool_calls": 6,
         "deadline_s": 10.0,
     }
+    format = TagsFormat(word_tokenizer(), worlds.kind.tools, system_prompt="", require_think=False)
+    rewards = [("environment", environment_reward, 1.0)]
     return Grower(
         ScriptedEngine(replies, word_tokenizer(), entropy=entropy, latency_s=latency_s),
-        TagsFormat(word_tokenizer(), worlds.kind.tools, system_prompt="", require_think=False),
+        format,
         make_toolbox(worlds, deadline_s=call_deadline_s),
         explorer or Independent(),
         Limits(**{**fields, **limits}),
-        RewardScorer([("environment", environment_reward, 1.0)]),
+        RewardScorer(rewards, written_text=format.written_text),
         retriever=retriever,
         allocate=allocate,
     )

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from tests.tiny import is_timing, tiny
 from tests.trees import Part, build_tree
 
-from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 from treegraft.explore.compose import Composed
@@ -23,6 +22,7 @@ from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.measure import unused_metrics
+from treegraft.runs.display import PlainDisplay
 from treegraft.runs.health import HealthWarning, Monitor, explained, page, recorded
 from treegraft.runs.health_rules import RULES
 from treegraft.runs.metrics import check_known

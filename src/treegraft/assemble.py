@@ -31,12 +31,13 @@ from treegraft.core.plugins import make, pick
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Task
 from treegraft.explore.build import build_allocation, build_explorer
-from treegraft.rollout.formats.build import build_format, use_template
+from treegraft.rollout.formats.build import build_format
+from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import RewardScorer
+from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
 from treegraft.tools.build import build_tools, open_environments
 from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.rehearsal import show
@@ -63,6 +64,7 @@ class Parts:
     kind: EnvironmentKind | None
     """Of the tasks' environments; None without."""
     engine: Engine
+    rewards: Sequence[WeightedReward]
     scorer: TreeScorer
 
     @cached_property
@@ -120,9 +122,24 @@ class Parts:
         """Returns how many trees of so many leaves the engine completes at the same time."""
         return max(1, self.engine.capacity // num_leaves)
 
+    @property
+    def notes(self) -> Sequence[str]:
+        """Remarks on how parts came about that the user should see, one sentence each."""
+        return tuple(getattr(self.format, "notes", ()))
+
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of tools and engine since the last call."""
         return self.toolbox.take_metrics() | self.engine.take_metrics()
+
+    def check_tasks(self, tasks: Sequence[Task]) -> None:
+        """Refuses tasks that rewards lack columns of, or whose prompt cannot be made.
+
+        Raises:
+            SettingError: a reward function with an argument that is no column.
+            DataError: as `check_prompts` does.
+        """
+        check_rewards(self.rewards, tasks)
+        self.check_prompts(tasks)
 
     def check_prompts(self, tasks: Sequence[Task]) -> None:
         """Refuses tasks whose prompt cannot be made, all of them at once and before any work.
@@ -137,6 +154,7 @@ class Parts:
             # A plain letter is a token at most, so short plain questions need no encoding: 10,000
             # tasks take no time.
             is_plain = task.question.isascii() and not set(task.question) & set("<[|")
+            is_plain = is_plain and not task.messages
             is_short = self.max_prompt is None or len(task.question) + overhead <= self.max_prompt
             if is_plain and is_short:
                 continue
@@ -241,9 +259,7 @@ class _Scenario:
     def __init__(self, config: Config, source: TaskSource | None) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
-        self.scorer = RewardScorer.from_settings(
-            config.reward, success_reward=config.environment.success_reward
-        )
+        self.rewards = build_rewards(config.reward)
         self.kind = open_environments(config.environment)
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
@@ -299,7 +315,7 @@ class _Scenario:
         max_prompt = _room_for_prompts(config, min(limits)) if limits else None
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
         if not is_ours:  # a checkpoint of ours holds the template already
-            use_template(config.format, tokenizer)
+            use_template(config.format.chat_template, tokenizer)
         form = build_format(
             config.format,
             tokenizer,
@@ -320,7 +336,13 @@ class _Scenario:
             toolbox=toolbox,
             kind=self.kind,
             engine=engine,
-            scorer=self.scorer,
+            rewards=self.rewards,
+            scorer=RewardScorer(
+                self.rewards,
+                written_text=form.written_text,
+                deadline_s=config.reward.deadline_s,
+                success_reward=config.environment.success_reward,
+            ),
         )
 
 

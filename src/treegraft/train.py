@@ -27,6 +27,7 @@ from treegraft.rollout.limits import training_limits
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
 from treegraft.runs.checkpoint import TrainState
+from treegraft.runs.display import shown
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
 from treegraft.runs.start import Source, new_start, resumed_start
@@ -41,7 +42,7 @@ def train(
     *,
     recipe: str | None = None,
     resume: Path | None = None,
-    display: Display | None = None,
+    display: Display | bool | None = None,
 ) -> RunResult:
     """Trains an agent and returns where the results are.
 
@@ -50,16 +51,19 @@ def train(
             takes the run's own, or differ from those in the settings that a resume may change.
         recipe: name of the recipe, for the run folder's default name.
         resume: a run folder to continue from its latest checkpoint.
+        display: True shows progress on standard output, False nothing, None progress where that is
+            a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
         KeyboardInterrupt: after Ctrl-C, with everything saved.
     """
     start = new_start(config, recipe) if resume is None else resumed_start(Path(resume), config)
-    run = Run(start, display, "train")
-    if start.is_finished and start.checkpoint is not None:
-        return run.already_finished(start.checkpoint)
-    return run.carry_out(story(run))
+    with shown(display) as progress:
+        run = Run(start, progress, "train")
+        if start.is_finished and start.checkpoint is not None:
+            return run.already_finished(start.checkpoint)
+        return run.carry_out(story(run))
 
 
 def sft(
@@ -67,13 +71,14 @@ def sft(
     *,
     recipe: str | None = None,
     resume: Path | None = None,
-    display: Display | None = None,
+    display: Display | bool | None = None,
 ) -> RunResult:
     """Runs the warm-up alone and returns where the results are; arguments and errors as in
     `train`."""
     start = new_start(config, recipe) if resume is None else resumed_start(Path(resume), config)
-    run = Run(start, display, "sft")
-    return run.carry_out(story(run, only_warms_up=True))
+    with shown(display) as progress:
+        run = Run(start, progress, "sft")
+        return run.carry_out(story(run, only_warms_up=True))
 
 
 async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
@@ -88,7 +93,7 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
     async with assemble_training(config, source=source, checkpoint=run.start.checkpoint) as parts:
-        parts.check_prompts([*parts.train_tasks, *parts.eval_tasks])
+        parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
         buffer = RunBuffer(config, source, run.path)
@@ -101,6 +106,8 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         if not only_warms_up:
             await buffer.check_expert(parts.environments)
         with run.opened(checkpoint_writer(config, parts), source.report()):
+            for text in parts.notes:
+                run.display.note(text)
             if buffer.is_used and not only_warms_up:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.

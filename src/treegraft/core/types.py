@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
 ROOT_ID = "0"
+SYSTEM_ROLES = frozenset({"system", "developer"})
+"""Roles of the first message that say how to answer and ask nothing."""
 
 
 def ids_to(step_id: str) -> Iterator[str]:
@@ -121,7 +123,34 @@ class Task:
     category: str = ""
     """The category by which evaluation breaks its results down, e.g. "3 hops"; empty for none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns of the data set, handed to reward functions and tools by name."""
+    """The row of the data set as it stands, handed to reward functions and environments by name."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation that ends with the question, as {"role", "content"} messages whose contents
+    are texts; empty where the question stands alone."""
+
+    def conversation(self, system_prompt: str = "") -> list[dict[str, Any]]:
+        """Returns the messages that ask the question: the task's own, or the question as a user's.
+
+        Args:
+            system_prompt: of the recipe; it follows the system prompt that the task's messages
+                begin with, if any. "" adds none.
+        """
+        given = self.messages or ({"role": "user", "content": self.question},)
+        messages = [dict(one) for one in given]
+        if messages[0]["role"] in SYSTEM_ROLES and system_prompt:
+            messages[0]["content"] = f"{messages[0]['content']}\n\n{system_prompt}"
+        elif system_prompt:
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        return messages
+
+    def asking(self, question: str) -> Task:
+        """Returns the same task with other words in its question, in its messages too."""
+        messages = [dict(one) for one in self.messages]
+        for message in reversed(messages):
+            if message["role"] == "user":
+                message["content"] = question
+                break
+        return replace(self, question=question, messages=tuple(messages))
 
 
 @dataclass(frozen=True, slots=True)

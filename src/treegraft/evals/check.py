@@ -134,7 +134,7 @@ def check_data(
     training file.
 
     Args:
-        train: a file or "hub:NAME:SPLIT".
+        train: a file or "hub:NAME:CONFIG/SPLIT".
         evals: the same, any number of them.
         question: column of the question in `train`; None looks for a usual one. Evaluation files
             are always looked at so.

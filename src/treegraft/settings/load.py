@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from treegraft.core.errors import SettingError, nearest
+from treegraft.core.shipped import shipped_recipes
 from treegraft.settings.config import (
     Config,
     foreign_names,
@@ -168,14 +169,26 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
+def _refuse_missing(path: Path) -> None:
+    """Raises SettingError for a recipe that is not a file, with the way to one that is."""
+    fault = "is a folder" if path.is_dir() else "does not exist"
+    folder = path.parent if path.parent.is_dir() else Path("recipes")
+    hint = nearest(str(path), [str(other) for other in folder.glob("*.toml")])
+    names = shipped_recipes()
+    if path.stem in names:
+        hint = (
+            f" Treegraft ships a recipe of this name; write '{path.stem}' without path and suffix."
+        )
+    elif not hint:
+        hint = f" Recipes that Treegraft ships: {', '.join(names)}."
+    raise SettingError(f"recipe '{path}' {fault}; expected a .toml or .json file.{hint}")
+
+
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path("recipes")
-        others = [str(other) for other in folder.glob("*.toml")]
-        fault = "is a folder" if path.is_dir() else "does not exist"
-        raise SettingError(
-            f"recipe '{path}' {fault}; expected a .toml or .json file.{nearest(str(path), others)}"
-        )
+        if str(path) not in shipped_recipes():
+            _refuse_missing(path)
+        path = shipped_recipes()[str(path)]
     is_json = path.suffix == ".json"
     try:
         text = path.read_text(encoding="utf-8")
@@ -251,20 +264,36 @@ def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
         raise SettingError("\n".join(faults.values())) from error
 
 
+def _is_given(data: Mapping[str, Any], name: str) -> bool:
+    place: Any = data
+    for part in name.split("."):
+        if not isinstance(place, Mapping) or part not in place:
+            return False
+        place = place[part]
+    return True
+
+
+def _default_of(config: Config, name: str) -> Any:
+    """The value of a setting that nothing names, under these other settings."""
+    follows = known_settings()[name].facts.default_of
+    return value_of(Config(), name) if follows is None else follows(config)
+
+
 def load_config(
     source: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
 ) -> Config:
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
     Args:
-        source: a `Config`, nested tables, or the path of a recipe (.toml) or of a resolved
-            config.json.
+        source: a `Config`, nested tables, the path of a recipe (.toml) or of a resolved
+            config.json, or the name of a shipped recipe, such as "demo".
         overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
             None.
     """
     data: dict[str, Any]
     if isinstance(source, Config):
-        origin, data = "settings", source.model_dump(mode="json")
+        # Only what was given: the rest may follow from overrides.
+        origin, data = "settings", source.model_dump(mode="json", exclude_unset=True)
     elif isinstance(source, Mapping):
         # A copy: overrides are put into it.
         origin, data = "settings", json.loads(json.dumps(source, default=str))
@@ -276,6 +305,10 @@ def load_config(
     def where(name: str) -> str:
         return COMMAND_LINE if f"{name}.".startswith(typed) else origin
 
+    config = _validate(data, where)
+    for name, found in known_settings().items():
+        if found.facts.default_of and not _is_given(data, name):
+            _put(data, name, _default_of(config, name))
     config = _validate(data, where)
     faults = [*(f"{origin}: {fault}" for fault in contradictions(config)), *_idle(config, names)]
     if faults:
@@ -306,9 +339,8 @@ class SettingRow:
 
 def describe(config: Config) -> list[SettingRow]:
     """Returns one row for each setting, in the order of the tree."""
-    default = Config()
     return [
-        SettingRow(name, value, value == value_of(default, name), setting.meaning)
+        SettingRow(name, value, value == _default_of(config, name), setting.meaning)
         for name, setting in known_settings().items()
         for value in [value_of(config, name)]
     ]

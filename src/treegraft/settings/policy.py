@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from treegraft.settings.explore import with_entropy, with_graft
-from treegraft.settings.table import Condition, Settings, setting, takes_path, value_of, when
+from treegraft.settings.table import (
+    Condition,
+    Settings,
+    by_model,
+    setting,
+    takes_path,
+    value_of,
+    when,
+)
 
 Probability = Annotated[float, Field(ge=0, le=1)]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
@@ -24,6 +32,11 @@ def _clips(config: Settings) -> str:
         "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
         " ratio is exactly 1 and nothing is clipped; raise one of the two"
     )
+
+
+def _rise_of_warmup(config: Settings) -> int:
+    is_tiny = value_of(config, "model.path") == "tiny"
+    return 50 if is_tiny else int(value_of(config, "warmup.num_steps")) // 10
 
 
 class TinySettings(Settings):
@@ -183,8 +196,14 @@ class LossSettings(Settings):
 
 
 class LearnSettings(Settings):
-    lr: float = setting(3e-4, ge=0, aliases=("learning_rate",))
-    """Peak learning rate of AdamW."""
+    lr: float = setting(
+        3e-4,
+        ge=0,
+        aliases=("learning_rate",),
+        default_of=by_model(tiny=3e-4, full=1e-6, lora=1e-5),
+    )
+    """Peak learning rate of AdamW. By default 3e-4 for the "tiny" model, 1e-6 for a language model
+    and 1e-5 for its adapters."""
     betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95), aliases=("adam_beta1", "adam_beta2"))
     """AdamW's decay rates."""
     weight_decay: float = setting(0.0, ge=0)
@@ -213,12 +232,15 @@ class WarmupSettings(Settings):
     traces: str = "expert"
     """"expert" (the tasks' scripted expert) or a JSONL file of {"question", "steps"} (see
     `treegraft sft`)."""
-    batch_size: int = setting(48, ge=1)
-    """Demonstrations per optimiser step."""
-    lr: float = setting(3e-3, gt=0)
-    """Peak learning rate."""
-    lr_warmup_steps: int = setting(50, ge=0)
-    """Linear rise from 0."""
+    batch_size: int = setting(48, ge=1, default_of=by_model(tiny=48, full=8))
+    """Demonstrations per optimiser step; by default 48 for the "tiny" model, 8 for a language
+    model."""
+    lr: float = setting(3e-3, gt=0, default_of=by_model(tiny=3e-3, full=2e-5, lora=2e-4))
+    """Peak learning rate. By default 3e-3 for the "tiny" model, 2e-5 for a language model and 2e-4
+    for its adapters."""
+    lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
+    """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, a tenth of
+    num_steps for a language model."""
     final_lr_frac: float = setting(0.05, ge=0, le=1)
     """Linear decay from the peak to this share of it."""
     decision_frac: float = setting(0.0, ge=0, le=1)

@@ -75,6 +75,21 @@ def takes_path(other: str) -> Condition:
     return Condition(other, lambda value: ":" in value, ", which is no import path")
 
 
+# --- defaults that follow other settings ---------------------------------------------------------
+
+
+def by_model(*, tiny: Any, full: Any, lora: Any = None) -> Callable[[Any], Any]:
+    """Returns the default of a setting that depends on the model: the tiny one, a language model,
+    and one of which only adapters are trained (None: as without)."""
+
+    def default(config: Any) -> Any:
+        if config.model.path == "tiny":
+            return tiny
+        return lora if config.model.lora.rank and lora is not None else full
+
+    return default
+
+
 # --- facts ----------------------------------------------------------------------------------------
 
 
@@ -100,6 +115,9 @@ class Facts:
     same_answers: bool = False
     """An evaluation of sets that differs in it may go on: its trajectories do not depend on it, or
     those that a deadline cut off are run again."""
+    default_of: Callable[[Any], Any] | None = None
+    """Its default as a function of the whole configuration, taken while loading; the default of the
+    field is that of the default configuration."""
     labels_run: bool = False
     """Tells runs apart that are one method all the same."""
     retrieval_source: bool = False

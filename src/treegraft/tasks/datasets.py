@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.core.types import Task
+from treegraft.core.types import SYSTEM_ROLES, Task
 from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
     CONTROL,
@@ -23,8 +24,11 @@ from treegraft.tasks.fields import (
     after_mark,
     control_places,
     find_value,
+    is_nested,
     nested_columns,
+    places_within,
 )
+from treegraft.tasks.messages import are_messages, last_question, read_messages
 from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.readers import HUB, BadRow, Row, read_rows, source_names
 
@@ -37,7 +41,7 @@ class DatasetSource(OpenTasks):
         if not settings.train and not settings.eval:
             raise SettingError(
                 "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty;"
-                " name a .jsonl, .json or .parquet file, or 'hub:NAME[:SPLIT]'"
+                " name a .jsonl, .json or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
             )
         self._settings = settings
         self._num_train = num_train
@@ -139,6 +143,8 @@ class _FileDefects(Defects):
     unreadable: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
     """Of the rows that lacked one that the settings name."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The first row with a list or an object in place of a text."""
     num_rows: int = 0
 
     def summary(self, spec: str) -> list[str]:
@@ -169,7 +175,10 @@ class _Scan:
 
     def adds(self, task: Task, row: int, defects: Defects) -> bool:
         """Returns False, and counts it, where question and reference occurred before."""
-        question = " ".join(task.question.split())
+        # After other turns the same question is another one.
+        contents = [one["content"] for one in task.messages]
+        turns = [one["content"] for one in task.messages if one["role"] not in SYSTEM_ROLES]
+        question = " ".join(" ".join(turns or [task.question]).split())
         # Digests, since the texts of a large file would not fit in memory.
         key, pair_key = _digest(question), _digest(question, *task.reference)
         is_new = pair_key not in self.pairs
@@ -179,11 +188,17 @@ class _Scan:
             defects.add(_OTHER_REFERENCE, row)
         self.questions.add(key)
         self.pairs.add(pair_key)
-        if is_new and CONTROL.search(task.question):
+        if is_new and any(map(CONTROL.search, (task.question, *contents))):
             defects.add(f"{_CONTROL} question", row)
         return is_new
 
 
+_NESTED = "with a list or an object where a text is expected"
+_EXPECTED = {
+    "question_column": 'a text, or chat messages such as [{"role": "user", "content": "..."}]',
+    "reference_column": "a text, a number, or a list of those",
+    "category_column": "a text or a number",
+}
 _NO_COLUMN = "without a column that the settings name"
 _REPEATED = "with a question and reference that occurred before"
 _OTHER_REFERENCE = "with a question that occurred before but another reference"
@@ -201,6 +216,19 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         defects.columns |= {column for column, _ in nested_columns(row.values)}
         return None
     question, reference, category = (pair[1] for pair in found if pair is not None)
+    messages: tuple[dict[str, Any], ...] = ()
+    if are_messages(question):
+        try:
+            messages = read_messages(question)
+        except ValueError as error:
+            defects.add(f"with {error}", row.number)
+            return None
+        question = last_question(messages)
+    accepted = reference if isinstance(reference, (list, tuple)) else [reference]
+    if is_nested(question) or is_nested(category) or any(map(is_nested, accepted)):
+        defects.add(_NESTED, row.number)
+        defects.values = defects.values or row.values
+        return None
     if question is None or not str(question).strip():
         defects.add("without a question", row.number)
         return None
@@ -222,8 +250,8 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         question=str(question),
         reference=accepted,
         category="" if category is None else str(category),
-        # Question and reference have fields of their own; rewards get the others by name.
-        columns={column: one for column, one in row.values.items() if column not in wanted[:2]},
+        columns=dict(row.values),
+        messages=messages,
     )
 
 
@@ -239,8 +267,28 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
                 f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
                 f" {', '.join(sorted(defects.columns))}"
             )
+    _refuse_nested(spec, defects.values, settings)
     found = "; ".join(defects.summary(spec)) or "every row repeats one of an earlier file"
     raise DataError(f"'{spec}' has no usable row among {defects.num_rows}: {found}")
+
+
+def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:
+    """Raises DataError for a row with a list or an object where a text is expected."""
+    for setting, expected in _EXPECTED.items():
+        column = getattr(settings, setting)
+        found = find_value(row, [column]) if column else None
+        value = found[1] if found is not None else None
+        if setting == "reference_column" and isinstance(value, (list, tuple)):
+            is_bad = any(map(is_nested, value))
+        else:
+            is_bad = is_nested(value) and not (setting == "question_column" and are_messages(value))
+        if is_bad:
+            raise DataError(
+                f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
+                f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"
+                f" expected {expected}. Name the place of a text within it:"
+                f" {', '.join(places_within(value, column)) or 'it holds none'}"
+            )
 
 
 def _digest(*texts: str) -> bytes:

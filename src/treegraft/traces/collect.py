@@ -302,4 +302,6 @@ def attempts_tree(
             return Written(content, [(format.render_graft([content]), Origin.POLICY)])
 
     paths = [[written(content) for content in contents] for contents in attempts]
-    return tree_of_paths(task, f"buffer/{task.id}", format.prompt_ids(task), paths, rewards)
+    return tree_of_paths(
+        task, f"buffer/{task.id}", format.prompt_ids(task), paths, rewards, format.answer_of
+    )

@@ -91,9 +91,7 @@ class EndpointAgent:
 
     async def _play(self, task: Task, sample: int, session: Session) -> Attempt:
         settings, contents, num_calls = self._settings, tuple[StepContent, ...](), 0
-        messages = [{"role": "user", "content": task.question}]
-        if settings.system_prompt:
-            messages.insert(0, {"role": "system", "content": settings.system_prompt})
+        messages = task.conversation(settings.system_prompt)
         for number in range(settings.max_agent_steps):
             key = (task.id, sample, number)
             try:

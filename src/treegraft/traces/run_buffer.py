@@ -37,6 +37,27 @@ OWN_FILE = Path("buffer") / "traces.sqlite"
 """Where a run keeps its copy."""
 
 
+def buffer_file(path: Path) -> Path:
+    """Returns the file of a Step-Trace Buffer, given itself, its folder or the folder of a run that
+    uses it.
+
+    Raises:
+        DataError: a folder in which there is none.
+    """
+    if not path.is_dir():
+        return path
+    record = path / "buffer.json"
+    used = json.loads(record.read_text(encoding="utf-8")).get("path") if record.is_file() else None
+    places = [path / OWN_FILE, path / OWN_FILE.name, *([Path(used)] if used else [])]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise DataError(
+            f"'{path}' is a folder without a Step-Trace Buffer; expected the buffer's file, or the"
+            f" folder of a run that retrieves, such as one with {OWN_FILE}"
+        )
+    return found
+
+
 class RunBuffer:
     """The buffer that a run's rollouts retrieve from; none where the recipe's explorers do
     not retrieve."""

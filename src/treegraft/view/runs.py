@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treegraft.core.errors import DataError
+from treegraft.core.files import leads_outside
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.record import RunFolder, TreePlace, parse_tree, read_places, read_trajectory
 from treegraft.view.pages import summarise
 
 T = TypeVar("T")
-FILE_NAME = re.compile(r"(update|eval)-(\d{6,})(?:-([a-z]+))?")
+FILE_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
 """The stem of a file of trees; nothing else is served."""
 _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
+MAX_COUNT = 10**12
+"""Whole numbers beyond it, which no run has, are taken for damage."""
 _KEPT_FILES = 24
 """Files whose places and summaries stay in memory."""
 
@@ -62,15 +65,34 @@ class Run:
         self._summaries: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
 
     def config(self) -> dict[str, Any]:
-        """Returns the resolved settings. Raises DataError: config.json is damaged."""
-        path = self.path / "config.json"
+        """Returns the resolved settings.
+
+        Raises:
+            DataError: config.json is damaged, or a link that leads out of the run folder.
+        """
+        path = self._inside("config.json")
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(
                 f"'{path}' cannot be read ({error}); expected the settings of a run"
             ) from error
+        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+            raise DataError(f"'{path}' does not hold the settings of a run: expected named tables")
         return found
+
+    def setting(self, table: str, name: str) -> int | None:
+        """Returns a whole number among the settings; None where there is none."""
+        found = self.config().get(table, {}).get(name)
+        return found if isinstance(found, int) and abs(found) <= MAX_COUNT else None
+
+    def _inside(self, name: str) -> Path:
+        path = self.path / name
+        if leads_outside(path, self.path):
+            raise DataError(
+                f"'{path}' is a link that leads out of the run folder; such files are not shown"
+            )
+        return path
 
     # ------------------------------------------------------------------ metrics
 
@@ -80,7 +102,7 @@ class Run:
         The era grows when the file was cut or replaced (a resume), so that earlier lines no longer
         hold.
         """
-        path = self.folder.metrics_path
+        path = self._inside("metrics.jsonl")
         with self._lock:
             size = path.stat().st_size if path.exists() else 0
             if size < self._read_to:
@@ -99,13 +121,13 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """Returns the numbers that change when the run has written; cheap enough to be polled."""
-        metrics = self.folder.metrics_path
+        metrics = self._inside("metrics.jsonl")
         files = self.files()
         era, lines = self.metrics()
         times = [file.mtime_ns for file in files]
         newest = max([*times, metrics.stat().st_mtime_ns if metrics.exists() else 0])
-        total = self.config().get("run", {}).get("num_updates", 0)
-        done = int(lines[-1].get("update") or 0) if lines else 0
+        total = self.setting("run", "num_updates") or 0
+        done = int(lines[-1]["update"]) if lines else 0
         # By time rather than by the lock, which says nothing of a run on another machine.
         is_live = done < total and time.time() - newest / 1e9 < _LIVE_S
         return {
@@ -126,25 +148,27 @@ class Run:
         folder = self.path / "trees"
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
             match = FILE_NAME.fullmatch(entry.stem)
-            if match is None or entry.suffix != ".jsonl" or not self._is_inside(entry):
+            if match is None or entry.suffix != ".jsonl" or leads_outside(entry, self.path):
                 continue
             try:
                 stat = entry.stat()
-            except FileNotFoundError:  # a resume has just cut it away
+            except OSError:  # a resume has just cut it away, or a link points to itself
                 continue
             kind = "update" if match[1] == "update" else match[3] or "eval"
             found.append(TreeFile(entry.stem, kind, int(match[2]), stat.st_size, stat.st_mtime_ns))
         return sorted(found, key=lambda file: (file.update, file.kind != "update", file.name))
 
-    def _is_inside(self, path: Path) -> bool:
-        """Files outside the run folder are not served, and a link may lead to one."""
-        return not path.is_symlink() or path.resolve().is_relative_to(self.path)
-
     def _path(self, name: str) -> Path:
         path = self.path / "trees" / f"{name}.jsonl"
-        if FILE_NAME.fullmatch(name) is None or not path.is_file() or not self._is_inside(path):
+        # The name is checked first: a long one would be an error of the file system.
+        if (
+            FILE_NAME.fullmatch(name) is None
+            or leads_outside(path, self.path)
+            or not path.is_file()
+        ):
             raise DataError(
-                f"run '{self.name}' has no trees '{name}'; expected a name such as update-000001"
+                f"run '{self.name}' has no trees '{name:.80}'; expected a name such as"
+                " update-000001"
             )
         return path
 
@@ -232,16 +256,20 @@ class Run:
 
 
 def _metrics_line(raw: bytes) -> dict[str, Any] | None:
-    """Returns a line, infinite numbers and NaN (a loss that diverged) as text; None for a damaged
-    one."""
+    """Returns the numbers of a line, infinite ones and NaN (a loss that diverged) as text; None for
+    a line without the number of its update."""
     line = None
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         line = json.loads(raw)
     if not isinstance(line, dict):
+        return None
+    update = line.get("update")
+    if not isinstance(update, int | float) or not 0 <= update <= MAX_COUNT:
         return None
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in line.items()
+        if isinstance(value, int | float)
     }
 
 

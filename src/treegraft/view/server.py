@@ -7,7 +7,9 @@ and writes nothing.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -26,9 +28,10 @@ from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.view.buffer import BufferView
 from treegraft.view.pages import draw, explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
-from treegraft.view.runs import Run
+from treegraft.view.runs import MAX_COUNT, Run
 from treegraft.view.tokens import TokenTexts
 
+_log = logging.getLogger(__name__)
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
     " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -43,6 +46,14 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+_MAX_DIGITS = 40
+"""Characters of a number that are read: Python's own limit raises another error."""
+_DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError),
+    ValueError,
+)
+"""Errors that reading a damaged file may raise."""
+_NO_STATE = dict.fromkeys(("era", "num_lines", "num_files", "newest", "update", "num_updates"), 0)
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -62,6 +73,8 @@ class Guard:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
             return
 
         async def send_guarded(message: Message) -> None:
@@ -122,7 +135,7 @@ def _page(request: Request) -> Response:
 def _number(request: Request, name: str) -> float | None:
     text = request.query_params.get(name, "").strip()
     try:
-        return float(text) if text else None
+        return float(text[:_MAX_DIGITS]) if text else None
     except ValueError as error:
         raise SettingError(f"{name}: got '{text:.40}', expected a number") from error
 
@@ -133,7 +146,19 @@ def _flag(request: Request, name: str) -> bool | None:
 
 def _whole(request: Request, name: str) -> int | None:
     value = _number(request, name)
-    return None if value is None or not math.isfinite(value) else int(value)
+    if value is None:
+        return None
+    if not 0 <= value <= MAX_COUNT:  # NaN neither
+        raise SettingError(f"{name}: got {value:g}, expected a whole number from 0 to {MAX_COUNT}")
+    return int(value)
+
+
+def _state(run: Run) -> dict[str, Any]:
+    """The run's state; of a damaged one, which must not hide the others, the error instead."""
+    try:
+        return run.state() | {"error": None}
+    except (TreegraftError, *_DAMAGE) as error:
+        return {**_NO_STATE, "error": str(error) or type(error).__name__}
 
 
 class Api:
@@ -156,12 +181,15 @@ class Api:
 
     def _tree(self, request: Request) -> tuple[Run, str, int]:
         """The run, the file and the number of the tree that is asked for."""
-        return self._run(request), request.path_params["file"], request.path_params["n"]
+        number = request.path_params["n"]
+        if not re.fullmatch("[0-9]{1,12}", number):
+            raise DataError(f"there is no tree '{number:.40}'; expected its number, from 0")
+        return self._run(request), request.path_params["file"], int(number)
 
     def runs(self, request: Request) -> Any:
         """The runs, with the numbers that change while they write."""
         return [
-            {"name": name, "path": str(run.path), **run.state()} for name, run in self._runs.items()
+            {"name": name, "path": str(run.path), **_state(run)} for name, run in self._runs.items()
         ]
 
     def run(self, request: Request) -> Any:
@@ -200,7 +228,7 @@ class Api:
                 for line, some in zip(lines[first:], warnings[first:], strict=True)
             ],
             "rules": explanations(found),
-            "num_eval": num_eval or run.config().get("tasks", {}).get("num_eval"),
+            "num_eval": num_eval or run.setting("tasks", "num_eval"),
         }
 
     def meanings(self, request: Request) -> Any:
@@ -317,6 +345,10 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 404)
         except TreegraftError as error:
             return _json({"error": str(error)}, 409)
+        except _DAMAGE as error:
+            _log.warning("%s cannot be shown", request.url.path, exc_info=error)
+            found = f"{type(error).__name__}: {error}"
+            return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)
 
     return answer
 
@@ -339,8 +371,8 @@ def build_app(
         ("/api/runs/{run}", api.run),
         ("/api/runs/{run}/metrics", api.metrics),
         ("/api/runs/{run}/groups", api.groups),
-        ("/api/runs/{run}/trees/{file}/{n:int}", api.tree),
-        ("/api/runs/{run}/tokens/{file}/{n:int}", api.tokens),
+        ("/api/runs/{run}/trees/{file}/{n}", api.tree),
+        ("/api/runs/{run}/tokens/{file}/{n}", api.tokens),
         ("/api/runs/{run}/task", api.task),
         ("/api/runs/{run}/buffer", api.buffer),
         ("/api/runs/{run}/buffer/{hash}", api.trace),

@@ -62,8 +62,8 @@ class Demonstrations:
         """
         self._source, self._format, self._settings, self._seed = source, format, settings, seed
         self._show = show
-        self._solved: dict[tuple[str, str], Demonstration] = {}
-        """By the task's id and question, the latest last; of environments, as they showed it."""
+        self._solved: dict[str, Demonstration] = {}
+        """By the whole task, the latest last; of environments, as they showed it."""
         self._file = None if settings.traces == "expert" else read_traces(settings.traces)
         if self._file is not None:
             # Spread over the whole file: a misfit often stands in its later part.
@@ -87,16 +87,17 @@ class Demonstrations:
         contradicts."""
         if self._show is None or self._file is not None:
             return
-        todo: dict[tuple[str, str], Demonstration] = {}
+        todo: dict[str, Demonstration] = {}
         for task in self._tasks(step, self._settings.batch_size):
-            key = task.id, task.question
+            # Ids and questions alone may repeat.
+            key = repr(task)
             if key in self._solved:
                 self._solved[key] = self._solved.pop(key)
             elif (one := self._solution(task)) is not None:
                 todo[key] = one
         self._keep(dict(zip(todo, await self._show(list(todo.values())), strict=True)))
 
-    def _keep(self, solved: Mapping[tuple[str, str], Demonstration]) -> None:
+    def _keep(self, solved: Mapping[str, Demonstration]) -> None:
         self._solved |= solved
         while len(self._solved) > MAX_KEPT:
             del self._solved[next(iter(self._solved))]
@@ -105,7 +106,7 @@ class Demonstrations:
         return self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step))
 
     def _solution(self, task: Task) -> Demonstration | None:
-        key = task.id, task.question
+        key = repr(task)
         if key in self._solved:
             return self._solved[key]
         # By the task's id, not by the step: the expert shows a task in the same way each time.

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
@@ -158,7 +158,7 @@ class TreeEnvironments:
                 break
         if self.first:
             question = "\n".join(part for part in (self._bare_task.question, self.first) if part)
-            self.task = replace(self._bare_task, question=question)
+            self.task = self._bare_task.asking(question)
         return self.task
 
     def start(self, ordinal: int) -> Point:

@@ -32,7 +32,7 @@ const over = (run, x, read) => {
 
 export async function overview(page, { runs, query, go }) {
   const loaded = new Map();
-  let chosen = query.runs ? query.runs.split(",").filter((name) => runs.some((run) => run.name === name)) : runs.slice(0, 6).map((run) => run.name);
+  let chosen = query.runs ? query.runs.split(",").filter((name) => runs.some((run) => run.name === name)) : runs.filter((run) => !run.error).slice(0, 6).map((run) => run.name);
   let weight = Number(query.smooth ?? 0);
   let extra = query.more ? query.more.split(",") : [];
   let plots = [];
@@ -80,7 +80,7 @@ export async function overview(page, { runs, query, go }) {
         const swatch = h("i", { class: "swatch" });
         swatch.style.background = colourOf(run.name);
         const last = shown.find((one) => one.name === run.name)?.lines.at(-1);
-        return h("button", { class: "run", "aria-pressed": String(chosen.includes(run.name)), onclick: () => toggle(run.name), title: plain(run.path) }, swatch, run.name, last && h("small", null, ` ${last.update}/${run.num_updates}${run.is_live ? " running" : ""}`));
+        return h("button", { class: "run", "aria-pressed": String(chosen.includes(run.name)), onclick: () => toggle(run.name), title: plain(run.error ?? run.path), disabled: Boolean(run.error) }, swatch, run.name, run.error && h("small", { class: "bad" }, ` cannot be read: ${run.error}`), last && h("small", null, ` ${last.update}/${run.num_updates}${run.is_live ? " running" : ""}`));
       }),
     );
   }
