@@ -38,7 +38,7 @@ from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
-from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.own import EnvironmentTool
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
@@ -278,12 +278,10 @@ class _Scenario:
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        # A closed vocabulary has a word for each tag, those of the user's own tools included.
-        tags = [f"<{slash}{tool.name}>" for tool in self.tools for slash in ("", "/")]
         words = self.tasks.vocabulary()
         model, tokenizer = load_model(
             settings,
-            vocabulary=[*words, *tags] if words else [],
+            vocabulary=[*words, *words_of(self.tools)] if words else [],
             seed=config.run.seed,
             has_weights=has_weights,
         )
