@@ -245,7 +245,7 @@ class _Scenario:
             settings = settings.model_copy(update={"path": str(path)})
         # A closed vocabulary has a word for each tag, those of the user's own tools included.
         tags = [f"<{slash}{tool.name}>" for tool in self.tools for slash in ("", "/")]
-        words = self.tasks.vocabulary()
+        words = self.tasks.vocabulary() if settings.path == "tiny" else ()
         model, tokenizer = load_model(
             settings,
             vocabulary=[*words, *tags] if words else [],
