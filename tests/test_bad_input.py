@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,13 +248,29 @@ def test_every_prompt_is_measured_before_work_starts(
     assert "The same holds for 3 of 14 tasks in all." in text and "rows/3" in text
 
 
+def test_all_turns_of_a_conversation_are_measured(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    system = [{"role": "system", "content": "e1 " * num} for num in (5, 498, 5)]
+    rows = [
+        {"question": [one, {"role": "user", "content": f"r{number} of e1 ?"}], "answer": "e1"}
+        for number, one in enumerate(system * 2)
+    ]
+    text = refused(treegraft, tmp_path, 2, ("the limit is 48",), **data_set(tmp_path, good, rows))
+    assert "The same holds for 2 of 6 tasks in all." in text and "rows/1" in text
+
+
 def test_prompts_are_measured_fast(good: RunResult) -> None:
     from treegraft.assemble import assemble
     from treegraft.core.interrupt import run_to_end
     from treegraft.core.types import Task
     from treegraft.settings.load import load_config
 
-    tasks = [Task(id=str(n), question=f"r1 of e{n} ?", reference=()) for n in range(20_000)]
+    questions = [f"r1 of e{n} ?" for n in range(10_000)]
+    tasks = [Task(id=one, question=one, reference=()) for one in questions]
+    tasks += [
+        replace(task, messages=({"role": "user", "content": task.question},)) for task in tasks
+    ]
 
     async def measure() -> float:
         async with assemble(load_config(good.run_dir / "config.json")) as parts:
