@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treegraft.core.demonstration import Show
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import (
     Capability,
@@ -26,6 +28,7 @@ from treegraft.core.interfaces import (
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.plugins import make, pick
+from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Task
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.rollout.formats.build import build_format
@@ -35,9 +38,11 @@ from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
-from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.own import EnvironmentTool
+from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
+from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
@@ -55,6 +60,8 @@ class Setup:
     max_prompt: int | None
     """Longest prompt that leaves room for a completion, in tokens; None for no limit."""
     toolbox: Toolbox
+    kind: EnvironmentKind | None
+    """Of the tasks' environments; None without."""
     rewards: Sequence[WeightedReward]
     scorer: TreeScorer
 
@@ -65,6 +72,34 @@ class Setup:
     @cached_property
     def eval_tasks(self) -> Sequence[Task]:
         return list(self.source.eval_tasks())
+
+    async def try_environment(self) -> Trial | None:
+        """Begins, copies and rewards an environment on the first task; None where the tasks have
+        no environment. Raises `SettingError` for what fails there."""
+        tasks = self.train_tasks or self.eval_tasks
+        if self.kind is None or not tasks:
+            return None
+        # Its kind alone matters, not the size of the vocabulary.
+        explorer = build_explorer(self.config.explore, vocab_size=2)
+        grafts = "graft" in self.config.explore.explorers
+        return await try_environment(
+            self.kind,
+            self.toolbox,
+            tasks[0],
+            branches=explorer.probe_tokens is not None or grafts,
+            needs_reward=self.config.reward.funcs == ["environment"],
+        )
+
+    @property
+    def environments(self) -> SessionOpener | None:
+        """Opens environments for calls of other agents; None where the tasks have none."""
+        return None if self.kind is None else self.toolbox
+
+    @property
+    def show(self) -> Show | None:
+        """Plays demonstrations in environments and returns them as these show them; None where the
+        tasks have none. Raises `DataError` for one that an environment contradicts."""
+        return None if self.kind is None else functools.partial(show, self.toolbox)
 
     @property
     def notes(self) -> Sequence[str]:
@@ -224,6 +259,7 @@ async def assemble_training(
                 config.learn,
                 config.loss,
                 length_constant=config.rollout.max_completion_tokens,
+                num_updates=config.run.num_updates,
             )
             if checkpoint is not None:
                 learner.load_state(load_checkpoint(checkpoint)[1])
@@ -261,12 +297,10 @@ class _Scenario:
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        # A closed vocabulary has a word for each tag, those of the user's own tools included.
-        tags = [f"<{slash}{tool.name}>" for tool in self.tools for slash in ("", "/")]
-        words = self.tasks.vocabulary()
+        words = self.tasks.vocabulary() if settings.path == "tiny" else ()
         model, tokenizer = load_model(
             settings,
-            vocabulary=[*words, *tags] if words else [],
+            vocabulary=[*words, *words_of(self.tools)] if words else [],
             seed=config.run.seed,
             has_weights=has_weights,
         )
@@ -337,6 +371,7 @@ class _Scenario:
             format=form,
             max_prompt=max_prompt,
             toolbox=toolbox,
+            kind=self.kind,
             rewards=self.rewards,
             scorer=RewardScorer(
                 self.rewards,

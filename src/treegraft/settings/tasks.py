@@ -111,12 +111,11 @@ class RewardSettings(Settings):
     funcs: list[str] = setting(
         ["hierarchical"],
         built_in=("hierarchical", "exact_match", "f1", "math", "environment"),
-        aliases=("reward_funcs",),
         min_length=1,
     )
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or
     import paths "package.module:function"."""
-    weights: list[float] | None = setting(None, aliases=("reward_weights",))
+    weights: list[float] | None = setting(None)
     """One factor per function; None means 1 each. The reward is the weighted sum."""
     accuracy: Literal["auto", "f1", "exact_match", "math"] = setting(
         "auto", idle_unless=has("reward.funcs", "hierarchical")

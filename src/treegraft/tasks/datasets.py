@@ -71,6 +71,14 @@ class DatasetSource(OpenTasks):
         """
         return self._eval.tasks if self._settings.eval else self._train[1]
 
+    def vocabulary(self) -> Sequence[str]:
+        """Returns the words of the rows, for the tiny model: of questions, references and columns
+        of text. Reads the files; raises as `train_tasks` does."""
+        tasks = [*(self.train_tasks() if self._settings.train else ()), *self.eval_tasks()]
+        rows = ((task.question, *task.reference, *task.columns.values()) for task in tasks)
+        texts = (value for row in rows for value in row if isinstance(value, str))
+        return sorted({word for text in texts for word in text.split()})
+
     def report(self) -> Sequence[str]:
         """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks`
         does."""
@@ -237,8 +245,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
             defects.add(f"with {error}", row.number)
             return None
         question = last_question(messages)
-    accepted = reference if isinstance(reference, (list, tuple)) else [reference]
-    if is_nested(question) or is_nested(category) or any(map(is_nested, accepted)):
+    if is_nested(question) or is_nested(category) or is_nested(reference, may_be_list=True):
         defects.add(_NESTED, row.number)
         defects.values = defects.values or row.values
         return None
@@ -291,11 +298,9 @@ def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings)
         column = getattr(settings, setting)
         found = find_value(row, [column]) if column else None
         value = found[1] if found is not None else None
-        if setting == "reference_column" and isinstance(value, (list, tuple)):
-            is_bad = any(map(is_nested, value))
-        else:
-            is_bad = is_nested(value) and not (setting == "question_column" and are_messages(value))
-        if is_bad:
+        if setting == "question_column" and are_messages(value):
+            continue
+        if is_nested(value, may_be_list=setting == "reference_column"):
             raise DataError(
                 f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
                 f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"
