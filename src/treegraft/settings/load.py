@@ -69,7 +69,7 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         inner = place.setdefault(table, {})
         if not isinstance(inner, dict):
             raise SettingError(
-                f"{COMMAND_LINE}: '{name}' goes into '{table}', which is {shown(inner)} and not a"
+                f"{COMMAND_LINE}: '{shortened(name)}' goes into '{shortened(table)}', which is {shown(inner)} and not a"
                 " table."
             )
         place = inner
@@ -112,14 +112,14 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         try:
             value = _literal(text, found.field.annotation if found else None)
         except SettingError as error:
-            raise SettingError(f"{COMMAND_LINE}: setting '{name}': {error}") from error
+            raise SettingError(f"{COMMAND_LINE}: setting '{shortened(name)}': {error}") from error
         # Before it is put beside others: a wrong part would not say where it came from.
         if fault := next(faults_of(value, name), ""):
             raise SettingError(f"{COMMAND_LINE}: {fault}.")
         added = list(_set_by(name, value))
         if twice := [one for one in added if one in names]:
             raise SettingError(
-                f"{COMMAND_LINE}: '{twice[0]}' is given twice, and only the last would count; keep"
+                f"{COMMAND_LINE}: '{shortened(twice[0])}' is given twice, and only the last would count; keep"
                 " one of them."
             )
         _put(data, name, value)
