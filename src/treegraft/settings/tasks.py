@@ -37,7 +37,8 @@ class DatasetSettings(Settings):
     """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
     "hub:NAME:CONFIG/SPLIT" for training, of which CONFIG and SPLIT may be left out."""
     eval: list[str] = []
-    """The same for evaluation; empty holds out the last `num_eval` training rows."""
+    """The same for evaluation; empty holds out the last `num_eval` training rows, a fifth where
+    there are no more than those."""
     question_column: str = "question"
     """Column of the question, a text or chat messages ({"role", "content"}); dots and numbers go
     into nested columns ("extra_info.question", "prompt.-1.content")."""
