@@ -8,11 +8,12 @@ usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import warnings
-from itertools import groupby
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,7 @@ from rich.text import Text
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
+from treegraft.cli.config import show_config
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
 from treegraft.cli.init import init
@@ -131,6 +133,18 @@ def _settings(
     return load_config(recipe, typed)
 
 
+@contextlib.contextmanager
+def _traced(config: Config, recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
+    """Lets errors of data and models say which setting they come from."""
+    from treegraft.settings.load import traced
+
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        said = traced(str(error), config, recipe or "settings", overrides or [])
+        raise type(error)(said) from error
+
+
 app.command()(init)
 
 
@@ -152,7 +166,7 @@ def train(
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with display_on(None) as display:
+    with _traced(config, recipe, overrides), display_on(None) as display:
         run_training(
             config,
             recipe=recipe,
@@ -181,7 +195,7 @@ def sft(
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with display_on(None) as display:
+    with _traced(config, recipe, overrides), display_on(None) as display:
         run_fine_tuning(
             config,
             recipe=recipe,
@@ -326,29 +340,7 @@ def report(
     print(f"{written.page}: {len(written.figures)} figures{names}")
 
 
-@app.command("config")
-def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print all settings of a recipe with their meanings.
-
-    A * marks values that differ from the default.
-    """
-    from treegraft.settings.load import config_json, describe, load_config
-
-    config = load_config(recipe, overrides or [])
-    if as_json:
-        print(config_json(config), end="")
-        return
-    shown = table()
-    shown.add_column("setting", no_wrap=True)
-    shown.add_column("value", overflow="fold", max_width=30)
-    shown.add_column("meaning", style="dim")
-    for _, rows in groupby(describe(config), key=lambda row: row.name.partition(".")[0]):
-        for row in rows:
-            value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-            style, mark = ("", "") if row.is_default else ("bold cyan", " *")
-            shown.add_row(Text(row.name + mark, style), Text(value, style), Text(row.meaning))
-        shown.add_section()
-    Console().print(shown)
+app.command("config")(show_config)
 
 
 @app.command()
