@@ -1,5 +1,5 @@
 """The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve |
-profile | config | doctor`.
+push | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages
@@ -26,6 +26,7 @@ from treegraft.cli.data import data_app
 from treegraft.cli.display import display_on
 from treegraft.cli.eval import evaluate
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
+from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
@@ -148,6 +149,7 @@ def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resu
 
 
 app.command("eval")(evaluate)
+app.command()(push)
 
 
 @app.command()

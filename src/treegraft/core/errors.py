@@ -10,6 +10,7 @@
     ├── EngineError       (RuntimeError)  an engine that died, lost a request or cannot do it
     ├── KernelError       (RuntimeError)  C kernels that do not compile or load; torch takes over
     ├── DeadlineExceeded  (TimeoutError)  a wait that ran out, with its owner
+    ├── HubError          (RuntimeError)  a hub that refuses an upload or cannot be reached
     └── DriftError        (RuntimeError)  engine and learner no longer hold the same policy
 
 A message says what is wrong with its name, what was got, what was expected, and what to do. A
@@ -61,6 +62,10 @@ class KernelError(TreegraftError, RuntimeError):
 
 class DeadlineExceeded(TreegraftError, TimeoutError):
     """A wait of ours ran out."""
+
+
+class HubError(TreegraftError, RuntimeError):
+    """A hub refused an upload, or could not be reached."""
 
 
 class DriftError(TreegraftError, RuntimeError):
