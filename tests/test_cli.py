@@ -83,7 +83,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_help_is_quick_and_free_of_torch() -> None:
     code = (
-        "import sys, treegraft, treegraft.cli.main, treegraft.cli.display\n"
+        "import sys, treegraft, treegraft.cli.main, treegraft.runs.display\n"
         "import treegraft.settings.load, treegraft.cli.doctor, treegraft.runs.metrics\n"
         "treegraft.Config, treegraft.load_config\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from treegraft.cli.display import PlainDisplay, RichDisplay, evaluation_line, make_display
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import (
@@ -24,7 +23,15 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.view.transcript import pick_sample, transcript
+from treegraft.runs.display import (
+    NoDisplay,
+    PlainDisplay,
+    RichDisplay,
+    evaluation_line,
+    make_display,
+    shown,
+)
+from treegraft.runs.transcript import pick_sample, transcript
 
 METRICS = {
     "reward/mean": 0.5,
@@ -236,6 +243,37 @@ def test_the_kind_of_display_follows_the_stream() -> None:
 
     assert isinstance(make_display(io.StringIO()), PlainDisplay)
     assert isinstance(make_display(Terminal()), RichDisplay)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_terminal", "lines"),
+    [(True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)],
+)
+def test_progress_is_shown_where_it_is_asked_for_or_seen(
+    asked: bool | None, is_terminal: bool, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", stream)
+    with shown(asked) as display:
+        display.started(Path("runs/a"), "tiny on search_world", 2)
+    assert stream.getvalue().count("run runs/a: tiny on search_world") == lines
+
+
+def test_a_display_of_the_callers_own_is_handed_over_and_left_open() -> None:
+    told: list[str] = []
+
+    class Mine(NoDisplay):
+        def warn(self, text: str) -> None:
+            told.append(text)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    with shown(Mine()) as display:
+        display.warn("slow")
+        display.update(1, 2, METRICS)
+    assert told == ["slow"]
 
 
 def test_the_best_trajectory_is_the_sample() -> None:

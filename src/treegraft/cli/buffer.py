@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.display import display_on
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import DataError, EngineError, SettingError
+from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.traces.collect import StoredCounts
@@ -161,12 +162,12 @@ def build(
             raise
     _print_report(work, out, as_json)
     report = work.report
-    if work.is_stopped:
+    if work.stopped_by is not None:
         say(
             f"stopped; the finished tasks are in {out}, and the same command goes on.",
             to_stderr=True,
         )
-        raise typer.Exit(130)
+        raise Ended(work.stopped_by)
     if not report.num_kept and not report.num_skipped:
         reasons = _reasons(report.failures, 1)
         raise EngineError(

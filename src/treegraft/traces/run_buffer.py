@@ -17,8 +17,10 @@ from pathlib import Path
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
+from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.settings.config import Config
+from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
@@ -29,6 +31,8 @@ from treegraft.traces.retrieve import BufferRetriever
 EXPERT = "expert"
 OWN = "self"
 """Source of the agent's own traces."""
+NUM_CHECKED = 8
+"""Tasks whose expert is tried in their environments before the run."""
 OWN_FILE = Path("buffer") / "traces.sqlite"
 """Where a run keeps its copy."""
 
@@ -109,12 +113,49 @@ class RunBuffer:
             self._refuse_empty(buffer)
             return buffer.load_encoder()
 
+    async def check_expert(self, environments: SessionOpener | None) -> None:
+        """Makes the expert's calls at the first tasks in their environments, where the buffer will
+        be built of them.
+
+        Raises:
+            DataError: results that differ, by task and call.
+        """
+        if environments is None or not self._is_expert_due:
+            return
+        agent = ScriptedAgent(self._source, seed=self._config.run.seed)
+        tasks = self._source.train_tasks()[:NUM_CHECKED]
+        solved = [(task, steps) for task in tasks if (steps := agent.steps(task, 0))]
+        await show(environments, solved)
+
+    async def build(
+        self, scorer: TreeScorer, format: Format, environments: SessionOpener | None
+    ) -> None:
+        """Builds the buffer of the expert's steps, where that is still to do; arguments as in
+        `opened`. Raises `DataError` for one without any."""
+        if self._is_expert_due and self._encoder is not None:
+            own = self._run_dir / OWN_FILE
+            await self._make_copy(own, self._encoder, scorer, format, environments)
+            with TraceBuffer(own, self._encoder) as buffer:
+                self._refuse_empty(buffer)
+
+    @property
+    def _is_expert_due(self) -> bool:
+        is_expert = self.is_used and self._config.buffer.path == EXPERT
+        return is_expert and not (self._run_dir / OWN_FILE).exists()
+
     @asynccontextmanager
-    async def opened(self, update: int, scorer: TreeScorer, format: Format) -> AsyncIterator[None]:
+    async def opened(
+        self,
+        update: int,
+        scorer: TreeScorer,
+        format: Format,
+        environments: SessionOpener | None = None,
+    ) -> AsyncIterator[None]:
         """Holds the buffer as it was after `update`, built first where there is none yet.
 
         Args:
             scorer, format: of an expert's traces.
+            environments: where an expert's calls are made; None where the tasks have none.
 
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.
@@ -126,7 +167,7 @@ class RunBuffer:
         is_own = settings.path == EXPERT or settings.grow.num_best > 0
         is_new = is_own and not own.exists()
         if is_new:
-            await self._make_copy(own, self._encoder, scorer, format)
+            await self._make_copy(own, self._encoder, scorer, format, environments)
         with TraceBuffer(own if is_own else self._path, self._encoder) as buffer:
             if is_own and not is_new:
                 # Later updates are run again, and add and evict the same traces again. A new copy
@@ -134,14 +175,21 @@ class RunBuffer:
                 buffer.roll_back(update)
             self._refuse_empty(buffer)
             self._note(buffer, is_own)
-            self.buffer, self.retriever = buffer, BufferRetriever(buffer, settings)
+            has_world = bool(self._config.environment.kind)
+            self.buffer = buffer
+            self.retriever = BufferRetriever(buffer, settings, is_tried=has_world)
             try:
                 yield
             finally:
                 self.retriever.close()
 
     async def _make_copy(
-        self, own: Path, encoder: Encoder, scorer: TreeScorer, format: Format
+        self,
+        own: Path,
+        encoder: Encoder,
+        scorer: TreeScorer,
+        format: Format,
+        environments: SessionOpener | None,
     ) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
         own.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +202,8 @@ class RunBuffer:
         for leftover in own.parent.glob(f"{partial.name}*"):
             leftover.unlink()
         seed = self._config.run.seed
-        agent, tasks = ScriptedAgent(self._source, seed=seed), self._source.train_tasks()
+        agent = ScriptedAgent(self._source, seed=seed, environments=environments)
+        tasks = self._source.train_tasks()
         with TraceBuffer(partial, encoder) as buffer:
             await build_traces(
                 tasks, agent, scorer, format, buffer, num_samples=1, num_best=1, seed=seed

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -24,11 +24,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.cli.options import table
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
-from treegraft.view.transcript import _outcome, pick_sample, transcript
+from treegraft.runs.transcript import _outcome, pick_sample, transcript
 
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -294,9 +293,9 @@ class RichDisplay(_Lines):
         """Returns the display as it stands."""
         parts: list[RenderableType] = [self._head()]
         if self._rows:
-            numbers = table("update", *(name for name, _, _ in COLUMNS), num_left=0)
-            for column in numbers.columns:
-                column.no_wrap = True
+            numbers = Table(box=None, header_style="dim", padding=(0, 1))
+            for name in ("update", *(name for name, _, _ in COLUMNS)):
+                numbers.add_column(name, justify="right", no_wrap=True)
             for update, metrics in self._rows:
                 numbers.add_row(str(update), *(text for _, text in _numbers(metrics)))
             parts.append(numbers)
@@ -341,6 +340,14 @@ class RichDisplay(_Lines):
             live.stop()
 
 
+class NoDisplay:
+    """Shows nothing; base of displays that want a few events only."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Returns a method that does nothing; every method of a display returns nothing."""
+        return lambda *_, **__: None
+
+
 def make_display(file: TextIO | None = None) -> Display:
     """Returns the display that suits `file` (standard output when None): live in a terminal, plain
     lines elsewhere."""
@@ -357,3 +364,20 @@ def display_on(file: TextIO | None) -> Iterator[Display]:
         yield display
     finally:
         display.close()
+
+
+@contextmanager
+def shown(display: Display | bool | None) -> Iterator[Display]:
+    """Holds the display that a caller from Python asks for.
+
+    Args:
+        display: True shows progress on standard output, False nothing, None progress where that is
+            a terminal or a notebook. A display of the caller's own is left open.
+    """
+    if display is None:
+        display = sys.stdout.isatty() or Console().is_jupyter
+    if isinstance(display, bool):
+        with display_on(None) if display else nullcontext(NoDisplay()) as made:
+            yield made
+    else:
+        yield display
