@@ -297,7 +297,7 @@ class _Scenario:
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        words = self.tasks.vocabulary()
+        words = self.tasks.vocabulary() if settings.path == "tiny" else ()
         model, tokenizer = load_model(
             settings,
             vocabulary=[*words, *words_of(self.tools)] if words else [],

@@ -1,5 +1,5 @@
-"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve |
-push | profile | config | doctor`.
+"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
+serve | push | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -24,6 +24,7 @@ from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
+from treegraft.cli.init import init
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
@@ -34,6 +35,7 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
 )
+from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
@@ -82,6 +84,13 @@ Resume = Annotated[
     Path | None,
     typer.Option(metavar="RUN_DIR", help="Run folder to continue from its latest checkpoint."),
 ]
+AcceptChanges = Annotated[
+    bool | None,
+    typer.Option(
+        "--accept-changes",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
+    ),
+]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -123,25 +132,48 @@ def _settings(
     return load_config(recipe, typed)
 
 
+app.command()(init)
+
+
 @app.command()
 def train(
-    recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
 ) -> None:
     """Train an agent with a recipe.
 
     Writes a run folder with metrics, trees and checkpoints.
     """
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
     config = _settings(recipe, overrides, resume, "train")
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
     with display_on(None) as display:
-        run_training(config, recipe=recipe, resume=resume, display=display)
+        run_training(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )
 
 
 @app.command()
-def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
+def sft(
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
+) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup]."""
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
     config = _settings(recipe, overrides, resume, "sft")
     if config.warmup.num_steps == 0:
         raise SettingError(
@@ -151,7 +183,13 @@ def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resu
     from treegraft.train import sft as run_fine_tuning
 
     with display_on(None) as display:
-        run_fine_tuning(config, recipe=recipe, resume=resume, display=display)
+        run_fine_tuning(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )
 
 
 app.command("eval")(evaluate)
@@ -393,6 +431,11 @@ def main() -> None:
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
+    except OSError as error:
+        if not (fault := storage_fault(error)):
+            raise
+        say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
+        sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as error:
         # Typer makes an exit with 130 of every interrupt.
         is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == 130

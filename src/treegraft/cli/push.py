@@ -58,7 +58,7 @@ def push(
     The optimiser's state, the run's settings as a file and its trees stay here.
     """
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils._validators import validate_repo_id
 
     from treegraft.view.card import model_card, trained
 

@@ -160,7 +160,7 @@ def _asked(
     config: Config, place: Path | str, plan: SuitePlan, temperature: float
 ) -> dict[str, Any]:
     """Returns everything that a trajectory depends on, by name."""
-    from treegraft.runs.checkpoint import file_checksum
+    from treegraft.core.files import file_checksum
 
     no_matter = settings_with("ignored_by_eval", "same_answers")
     values = {

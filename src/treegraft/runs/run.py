@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import TreegraftError
+from treegraft.core.errors import StorageError, TreegraftError
+from treegraft.core.files import storage_fault
 from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
 from treegraft.core.types import Status, Tree
+from treegraft.runs.beside import Beside
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import write_trees
@@ -65,6 +67,9 @@ class Run:
         self.state, self.path = start.state, start.path
         self.display: Display = LastingDisplay(display)
         self.stop = Stop()
+        self.more_beside: Callable[[], Mapping[str, str]] = dict
+        """Gives the checksums of what else a resume depends on, see `runs.beside`."""
+        self._beside = Beside(start.path)
         self.latest: dict[str, float] = {}
         """The latest value of every metric."""
         self._resume_command = f"treegraft {command} --resume {start.path}"
@@ -147,7 +152,7 @@ class Run:
         self._write_checkpoint = write_checkpoint
         self.latest = self.start.latest_metrics()
         self.health = Monitor(self.config.health, self.start.history())
-        for text in defects:
+        for text in (*self.start.notices, *defects):
             self.display.warn(text)
         title = f"{self.config.model.path} on {self.config.tasks.kind}"
         self.display.started(self.path, title, self.config.run.num_updates)
@@ -172,11 +177,17 @@ class Run:
             )
             self.display.interrupted(self._resume_command, False)
             raise
-        except Exception:
+        except Exception as error:
             self.display.warn(
                 "the run has failed; once the cause is mended, go on from its last checkpoint with:"
                 f" {self._resume_command}"
             )
+            if fault := storage_fault(error):
+                raise StorageError(
+                    f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
+                    f" checkpoint is safe. Make room or mend the folder, then go on with:"
+                    f" {self._resume_command}"
+                ) from error
             raise
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
@@ -299,7 +310,9 @@ class Run:
 
     def _write(self, place: Path) -> None:
         # A resume cuts the metrics to this length.
-        self.state = replace(self.state, metrics_size=self.folder.metrics_size())
+        state = replace(self.state, metrics_size=self.folder.metrics_size())
+        beside = self._beside.checksums(state) | self.more_beside()
+        self.state = replace(state, beside=beside)
         with self.stop.shielded():
             self._write_checkpoint(place, self.state)
 

@@ -71,6 +71,14 @@ class DatasetSource(OpenTasks):
         """
         return self._eval.tasks if self._settings.eval else self._train[1]
 
+    def vocabulary(self) -> Sequence[str]:
+        """Returns the words of the rows, for the tiny model: of questions, references and columns
+        of text. Reads the files; raises as `train_tasks` does."""
+        tasks = [*(self.train_tasks() if self._settings.train else ()), *self.eval_tasks()]
+        rows = ((task.question, *task.reference, *task.columns.values()) for task in tasks)
+        texts = (value for row in rows for value in row if isinstance(value, str))
+        return sorted({word for text in texts for word in text.split()})
+
     def report(self) -> Sequence[str]:
         """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks`
         does."""

@@ -21,8 +21,10 @@ from treegraft.runs.start import find_checkpoint
 from treegraft.settings.config import Config
 from treegraft.settings.load import describe, load_config
 
-SHOWN = ("run", "model", "tasks", "format", "reward", "explore", "buffer", "rollout", "eval")
-SHOWN += ("credit", "loss", "learn", "warmup")
+SHOWN = (
+    *("run", "model", "tasks", "format", "reward", "explore", "buffer", "rollout", "eval"),
+    *("credit", "loss", "learn", "warmup"),
+)
 """Tables of settings that a card holds; those of tools and environments may name private
 services."""
 LABELS = ("run.name", "run.dir", "run.num_threads")
