@@ -1,5 +1,5 @@
 """The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
-serve | profile | config | doctor`.
+serve | push | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -28,6 +28,7 @@ from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
 from treegraft.cli.init import init
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
+from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
@@ -206,6 +207,7 @@ def sft(
 
 
 app.command("eval")(evaluate)
+app.command()(push)
 
 
 @app.command()
