@@ -12,6 +12,7 @@ marked as such.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.machinery
 import importlib.metadata
@@ -29,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.cli.machine import num_cpus
-from treegraft.core.errors import ModelError
+from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.locate import locate
+from treegraft.core.text import plain
 from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
 
@@ -325,7 +327,12 @@ def services(config: Config) -> Iterator[Finding]:
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
     names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
-    names += [config.credit.rule or "", *config.explore.explorers, *config.track.trackers]
+    names += [
+        config.credit.rule or "",
+        config.environment.kind,
+        *config.explore.explorers,
+        *config.track.trackers,
+    ]
     # As for `plugins`, the working directory counts.
     places = [*sys.path, os.getcwd()]
     for name in names:
@@ -337,6 +344,27 @@ def import_paths(config: Config) -> Iterator[Finding]:
                 ("found", "") if spec else ("missing", f"no module '{module}' on the path")
             )
             yield Finding(name, value, spec is not None, note)
+
+
+def environment(config: Config) -> Iterator[Finding]:
+    """Returns how an environment of the recipe begins on the first task, with its tools."""
+    if not config.environment.kind:
+        return
+    from treegraft.assemble import try_environment_of
+
+    try:
+        trial = asyncio.run(try_environment_of(config))
+    except TreegraftError as error:
+        yield Finding("environment", config.environment.kind, False, str(error))
+        return
+    if trial is None:
+        yield Finding("environment", config.environment.kind, note="not tried: there are no tasks")
+        return
+    how = {"fork": "by copies", "replay": "by repeated calls", "none": "no"}[trial.capability]
+    yield Finding("environment", config.environment.kind, note=f"branches: {how}")
+    yield Finding("its tools", ", ".join(trial.tools))
+    yield Finding("it begins with", plain(trial.first, 200) or "no text", note=trial.task_id)
+    yield Finding("reward there", "none" if trial.reward is None else f"{trial.reward:g}")
 
 
 def placement(config: Config) -> Iterator[Finding]:

@@ -342,6 +342,7 @@ def doctor(
             *checks.services(config),
             *checks.import_paths(config),
         ]
+        sections["environment"] = list(checks.environment(config))
         sections["what runs where"] = list(checks.placement(config))
     if as_json:
         values = {title: checks.as_dict(findings) for title, findings in sections.items()}
