@@ -63,6 +63,8 @@ SAMPLED_COLUMNS: Mapping[str, float] = {
     "ratios": 1.0,
 }
 """Columns written for sampled tokens only, with the value that a tree has for the others."""
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError)
+"""What values that are no tree's make the reading of one raise."""
 T = TypeVar("T")
 
 
@@ -140,8 +142,12 @@ def parse_tree(line: bytes, where: str) -> Tree:
     """
     try:
         return tree_from_json(line)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{where}: not a recorded tree ({error!r})") from error
+    except _UNREADABLE as error:
+        raise DataError(f"{where}: not a recorded tree ({_short(error)})") from error
+
+
+def _short(error: Exception) -> str:
+    return plain(f"{type(error).__name__}: {error}", 200)
 
 
 def _tree_from_dict(data: dict[str, Any]) -> Tree:
@@ -161,6 +167,10 @@ def _expanded(runs: Sequence[list[int]], kind: Callable[[int], T]) -> tuple[T, .
 
 def _step_from_dict(data: dict[str, Any]) -> Step:
     runs = data.pop("origins")
+    for name, found in (("origins", runs), ("loss_mask", data["loss_mask"])):
+        # Before they are expanded: a damaged count would fill the memory.
+        if sum(count for _, count in found) != len(data["token_ids"]):
+            raise ValueError(f"step '{data['id']}': {name} are not those of its tokens")
     num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
     columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(SAMPLED_COLUMNS)
     for name, filler in SAMPLED_COLUMNS.items():
@@ -258,7 +268,7 @@ def read_places(path: Path) -> list[TreePlace]:
     for a file of another size, by parsing the file, then without the places of steps."""
     if (index := _index_path(path)) is not None:
         # Runs of 0.6 have no index, and one may be damaged: parsing is slow but always possible.
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, *_UNREADABLE):
             data = parse_json(index.read_bytes())
             if data["size"] == path.stat().st_size:
                 return [TreePlace(**place) for place in data["trees"]]
@@ -267,7 +277,7 @@ def read_places(path: Path) -> list[TreePlace]:
         for line in file:
             task_id = ""
             # A damaged line keeps its number, so that the trees behind it keep theirs.
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(*_UNREADABLE):
                 task_id = str(parse_json(line)["task"]["id"])
             begin, end = end, end + len(line)
             places.append(TreePlace(task_id=task_id, begin=begin, end=end, steps={}))
@@ -302,8 +312,8 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
                 parse_json(part(*place.steps[one])) if place.steps else known[one] for one in ids
             ]
             return _tree_from_dict(data).trajectories()[0]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{where}: not a recorded tree ({error!r})") from error
+        except _UNREADABLE as error:
+            raise DataError(f"{where}: not a recorded tree ({_short(error)})") from error
 
 
 def read_trees(path: Path | str) -> list[Tree]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,7 +75,7 @@ class Run:
         self.state, self.path = start.state, start.path
         self.display: Display = NoDisplay() if display is None else LastingDisplay(display)
         self.stop = Stop()
-        self.more_beside: Callable[[], Mapping[str, str]] = dict
+        self.more_beside: Callable[[], dict[str, str]] = dict
         """Gives the checksums of what else a resume depends on, see `runs.beside`."""
         self._beside = Beside(start.path)
         self.latest: dict[str, float] = {}
@@ -143,7 +143,9 @@ class Run:
                     yield
         finally:
             for tracker in self._trackers:
-                tracker.close()
+                # A full disk has its own sentence; here it would take its place.
+                with suppress(OSError):
+                    tracker.close()
             self.folder.release()
 
     def _begin(
