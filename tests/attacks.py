@@ -1,11 +1,16 @@
-"""Ninety-five attacks on a python tool. Code that gets what it is after says so: it prints "BRO" +
-"KEN", once it has."""
+"""Attacks on a python tool. Code that gets what it is after says so: it prints "BRO" + "KEN", once
+it has."""
 
 from __future__ import annotations
 
+import platform
+import socket
+import sys
 from collections.abc import Mapping
 
 SIGN = "BROKEN"
+_PYTHON = "/home" if sys.base_prefix.startswith("/usr") else sys.base_prefix
+_KERNEL = tuple(int(part) for part in platform.release().split(".")[:2])
 _SAY = "print('BRO' + 'KEN')"
 
 
@@ -27,8 +32,11 @@ FILES: Mapping[str, str] = {
     "read passwords": _reads("/etc/shadow"),
     "read the list of users": _reads("/etc/passwd"),
     "read root's home": "import os\nif os.listdir('/root/.ssh') is not None: " + _SAY,
-    "list the homes": (
-        "import os, sys\nif set(os.listdir('/home')) - set(sys.base_prefix.split('/')): " + _SAY
+    "list the homes": f"import os\nif os.listdir('/home') is not None: {_SAY}",
+    "list Python's folder": f"import os\nif os.listdir({_PYTHON!r}): {_SAY}",
+    "list the packages": (
+        "import os\nif os.listdir(os.path.join(os.path.dirname(os.__file__), 'site-packages')): "
+        + _SAY
     ),
     "write beside the host's file": f"open('{{secret}}.new', 'w').write('x')\n{_SAY}",
     "overwrite the host's file": f"open('{{secret}}', 'w').write('x')\n{_SAY}",
@@ -115,6 +123,20 @@ KERNEL: Mapping[str, str] = {
     "keep a key": _calls("libc.syscall(248, b'user', b'k', b'v', 1, -4)"),
     "another table of calls": _calls("libc.syscall(0x40000000 + 39)"),
     "shared memory": _calls("libc.shmget(1, 4096, 0o1600)"),
+    "calls of another processor": (
+        "import ctypes, mmap\npage = mmap.mmap(-1, 4096, prot=7)\n"
+        "page.write(bytes([0xb8, 20, 0, 0, 0, 0xcd, 0x80, 0xc3]))\n"
+        "at = ctypes.addressof(ctypes.c_char.from_buffer(page))\n"
+        f"if ctypes.CFUNCTYPE(ctypes.c_int)(at)() > 0: {_SAY}"
+    ),
+    "a process as a file": _calls("libc.syscall(434, 1, 0)"),
+    "watch memory": _calls("libc.syscall(323, 1)"),
+    "a program in the kernel": _calls(
+        "libc.syscall(321, 0, (ctypes.c_uint * 32)(2, 4, 4, 1), 128)"
+    ),
+    "count its cycles": _calls("libc.syscall(298, (ctypes.c_uint * 32)(1, 128), 0, -1, -1, 0)"),
+    "another personality": _calls("libc.personality(0x40000)"),
+    "the kernel's log": _calls("libc.klogctl(10, None, 0)"),
     "a null pointer": f"import ctypes\nctypes.string_at(0)\n{_SAY}",
 }
 FLOODS: Mapping[str, str] = {
@@ -140,6 +162,115 @@ FLOODS: Mapping[str, str] = {
     "close everything": "import os\nos.closerange(0, 64)",
 }
 # Without modules, so that an interpreter that has none is put to the test as well.
+HOST: Mapping[str, str] = {
+    "the host's name": f"import os\nif os.uname().nodename == {socket.gethostname()!r}: {_SAY}",
+    "the host's load": f"import os\nif os.getloadavg(): {_SAY}",
+    "the host's disk": f"import os\nif os.statvfs('/usr').f_blocks: {_SAY}",
+    "the mounts": (
+        "import ctypes\nask = (ctypes.c_uint64 * 4)(24, 2**64 - 1, 0, 0)\n"
+        "found = (ctypes.c_uint64 * 64)()\n"
+        f"if ctypes.CDLL(None).syscall(458, ask, found, 64, 0) > 0: {_SAY}"
+    ),
+    "the mounts in words": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nask = (ctypes.c_uint64 * 4)(24, 2**64 - 1, 0,"
+        " 0)\nids = (ctypes.c_uint64 * 64)()\nlibc.syscall(458, ask, ids, 64, 0)\n"
+        "ask = (ctypes.c_uint64 * 4)(24, ids[0], 0x18, 0)\nfound = (ctypes.c_char * 4096)()\n"
+        f"if libc.syscall(457, ask, found, 4096, 0) == 0: {_SAY}"
+    ),
+    "a lock on the system": (
+        f"import fcntl, os\nfcntl.flock(os.open('/usr/bin/env', os.O_RDONLY), 2)\n{_SAY}"
+    ),
+    "a lock on a folder": (
+        f"import fcntl, os\nfcntl.flock(os.open('/usr/lib', os.O_RDONLY), 2)\n{_SAY}"
+    ),
+    "a lock on a device": f"import fcntl\nfcntl.flock(open('/dev/null'), 2)\n{_SAY}",
+    "a lock of the open file": (
+        "import fcntl, struct\nfile = open('/tmp/link', 'w')\n"
+        f"fcntl.fcntl(file, 37, struct.pack('hhqqi', 1, 0, 0, 0, 0))\n{_SAY}"
+    ),
+    "a lease": (
+        "import fcntl\nopen('/tmp/link', 'w').close()\n"
+        f"fcntl.fcntl(open('/tmp/link'), 1024, 1)\n{_SAY}"
+    ),
+}
+"""What a call could learn of the host, or leave there."""
+
+
+def _hoards(before: str, pair: str, after: str, num_bytes: int) -> str:
+    """Sockets filled and kept until the kernel holds `num_bytes`."""
+    fill = (
+        "one.setblocking(False)",
+        "try:",
+        "    while size < most: size += one.send(bytes(60_000))",
+        "except BlockingIOError: pass",
+    )
+    body = "\n    ".join([*pair.splitlines(), *fill, *after.splitlines()])
+    return (
+        f"import os, socket\nheld, size, most = [], 0, {num_bytes}\n{before}\n"
+        f"while size < most:\n    {body}\n{_SAY}"
+    )
+
+
+HOARDS: Mapping[str, str] = {
+    "datagrams that nobody reads": _hoards(
+        "",
+        "one, other = socket.socketpair(type=socket.SOCK_DGRAM)\n"
+        "one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**30)",
+        "held += [one, other]",
+        10**8,
+    ),
+    "large buffers": _hoards(
+        "",
+        "one, other = socket.socketpair()\n"
+        "one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**30)",
+        "held += [one, other]",
+        10**8,
+    ),
+    "many sockets": _hoards("", "one, other = socket.socketpair()", "held += [one, other]", 10**8),
+    "full sockets on their way": _hoards(
+        "here, there = socket.socketpair()",
+        "one, other = socket.socketpair()",
+        "socket.send_fds(here, [b'x'], [one.fileno(), other.fileno()])\none.close()\nother.close()",
+        10**7,
+    ),
+    "connections that nobody takes": _hoards(
+        "name = chr(0) + str(os.getpid())\ndoor = socket.socket(socket.AF_UNIX)\n"
+        "door.bind(name)\ndoor.listen(4096)",
+        "one = socket.socket(socket.AF_UNIX)\none.connect(name)",
+        "one.close()",
+        10**7,
+    ),
+    "wide pipes": (
+        "import fcntl, os\npipes = [os.pipe() for n in range(20)]\n"
+        f"if sum(fcntl.fcntl(end, 1031, 2**20) for _, end in pipes) > 10**7: {_SAY}"
+    ),
+    "a thousand timers": (
+        "import ctypes\nlibc = ctypes.CDLL(None)\nplace = ctypes.c_void_p()\n"
+        f"if all(libc.timer_create(1, None, ctypes.byref(place)) == 0 for n in range(1000)): {_SAY}"
+    ),
+    "pages in a pipe": (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\ndata = ctypes.create_string_buffer(4096)\n"
+        "place = (ctypes.c_size_t * 2)(ctypes.addressof(data), 4096)\n"
+        f"if libc.vmsplice(os.pipe()[1], place, 1, 0) > 0: {_SAY}"
+    ),
+    "a file's attributes": (
+        "import os\nfor n in range(2000):\n    open(f'/tmp/{{n}}', 'w').close()\n"
+        "    os.setxattr(f'/tmp/{{n}}', 'user.x', bytes(60_000))\n" + _SAY
+    ),
+    "a queue of messages": _calls("libc.msgget(0, 0o1600)"),
+    "a set of semaphores": _calls("libc.semget(0, 1000, 0o1600)"),
+    "a ring of requests": (
+        "import ctypes\nplace = ctypes.create_string_buffer(120)\n"
+        f"if ctypes.CDLL(None).syscall(425, 4096, place) >= 0: {_SAY}"
+    ),
+    "eyes on files": _calls("libc.inotify_init1(0)"),
+    "hidden memory": _calls("libc.syscall(447, 0)"),
+    "locked memory": (
+        "import ctypes\ndata = ctypes.create_string_buffer(2**24)\n"
+        f"if ctypes.CDLL(None).mlock(data, 2**24) == 0: {_SAY}"
+    ),
+}
+"""Memory that the kernel would hold for a call, where no limit of its own counts it."""
 LANGUAGE: Mapping[str, str] = {
     "open by another name": (
         "names = __builtins__\nfound = names['open'] if isinstance(names, dict) else names.open\n"
@@ -193,6 +324,8 @@ ATTACKS: Mapping[str, str] = {
     **PROCESSES,
     **KERNEL,
     **FLOODS,
+    **HOST,
+    **HOARDS,
     **LANGUAGE,
     **HUNGER,
     **CALM,
@@ -235,6 +368,18 @@ UNCONTAINED = (
         "lift a limit",
     ),
     *("the environment", "the environment, in memory", *LANGUAGE),
+    *("the host's name", "the host's load", "the host's disk", "a lease"),
+    *(
+        "a lock on the system",
+        "a lock on a folder",
+        "a lock on a device",
+        "a lock of the open file",
+    ),
+    *("datagrams that nobody reads", "large buffers", "many sockets", "full sockets on their way"),
+    *("connections that nobody takes", "wide pipes", "a thousand timers", "pages in a pipe"),
+    *("eyes on files", "a process as a file", "another personality"),
+    # Calls of later kernels.
+    *(("the mounts", "the mounts in words") if _KERNEL >= (6, 8) else ()),
 )
 """Attacks that reach what they are after in a plain process, and harm no one there."""
 UNCONTAINED_AS_ROOT = (
@@ -242,9 +387,18 @@ UNCONTAINED_AS_ROOT = (
 )
 
 
+QUICK = tuple(
+    name
+    for group in (FILES, NETWORK, PROCESSES, KERNEL, HOST, HOARDS, LANGUAGE)
+    for name in group
+    if name != "a thread that stays"
+)
+"""Attacks that end by themselves."""
+
+
 def code_of(name: str, *, secret: str, pid: int, port: int) -> str:
     """The attack's code, aimed at a file, a process and a port of the host."""
     return ATTACKS[name].format(secret=secret, pid=pid, port=port)
 
 
-__all__ = ["ATTACKS", "SIGN", "STOPPED", "UNCONTAINED", "UNCONTAINED_AS_ROOT", "code_of"]
+__all__ = ["ATTACKS", "QUICK", "SIGN", "STOPPED", "UNCONTAINED", "UNCONTAINED_AS_ROOT", "code_of"]

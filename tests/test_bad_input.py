@@ -16,7 +16,7 @@ import torch
 from tests.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import DataError
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Status
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.train import RunResult, train
@@ -300,7 +300,7 @@ def test_settings_that_lead_nowhere(
 
 
 def test_a_tracker_that_fails_leaves_no_run_behind(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(SettingError, match=r"track\.trackers: 'builtins:object'"):
         train(
             tiny(
                 run={"name": "a", "dir": str(tmp_path / "runs")},

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from tests.test_grafted_runs import BOTH
 from tests.tiny import differing, tiny
-
 from treegraft.cli.display import PlainDisplay
+
 from treegraft.core.errors import CheckpointError, TreegraftError
 from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import Ended

@@ -20,13 +20,13 @@ import pytest
 from tests.tiny import contents, differing, tiny, write_recipe
 from tests.tiny_parts import SlowSearch
 
-from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import OTHERS, Ended, Stop, exit_status, others_as_ctrl_c, run_to_end
 from treegraft.policy import checkpoint as checkpoint_files
 from treegraft.policy.learn.learner import Learner
 from treegraft.runs.checkpoint import latest_checkpoint, read_state
+from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.start import open_checkpoint
 from treegraft.train import RunResult, sft, train

@@ -14,11 +14,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.display import display_on
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import SettingError
 from treegraft.core.files import write_atomically
 from treegraft.core.interrupt import Ended
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings
@@ -35,7 +35,8 @@ Recipe = Annotated[str | None, typer.Option(help="Recipe to use instead of the r
 Data = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help='File of questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'
+        metavar="FILE",
+        help='File of questions: .jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".',
     ),
 ]
 QuestionColumn = Annotated[str | None, typer.Option(help="Column of the question in FILE.")]

@@ -1,5 +1,5 @@
-"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve |
-profile | config | doctor`.
+"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
+serve | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -23,8 +23,8 @@ from rich.text import Text
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
-from treegraft.cli.display import display_on
 from treegraft.cli.eval import evaluate
+from treegraft.cli.init import init
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
@@ -38,6 +38,7 @@ from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -59,7 +60,11 @@ app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="Recipe (.toml) or config.json of a run.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run.",
+    ),
 ]
 Checkpoint = Annotated[
     Path,
@@ -70,7 +75,8 @@ Checkpoint = Annotated[
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]", help="Recipe (.toml) or config.json of a run; not needed with --resume."
+        metavar="[RECIPE]",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
     ),
 ]
 Resume = Annotated[
@@ -119,10 +125,13 @@ def _settings(
     if recipe is None:
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
-            f" expected one of them, such as `treegraft {command} recipes/demo.toml` or `treegraft"
-            f" {command} --resume runs/NAME`."
+            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
+            f" --resume runs/NAME`."
         )
     return load_config(recipe, typed)
+
+
+app.command()(init)
 
 
 @app.command()
@@ -193,8 +202,8 @@ def run(
 ) -> None:
     """Ask a trained agent one question and print its steps."""
     from treegraft.evals.evaluate import answer_question
+    from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored
-    from treegraft.view.transcript import transcript
 
     # Settings of training would change nothing here; the user may believe that they do.
     refuse_ignored(overrides or [], "run")
@@ -214,19 +223,22 @@ def compare(
 ) -> None:
     """Print accuracy and cost of several runs side by side."""
     from treegraft.runs.metrics import meaning
-    from treegraft.view.compare import compare_runs
+    from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
     key, rows = compare_runs(runs)
     if as_json:
         print(json.dumps({"accuracy": key, "rows": dict(rows)}))
         return
-    title, names = Text(f"{key}: {meaning(key)}"), [folder.name for folder in runs]
-    shown = table("", *names, title=title, title_justify="left", padding=(0, 2))
+    say(f"{key}: {meaning(key)}")
+    shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
+    for column in shown.columns[1:]:
+        column.overflow = "fold"
     for name, values in rows:
         form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
-        cells = ["" if value is None else form.format(value) for value in values]
-        shown.add_row(Text(name), *cells)
+        cells = ["-" if value is None else form.format(value) for value in values]
+        shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
     Console().print(shown)
+    say(COSTS_NOTE, "dim")
 
 
 @app.command()
@@ -349,38 +361,18 @@ def doctor(
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
-    The exit code is 2 if something is missing.
+    With a recipe, its first tasks are written as the agent will see them, and their references are
+    scored as its answers. The exit code is 2 if something has to be corrected.
     """
-    from treegraft.cli import doctor as checks
+    from treegraft.cli.doctor import examine, print_examination
+    from treegraft.settings.load import load_config
 
-    sections = {"installed": list(checks.installed()), "machine": list(checks.machine())}
-    if recipe is not None:
-        from treegraft.settings.load import load_config
-
-        config = load_config(recipe, overrides or [])
-        try:
-            parts, total = checks.recipe_memory(config)
-        except ModelError as error:
-            parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
-        sections["memory estimate"] = [*parts, total]
-        sections["data and own parts"] = [
-            *checks.data_files(config),
-            *checks.services(config),
-            *checks.import_paths(config),
-        ]
-        sections["what runs where"] = list(checks.placement(config))
+    found = examine(None if recipe is None else load_config(recipe, overrides or []))
     if as_json:
-        values = {title: checks.as_dict(findings) for title, findings in sections.items()}
-        print(json.dumps(values, indent=2))
-    for title, findings in () if as_json else sections.items():
-        shown = table(title=title, title_justify="left", title_style="bold", show_header=False)
-        for one in findings:
-            mark = Text("ok", "green") if one.is_good else Text("!!", "bold red")
-            note = Text(one.note, "dim" if one.is_good else "red")
-            shown.add_row(mark, Text(one.name), Text(one.value), note)
-        if findings:
-            Console().print(shown)
-    if not all(finding.is_good for findings in sections.values() for finding in findings):
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print_examination(found)
+    if not found.verdict.is_good:
         raise typer.Exit(2)
 
 

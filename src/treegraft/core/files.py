@@ -122,6 +122,11 @@ def whole_lines(path: Path) -> Iterator[tuple[int, str]]:
                     yield number, line[:-1].decode()
 
 
+def leads_outside(path: Path, folder: Path) -> bool:
+    """Returns whether links on the way lead `path` out of `folder`."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
+
+
 def drop_cut_line(path: Path) -> None:
     """Removes a last line that a crash cut off, so that the next one begins a line of its own."""
     data = path.read_bytes() if path.exists() else b""

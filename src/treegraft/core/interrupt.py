@@ -175,7 +175,7 @@ class Stop:
         """Returns the result of the work.
 
         Args:
-            waits_on: its text says what is being waited for.
+            waits_on: its text names what is being waited for; it may be empty.
             on_heartbeat: gets a sentence after each HEARTBEAT_S of waiting.
 
         Raises:
@@ -189,7 +189,8 @@ class Stop:
                     {task, stop}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
                 )
             )[0]:
-                on_heartbeat(f"still waiting after {time.monotonic() - began:.0f} s: {waits_on}")
+                waits = str(waits_on) or "nothing is waited for"
+                on_heartbeat(f"not finished after {time.monotonic() - began:.0f} s: {waits}")
             # Work that ended together with the request is not thrown away.
             if task.done():
                 return task.result()

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 
 def as_text(result: Any) -> str:
-    """Returns a tool's result as text; bytes are read as UTF-8."""
+    """Returns a tool's result as text: nothing for None, bytes read as UTF-8, JSON of mappings,
+    lists and records."""
     if isinstance(result, str):
         return result
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result).decode("utf-8", errors="replace")
+    if result is None:
+        return ""
+    is_record = is_dataclass(result) and not isinstance(result, type)
+    if is_record or isinstance(result, Mapping | list | tuple | set | frozenset | BaseModel):
+        return json.dumps(to_jsonable_python(result, fallback=_bare), ensure_ascii=False)
     return str(result)
+
+
+def _bare(value: Any) -> Any:
+    """Numbers and arrays of NumPy and torch as Python's own; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def describe(error: BaseException | None) -> str:
@@ -25,9 +42,11 @@ def describe(error: BaseException | None) -> str:
 
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= {127: "\u2421"} | dict.fromkeys(
-    [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"
+    [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)],
+    "\ufffd",
 )
-"""Control characters, C1 codes and direction overrides -> a visible stand-in."""
+"""Control characters, C1 codes, direction overrides and half surrogate pairs -> a visible
+stand-in."""
 
 
 def plain(text: str, limit: int | None = None) -> str:

@@ -14,6 +14,7 @@ reader finds half of one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -63,8 +64,8 @@ SAMPLED_COLUMNS: Mapping[str, float] = {
     "ratios": 1.0,
 }
 """Columns written for sampled tokens only, with the value that a tree has for the others."""
-_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RuntimeError)
-"""What values that are no tree's make the reading of one raise."""
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""Errors that parsing a damaged line may raise."""
 T = TypeVar("T")
 
 
@@ -77,20 +78,29 @@ def tree_to_json(tree: Tree) -> str:
     return f"{head}{','.join(steps)}]}}"
 
 
+def _task_to_dict(task: Task) -> dict[str, Any]:
+    data = asdict(task)
+    # Tasks without messages are written as 0.6 did.
+    if not task.messages:
+        del data["messages"]
+    return data
+
+
 def _texts(tree: Tree) -> tuple[str, list[str]]:
     """A line up to its first step, and each of its steps; the index needs their places."""
     head = {
         "group_id": tree.group_id,
-        "task": asdict(tree.task),
+        "task": _task_to_dict(tree.task),
         "budget": asdict(tree.budget),
         "leaves": [asdict(leaf) for leaf in tree.leaves],
         "steps": [],
     }
     data = [head, *map(step_to_dict, tree.steps)]
-    texts = [json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in data]
+    write = functools.partial(json.dumps, separators=(",", ":"), default=str)
+    texts = [write(part, ensure_ascii=False) for part in data]
     # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
     if any(re.search("[\ud800-\udfff]", text) for text in texts):
-        texts = [json.dumps(part, separators=(",", ":")) for part in data]
+        texts = [write(part) for part in data]
     return texts[0].removesuffix("]}"), texts[1:]
 
 
@@ -141,18 +151,18 @@ def parse_tree(line: bytes, where: str) -> Tree:
         DataError: it is not a recorded tree; the message begins with `where`.
     """
     try:
-        return tree_from_json(line)
-    except _UNREADABLE as error:
-        raise DataError(f"{where}: not a recorded tree ({_short(error)})") from error
-
-
-def _short(error: Exception) -> str:
-    return plain(f"{type(error).__name__}: {error}", 200)
+        tree = tree_from_json(line)
+        tree.trajectories()  # every leaf has its path
+        return tree
+    except DAMAGE as error:
+        raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
 
 
 def _tree_from_dict(data: dict[str, Any]) -> Tree:
+    task = data["task"]
+    lists = {name: tuple(task.get(name, ())) for name in ("reference", "messages")}
     return Tree(
-        task=Task(**{**data["task"], "reference": tuple(data["task"]["reference"])}),
+        task=Task(**{**task, **lists}),
         group_id=data["group_id"],
         budget=BudgetState(**data["budget"]),
         leaves=tuple(Leaf(**{**leaf, "status": Status(leaf["status"])}) for leaf in data["leaves"]),
@@ -268,7 +278,7 @@ def read_places(path: Path) -> list[TreePlace]:
     for a file of another size, by parsing the file, then without the places of steps."""
     if (index := _index_path(path)) is not None:
         # Runs of 0.6 have no index, and one may be damaged: parsing is slow but always possible.
-        with suppress(OSError, *_UNREADABLE):
+        with suppress(OSError, *DAMAGE):
             data = parse_json(index.read_bytes())
             if data["size"] == path.stat().st_size:
                 return [TreePlace(**place) for place in data["trees"]]
@@ -277,7 +287,7 @@ def read_places(path: Path) -> list[TreePlace]:
         for line in file:
             task_id = ""
             # A damaged line keeps its number, so that the trees behind it keep theirs.
-            with suppress(*_UNREADABLE):
+            with suppress(*DAMAGE):
                 task_id = str(parse_json(line)["task"]["id"])
             begin, end = end, end + len(line)
             places.append(TreePlace(task_id=task_id, begin=begin, end=end, steps={}))
@@ -312,8 +322,8 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
                 parse_json(part(*place.steps[one])) if place.steps else known[one] for one in ids
             ]
             return _tree_from_dict(data).trajectories()[0]
-        except _UNREADABLE as error:
-            raise DataError(f"{where}: not a recorded tree ({_short(error)})") from error
+        except DAMAGE as error:
+            raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
 
 
 def read_trees(path: Path | str) -> list[Tree]:

@@ -17,10 +17,12 @@ from pathlib import Path
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
+from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Origin, Status, Trace, Tree
 from treegraft.runs.beside import ways_out
 from treegraft.runs.start import Start
 from treegraft.settings.config import Config
+from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.agents import ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
@@ -31,10 +33,33 @@ from treegraft.traces.retrieve import BufferRetriever
 EXPERT = "expert"
 OWN = "self"
 """Source of the agent's own traces."""
+NUM_CHECKED = 8
+"""Tasks whose expert is tried in their environments before the run."""
 OWN_FILE = Path("buffer") / "traces.sqlite"
 """Where a run keeps its copy."""
 BESIDE = "buffer"
 """Its name among `TrainState.beside`, wherever it lies."""
+
+
+def buffer_file(path: Path) -> Path:
+    """Returns the file of a Step-Trace Buffer, given itself, its folder or the folder of a run that
+    uses it.
+
+    Raises:
+        DataError: a folder in which there is none.
+    """
+    if not path.is_dir():
+        return path
+    record = path / "buffer.json"
+    used = json.loads(record.read_text(encoding="utf-8")).get("path") if record.is_file() else None
+    places = [path / OWN_FILE, path / OWN_FILE.name, *([Path(used)] if used else [])]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise DataError(
+            f"'{path}' is a folder without a Step-Trace Buffer; expected the buffer's file, or the"
+            f" folder of a run that retrieves, such as one with {OWN_FILE}"
+        )
+    return found
 
 
 class RunBuffer:
@@ -99,6 +124,36 @@ class RunBuffer:
             self._refuse_changed(buffer, own)
             return buffer.load_encoder()
 
+    async def check_expert(self, environments: SessionOpener | None) -> None:
+        """Makes the expert's calls at the first tasks in their environments, where the buffer will
+        be built of them.
+
+        Raises:
+            DataError: results that differ, by task and call.
+        """
+        if environments is None or not self._is_expert_due:
+            return
+        agent = ScriptedAgent(self._source, seed=self._config.run.seed)
+        tasks = self._source.train_tasks()[:NUM_CHECKED]
+        solved = [(task, steps) for task in tasks if (steps := agent.steps(task, 0))]
+        await show(environments, solved)
+
+    async def build(
+        self, scorer: TreeScorer, format: Format, environments: SessionOpener | None
+    ) -> None:
+        """Builds the buffer of the expert's steps, where that is still to do; arguments as in
+        `opened`. Raises `DataError` for one without any."""
+        if self._is_expert_due and self._encoder is not None:
+            own = self._run_dir / OWN_FILE
+            await self._make_copy(own, self._encoder, scorer, format, environments)
+            with TraceBuffer(own, self._encoder) as buffer:
+                self._refuse_empty(buffer)
+
+    @property
+    def _is_expert_due(self) -> bool:
+        is_expert = self.is_used and self._config.buffer.path == EXPERT
+        return is_expert and not (self._run_dir / OWN_FILE).exists()
+
     @property
     def _is_own(self) -> bool:
         """Whether the run works on a copy."""
@@ -147,11 +202,18 @@ class RunBuffer:
         return {BESIDE: self._checksum} if self._checksum else {}
 
     @asynccontextmanager
-    async def opened(self, update: int, scorer: TreeScorer, format: Format) -> AsyncIterator[None]:
+    async def opened(
+        self,
+        update: int,
+        scorer: TreeScorer,
+        format: Format,
+        environments: SessionOpener | None = None,
+    ) -> AsyncIterator[None]:
         """Holds the buffer as it was after `update`, built first where there is none yet.
 
         Args:
             scorer, format: of an expert's traces.
+            environments: where an expert's calls are made; None where the tasks have none.
 
         Raises:
             CheckpointError: somebody has changed the buffer since the run began.
@@ -163,7 +225,7 @@ class RunBuffer:
         is_own = self._is_own
         is_new = is_own and not own.exists()
         if is_new:
-            await self._make_copy(own, self._encoder, scorer, format)
+            await self._make_copy(own, self._encoder, scorer, format, environments)
         with TraceBuffer(own if is_own else self._path, self._encoder) as buffer:
             if is_own and not is_new:
                 # Later updates are run again, and add and evict the same traces again. A new copy
@@ -172,7 +234,9 @@ class RunBuffer:
             is_accepted = self._start is not None and self._start.accepts_changes
             self._refuse_empty(buffer)
             self._note(buffer, is_own or is_accepted)
-            self.buffer, self.retriever = buffer, BufferRetriever(buffer, settings)
+            has_world = bool(self._config.environment.kind)
+            self.buffer = buffer
+            self.retriever = BufferRetriever(buffer, settings, is_tried=has_world)
             try:
                 yield
             finally:
@@ -183,7 +247,12 @@ class RunBuffer:
                 self.retriever.close()
 
     async def _make_copy(
-        self, own: Path, encoder: Encoder, scorer: TreeScorer, format: Format
+        self,
+        own: Path,
+        encoder: Encoder,
+        scorer: TreeScorer,
+        format: Format,
+        environments: SessionOpener | None,
     ) -> None:
         """Makes the run's buffer, complete under its name or not there at all."""
         own.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +265,8 @@ class RunBuffer:
         for leftover in own.parent.glob(f"{partial.name}*"):
             leftover.unlink()
         seed = self._config.run.seed
-        agent, tasks = ScriptedAgent(self._source, seed=seed), self._source.train_tasks()
+        agent = ScriptedAgent(self._source, seed=seed, environments=environments)
+        tasks = self._source.train_tasks()
         with TraceBuffer(partial, encoder) as buffer:
             await build_traces(
                 tasks, agent, scorer, format, buffer, num_samples=1, num_best=1, seed=seed

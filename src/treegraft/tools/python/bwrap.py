@@ -12,6 +12,7 @@ import codecs
 import importlib.util
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -24,6 +25,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from io import FileIO
 from pathlib import Path
 
@@ -51,9 +53,11 @@ _NAMESPACES = (
     " kernel.apparmor_restrict_unprivileged_userns=0, user.max_user_namespaces above 0; in a"
     " container, a profile that allows them). Or take tools.python.backend = 'monty'."
 )
+_LIBRARIES = ("lib", "lib64")
 _ENVIRONMENT = {
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
+    "LD_LIBRARY_PATH": ":".join(f"/python/{name}" for name in _LIBRARIES),
     "PYTHONHASHSEED": "0",
     "PYTHONPATH": "/worker:/packages",
     "TZ": "UTC",
@@ -332,7 +336,7 @@ def _command(info: int, block: int | None) -> list[str]:
     """Returns bubblewrap's command line up to the worker's settings."""
     # --unshare-all only tries for a user namespace. As process 1 the worker reaps what it clones.
     parts = ["bwrap", "--unshare-all", "--unshare-user", "--new-session", "--as-pid-1"]
-    parts += ["--info-fd", str(info)]
+    parts += ["--hostname", "sandbox", "--info-fd", str(info)]
     capabilities = ["CAP_SYS_ADMIN"]  # the worker gives each call its own namespaces
     if block is not None:
         # bwrap waits until its user ids are mapped; the worker then changes to the lesser one.
@@ -355,14 +359,13 @@ def _command(info: int, block: int | None) -> list[str]:
     for device in ("null", "zero", "random", "urandom"):
         parts += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     parts += ["--remount-ro", "/"]
-    # The base of a virtual environment, whose own folder is not mounted; without `site`.
-    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    return [*parts, python, "-s", "-S", "-B", "-P", "-m", sandbox_worker.__name__]
+    # Without `site`, which would add packages that are not mounted.
+    return [*parts, str(_target(_program())), "-s", "-S", "-B", "-P", "-m", sandbox_worker.__name__]
 
 
 def _system() -> list[str]:
-    """Returns the options that show the system's programs and libraries, and Python's own, to be
-    read only."""
+    """Returns the options that show the system's programs and libraries, and what Python needs of
+    its own, to be read only."""
     options = ["--ro-bind", "/usr", "/usr"]
     for path in map(Path, ("/bin", "/lib", "/lib32", "/lib64", "/sbin")):
         if path.is_symlink():
@@ -371,14 +374,64 @@ def _system() -> list[str]:
             options += ["--ro-bind", str(path), str(path)]
     for path in map(Path, ("/etc/ld.so.cache", "/etc/alternatives")):
         options += ["--ro-bind-try", str(path), str(path)]
-    prefix = Path(sys.base_prefix).resolve()
-    if not prefix.is_relative_to("/usr"):
-        # The sandbox's user must be able to reach it: the standard library is read upon import.
-        for folder in reversed(prefix.parents):
-            if folder != Path("/"):
-                options += ["--dir", str(folder)]
-        options += ["--ro-bind", str(prefix), str(prefix)]
-    return options
+    home = Path(os.path.expanduser("~")).resolve()
+    covers = [home] if Path("/usr") in home.parents else []
+    options += [word for folder in covers for word in ("--tmpfs", str(folder))]
+    # Not the whole folder of a Python outside the system: it may be a home, or hold one.
+    folders, files = _interpreter()
+    for path in (*folders, *files):
+        if not path.is_relative_to("/usr") or path.is_relative_to(home):
+            target = _target(path)
+            # The sandbox's user must be able to reach it; bwrap would make parents of a file with
+            # rights for their owner only.
+            for parent in reversed(target.parents[:-1]):
+                options += ["--dir", str(parent)]
+            options += ["--ro-bind", str(path), str(target)]
+    # The packages of calls are mounted one by one; any others are the user's business.
+    for folder in folders:
+        if (folder / "site-packages").is_dir():
+            covers.append(_target(folder / "site-packages"))
+            options += ["--tmpfs", str(covers[-1])]
+    return options + [word for folder in covers for word in ("--remount-ro", str(folder))]
+
+
+@cache
+def _interpreter() -> tuple[list[Path], list[Path]]:
+    """Returns the folders of the standard library, and Python's program with the shared libraries
+    that lie neither in these nor in the system."""
+    program = _program()
+    name = Path(sys.platlibdir, f"python{sys.version_info.major}.{sys.version_info.minor}")
+    prefixes = [Path(prefix).resolve() for prefix in (sys.base_prefix, sys.base_exec_prefix)]
+    folders = [folder for prefix in dict.fromkeys(prefixes) if (folder := prefix / name).is_dir()]
+    libraries = [path for prefix in prefixes for path in prefix.glob("lib*/*.so*")]
+    ldd = shutil.which("ldd")
+    if program.is_relative_to("/usr") or not libraries or ldd is None:
+        return folders, [program]
+    users = [program, *(file for folder in folders for file in folder.glob("lib-dynload/*.so"))]
+    # As `_ENVIRONMENT` has it for the sandbox.
+    environment = {"LD_LIBRARY_PATH": ":".join(f"{prefixes[0]}/{name}" for name in _LIBRARIES)}
+    told = subprocess.run(
+        [ldd, *map(str, users)], env=environment, capture_output=True, text=True, timeout=START_S
+    ).stdout
+    found = (Path(os.path.normpath(word)) for word in re.findall(r"=> (/\S+)", told))
+    system = (Path("/usr"), Path("/lib"), Path("/lib64"), *folders)
+    files = [file for file in found if not any(map(file.is_relative_to, system))]
+    return folders, list(dict.fromkeys([program, *files]))
+
+
+def _target(path: Path) -> Path:
+    """Returns where a file or folder of Python lies in the sandbox: under a name that tells nothing
+    of the host where it can be moved, which takes the program with its libraries."""
+    prefix, program = Path(sys.base_prefix).resolve(), _program()
+    is_moved = program.is_relative_to(prefix) and not program.is_relative_to("/usr")
+    if is_moved and path.is_relative_to(prefix):
+        return Path("/python", path.relative_to(prefix))
+    return path
+
+
+def _program() -> Path:
+    # The base of a virtual environment, whose own folder is not mounted.
+    return Path(getattr(sys, "_base_executable", None) or sys.executable).resolve()
 
 
 def _package_folders(name: str) -> list[Path]:
