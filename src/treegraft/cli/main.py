@@ -423,7 +423,7 @@ def main() -> None:
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
-    except OSError as error:
+    except (OSError, BaseExceptionGroup) as error:
         if not (fault := storage_fault(error)):
             raise
         say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
