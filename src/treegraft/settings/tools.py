@@ -49,6 +49,8 @@ class McpSettings(Settings):
     """How often in a run a connection that ended by itself is opened again."""
     start_timeout_s: float = setting(30.0, gt=0)
     """Longest wait for its list of tools, in seconds."""
+    max_answer_mb: int = setting(16, ge=1)
+    """Largest answer that is read, in MiB; a larger one is an error that the agent reads."""
 
 
 class SearchToolSettings(Settings):
