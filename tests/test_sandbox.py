@@ -639,6 +639,28 @@ def test_attacks_are_contained(
     assert sandboxes() == set()
 
 
+def test_monty_writes_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor does it leave its folder behind."""
+    before = set(Path(tempfile.gettempdir()).glob("treegraft-monty-*"))
+
+    async def run() -> list[str]:
+        tool = MontyTool(PythonToolSettings(max_duration_s=2))
+        told = []
+        for code in ("repr(['a' * 10**6] * 10**4)", "('x' * 10**6).join(['a'] * 10**6)", "6 * 7"):
+            try:
+                told.append(await tool(code, TASK))
+            except ToolError as error:
+                told.append(str(error))
+        await tool.close()
+        return told
+
+    *errors, value = asyncio.run(run())
+    assert len(errors) == 2 and all("was stopped" in error for error in errors)
+    assert value == "42"
+    assert capfd.readouterr() == ("", "")
+    assert set(Path(tempfile.gettempdir()).glob("treegraft-monty-*")) <= before
+
+
 def succeeds(name: str, folder: Path, port: int) -> bool:
     """Whether the attack reaches what it is after in a plain process; the "caller" is one that
     nobody needs."""
