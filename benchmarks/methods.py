@@ -467,9 +467,9 @@ def branching_costs(num_seeds: int) -> list[str]:
             for s in range(num_seeds)
             if (job := Job("boundary", method, s)) in known
         ]
-        if not found:
+        total = {name: sum(counts[name] for counts in found) for name in found[0]} if found else {}
+        if not total.get("calls_of_leaves"):
             continue
-        total = {name: sum(counts[name] for counts in found) for name in found[0]}
         d, t = (
             total["calls_before"] / max(1.0, total["branches"]),
             total["calls_of_leaves"] / total["leaves"],

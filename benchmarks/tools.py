@@ -1,7 +1,7 @@
 """Calls of the bubblewrap python tool against a plain subprocess, unconfined, that starts CPython
 and runs the same code.
 
-python benchmarks/tools.py [CALLS]
+    python benchmarks/tools.py [CALLS]
 
 Alternating, ratio of medians. `code` imports nothing; `sympy` imports what the sandbox has loaded
 already. The last lines are a single call's cost beyond the code itself, one after the other and
@@ -10,6 +10,7 @@ with a pause between them.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import statistics
 import subprocess
@@ -33,7 +34,9 @@ WORKERS = 2
 
 
 def main() -> None:
-    num_calls = int(sys.argv[1]) if len(sys.argv) > 1 else 20
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("calls", type=int, nargs="?", default=20, help="calls of each kind; 20")
+    num_calls = parser.parse_args().calls
     with asyncio.Runner() as runner:
         tool = BwrapTool(PythonToolSettings(num_workers=WORKERS, max_duration_s=60))
         runner.run(tool("import sympy", TASK))

@@ -60,7 +60,7 @@ def arm(target: str, nth: int, when: str) -> None:
 
 def work(folder: Path, settings: Mapping[str, Any], job: Mapping[str, Any]) -> int:
     """Does one job in this process; returns the exit code."""
-    from treegraft.cli.display import PlainDisplay
+    from treegraft.runs.display import PlainDisplay
     from treegraft.train import train
 
     began = time.monotonic()

@@ -19,7 +19,7 @@ from treegraft.core.types import Observation, Origin, StepContent, Task, ToolCal
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.settings.tasks import RewardSettings, SearchWorldSettings
-from treegraft.tasks.rewards import RewardScorer
+from treegraft.tasks.rewards import RewardScorer, build_rewards
 from treegraft.tasks.search_world import SearchWorld
 from treegraft.traces.agents import Attempt, ScriptedAgent
 from treegraft.traces.buffer import TraceBuffer
@@ -45,7 +45,10 @@ def format() -> TagsFormat:
     return TagsFormat(tokenizer, world().tools(), system_prompt="", require_think=False)
 
 
-SCORER = RewardScorer.from_settings(RewardSettings(funcs=["hierarchical"], accuracy="exact_match"))
+SCORER = RewardScorer(
+    build_rewards(RewardSettings(funcs=["hierarchical"], accuracy="exact_match")),
+    written_text=format().written_text,
+)
 
 
 class Numbered:

@@ -83,7 +83,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_help_is_quick_and_free_of_torch() -> None:
     code = (
-        "import sys, treegraft, treegraft.cli.main, treegraft.cli.display\n"
+        "import sys, treegraft, treegraft.cli.main, treegraft.runs.display\n"
         "import treegraft.settings.load, treegraft.cli.doctor, treegraft.runs.metrics\n"
         "treegraft.Config, treegraft.load_config\n"
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'} & set(sys.modules)\n"
@@ -282,11 +282,30 @@ def test_compare_shows_runs_side_by_side(
     assert treegraft("compare", tmp_path / "first", tmp_path / "second") == 0
     shown = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["first", "second"] in shown and ["update", "1", "50.0%", "75.0%"] in shown
-    assert ["rollout/num_tool_calls", "10", "10"] in shown
+    assert ["tool", "calls", "10", "10"] in shown
     assert treegraft("compare", tmp_path / "first", tmp_path / "second", "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert data["accuracy"] == "eval/accuracy_sampled" and data["rows"]["update 1"] == [0.5, 0.75]
     assert treegraft("compare", tmp_path / "none") == 3
+
+
+def test_compare_shows_the_time_of_warm_up_and_evaluations(
+    treegraft: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "a-name-of-a-run-that-is-much-too-long-for-a-heading-of-one-line-in-a-terminal"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    lines = [
+        {"update": 0, "time/warmup_s": 40.0, "time/eval_s": 3.0},
+        {"update": 1, "time/cpu_s": 2.0, "time/eval_s": 4.0},
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert treegraft("compare", run) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["warm-up", "s", "40"] in rows and ["evaluation", "s", "7"] in rows
+    assert ["CPU", "s", "2"] in rows and ["tool", "calls", "-"] in rows
+    assert "a-name-of-a-run" in shown and "…" not in shown
 
 
 def test_an_empty_question_is_refused(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from treegraft.core.errors import SettingError
 from treegraft.runs.metrics import METRICS, check_known, find_meaning, meaning
 from treegraft.settings.config import (
     Config,
-    foreign_names,
     known_settings,
     renamed,
     settings_with,
     tables_and_settings,
 )
 from treegraft.settings.load import config_json, describe, load_config, refuse_ignored
-from treegraft.settings.table import Condition, setting
+from treegraft.settings.policy import LearnSettings
+from treegraft.settings.table import Condition, setting, value_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -102,7 +102,7 @@ def test_every_recipe_loads_and_its_resolved_form_loads_back_equal(
     betas=st.tuples(st.floats(0, 0.999), st.floats(0, 0.999)),
     prompt=st.none() | st.text(),
     hops=st.lists(st.integers(1, 5), min_size=1),
-    params=st.dictionaries(st.text(), st.integers() | st.text() | st.booleans()),
+    params=st.dictionaries(st.text(), st.integers(-(2**63), 2**63 - 1) | st.text() | st.booleans()),
 )
 def test_resolved_form_is_exact(
     lr: float, betas: tuple[float, float], prompt: str | None, hops: list[int], params: dict
@@ -381,8 +381,6 @@ def test_evaluation_refuses_what_only_training_uses() -> None:
 
 def test_facts_speak_of_settings_that_exist() -> None:
     known = set(known_settings())
-    for ours in foreign_names().values():
-        assert set(ours.replace(" and ", " or ").split(" or ")) <= known
     assert not set(renamed()) & set(tables_and_settings())
     for found in tables_and_settings().values():
         for condition in found.facts.idle_unless:
@@ -393,12 +391,6 @@ def test_facts_speak_of_settings_that_exist() -> None:
         assert name.removesuffix(".") in tables_and_settings()
         others = [one for one in known if one.startswith(name)]
         assert name.endswith(".") or others == [name], "names are compared by their beginnings"
-
-
-def test_foreign_names_are_joined_by_what_they_mean() -> None:
-    assert foreign_names()["clip_ratio"] == "loss.clip_low and loss.clip_high"
-    assert foreign_names()["max_steps"] == "run.num_updates or rollout.max_agent_steps"
-    assert foreign_names()["adam_beta2"] == "learn.betas"
 
 
 def test_names_that_recipes_may_say_are_those_that_are_built_in() -> None:
@@ -497,3 +489,50 @@ def test_project_file_agrees_with_the_package() -> None:
     assert dir(treegraft) == sorted(treegraft.__all__)
     with pytest.raises(AttributeError, match="nonsense"):
         _ = treegraft.nonsense
+
+
+def test_a_default_that_follows_is_that_of_the_default_configuration() -> None:
+    derived = {name: one for name, one in known_settings().items() if one.facts.default_of}
+    assert len(derived) >= 8
+    for name, one in derived.items():
+        assert one.facts.default_of(Config()) == value_of(Config(), name), name
+
+
+def test_defaults_follow_the_number_of_leaves() -> None:
+    for explorer, name in (("entropy", "entropy.num_starts"), ("graft", "graft.num_hybrid")):
+        given = {
+            "explore": {"explorers": [explorer], "num_leaves": 4},
+            "buffer": {"path": "expert"},
+        }
+        assert value_of(load_config(given).explore, name) == 2
+        assert value_of(load_config(given, ["explore.num_leaves=1"]).explore, name) == 1
+        # What is given stays, and has to fit.
+        with pytest.raises(SettingError, match="expected at most"):
+            load_config(given, [f"explore.{name}=5"])
+
+
+def test_defaults_follow_the_model() -> None:
+    model = load_config({"model": {"path": "a/b"}, "warmup": {"num_steps": 200}})
+    assert (model.learn.lr, model.warmup.lr, model.warmup.batch_size) == (1e-6, 2e-5, 8)
+    assert (model.warmup.lr_warmup_steps, model.rollout.max_completion_tokens) == (20, 512)
+    adapters = load_config({"model": {"path": "a/b", "lora": {"rank": 8}}})
+    assert (adapters.learn.lr, adapters.warmup.lr) == (1e-5, 2e-4)
+    # Settings of Python follow overrides as well, and what they name stays.
+    given = Config(learn=LearnSettings(lr=0.5))
+    followed = load_config(given, ["model.path=a/b"])
+    assert (followed.learn.lr, followed.warmup.lr) == (0.5, 2e-5)
+    assert not any(row.is_default for row in describe(followed) if row.name == "learn.lr")
+    assert all(row.is_default for row in describe(followed) if row.name.startswith("warmup."))
+    # A resolved configuration holds them all.
+    assert load_config(json.loads(config_json(model))) == model
+
+
+def test_thoughts_and_boxes_are_asked_for_in_tags_only() -> None:
+    def asked(**settings: object) -> tuple[bool, bool]:
+        found = load_config({"model": {"path": "a/b"}, "format": settings}).format
+        return found.require_think, found.require_boxed
+
+    assert asked() == (True, True)
+    assert asked(kind="chat") == (False, False)
+    assert asked(kind="chat", require_think=True) == (True, False)
+    assert asked(require_boxed=False) == (True, False)

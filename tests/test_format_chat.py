@@ -32,12 +32,11 @@ from treegraft.core.types import (
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import demonstration_tree
-from treegraft.rollout.formats.build import use_template
 from treegraft.rollout.formats.chat import ChatFormat
+from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import Limits
 from treegraft.rollout.loop import Grower
-from treegraft.settings.tasks import FormatSettings
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tasks.rewards import hierarchical_reward
 from treegraft.tools.function import FunctionTool
@@ -143,10 +142,10 @@ def test_a_template_from_a_file(tmp_path: Any) -> None:
     tokenizer = copy.deepcopy(tokenizer_of("qwen25"))
     path = tmp_path / "own.jinja"
     path.write_text(QWEN3)
-    use_template(FormatSettings(kind="chat", chat_template=str(path)), tokenizer)
+    use_template(str(path), tokenizer)
     assert tokenizer.chat_template == QWEN3
     with pytest.raises(SettingError, match=r"format\.chat_template: got 'nowhere\.jinja'"):
-        use_template(FormatSettings(kind="chat", chat_template="nowhere.jinja"), tokenizer)
+        use_template("nowhere.jinja", tokenizer)
 
 
 @KINDS

@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from tests.tiny import is_timing, tiny
 from tests.trees import Part, build_tree
 
-from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.types import GraftCause, Observation, StepContent, Task, ToolCall, Trajectory
 from treegraft.explore.compose import Composed
@@ -23,6 +22,7 @@ from treegraft.explore.graft import HybridRollout
 from treegraft.explore.independent import Independent
 from treegraft.rollout.copied import answer_source, copied_metrics
 from treegraft.rollout.measure import unused_metrics
+from treegraft.runs.display import PlainDisplay
 from treegraft.runs.health import HealthWarning, Monitor, explained, page, recorded
 from treegraft.runs.health_rules import RULES
 from treegraft.runs.metrics import check_known
@@ -114,6 +114,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "failed_eval": (at_end(eval__failed_frac=0.5), "held-out trajectories lost"),
     "branch_unused": ({"branch/unused_frac": 1.0}, "fresh starts: 100%"),
     "graft_unused": ({"graft/unused_frac": 0.96}, "no graft: 96%"),
+    "graft_untrue": ({"environment/untrue_graft_frac": 0.6}, "environment contradicts: 60%"),
     "answer_copied": (at_end(graft__copied_frac=0.3), "30%"),
     "engine_drift": (at_end(learn__engine_gap=2e-4), "0.0002 nats"),
     "one_sign": (at_end(learn__positive_frac=1.0), "100.0% of its contributions are positive"),
@@ -136,6 +137,7 @@ WIDER = {
     "violated": 0.6,
     "failed": 0.6,
     "graft_unused": 0.97,
+    "graft_untrue": 0.7,
     "answer_copied": 0.4,
     "engine_drift": 3.0,
     "tool_failing": 0.3,

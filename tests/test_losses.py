@@ -111,6 +111,37 @@ def test_shaping_comes_before_the_clip(
 
 
 @pytest.mark.parametrize(
+    ("ratio", "loss", "gradient", "is_clipped"),
+    [
+        # Shaping 1.25 and c = 2.5: the bound stands at ρ = 2.
+        (1.9, 4.75, 4.75, False),
+        (2.0, 5.0, 5.0, False),  # a tie keeps the gradient
+        (2.1, 5.0, 0.0, True),
+    ],
+)
+def test_dual_clip_acts_on_the_shaped_ratio(
+    ratio: float, loss: float, gradient: float, is_clipped: bool
+) -> None:
+    new = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
+    terms = clipped_surrogate(
+        new,
+        torch.zeros(1, dtype=torch.float64),
+        torch.tensor([-2.0], dtype=torch.float64),
+        clip_low=0.2,
+        clip_high=0.3,
+        dual_clip=2.5,
+        shaping=torch.tensor([1.25], dtype=torch.float64),
+    )
+    terms.losses.sum().backward()
+    assert new.grad is not None
+    assert (float(terms.losses.detach()), float(new.grad), bool(terms.is_clipped)) == (
+        pytest.approx(loss),
+        pytest.approx(gradient),
+        is_clipped,
+    )
+
+
+@pytest.mark.parametrize(
     ("form", "prob", "advantage", "loss", "gradient"),
     [
         # -c A log π with c = 2: the gradient after log π is -c A.
@@ -164,6 +195,8 @@ def test_an_absurd_ratio_stays_finite() -> None:
         (0.0, 0.0, 0.0),
         (math.log(2.0), 0.5 + math.log(2.0) - 1.0, 0.5),
         (-math.log(2.0), 2.0 - math.log(2.0) - 1.0, -1.0),
+        (-2.6, math.exp(2.6) - 3.6, 1.0 - math.exp(2.6)),  # 9.86: the last of the pull
+        (-2.62, 10.0, 0.0),
         (-5.0, 10.0, 0.0),  # e^5 - 6 = 142: held at 10
     ],
 )

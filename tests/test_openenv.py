@@ -252,6 +252,9 @@ def test_steps_rewards_branches_and_the_end(urls: dict[str, str]) -> None:
             "environment/num_forks": 0,
             "environment/num_mismatches": 0,
             "environment/num_failures": 0,
+            "environment/num_rehearsals": 0,
+            "environment/num_graft_tries": 0,
+            "environment/num_graft_calls": 0,
             "environment/num_untrue_grafts": 0,
         }
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -28,6 +28,7 @@ from treegraft.core.listener import address_of, listen
 from treegraft.core.types import Task
 from treegraft.settings.tools import ToolsSettings
 from treegraft.tools.build import build_tools
+from treegraft.tools.search.corpus import Passage
 from treegraft.tools.search.remote import RemoteSearch, retrieve_url
 from treegraft.tools.search.serve import search_app
 from treegraft.tools.search.tool import SearchTool, open_corpus
@@ -127,9 +128,12 @@ def test_bad_requests_are_told_what_is_wrong(retrieval: str) -> None:
         b'{"queries": ["x"], "topk": 0}': "'topk'",
         b'{"queries": ["x"], "topk": true}': "'topk'",
         b'{"queries": ["x"], "topk": 1001}': "'topk'",
+        b'{"queries": ["' + b"x" * 10_001 + b'"]}': "got 10001 characters, expected 10000 at most",
+        b'{"queries": ["x"' + b', "x"' * 100 + b'], "topk": 1000}': "ask for 101000 passages",
     }
     for body, part in bad.items():
-        answer = httpx.post(retrieval, content=body, timeout=60)
+        headers = {"content-type": "application/json; charset=utf-8"}
+        answer = httpx.post(retrieval, content=body, headers=headers, timeout=60)
         assert answer.status_code == 422 and part in answer.json()["detail"], body[:40]
     # A page in a browser whose name was made to point here.
     assert (
@@ -231,6 +235,63 @@ def test_a_server_that_is_not_there_is_noticed_before_the_run() -> None:
     for wrong in ("", "127.0.0.1:8000", "ftp://x/retrieve", "http:///retrieve"):
         with pytest.raises(SettingError, match=r"tools\.search\.url: got"):
             RemoteSearch(wrong)
+
+
+def test_only_json_is_carried_out(retrieval: str) -> None:
+    # Another origin's page may send these without a preflight request.
+    for kind in ("text/plain", "application/x-www-form-urlencoded", None):
+        headers = {} if kind is None else {"content-type": kind}
+        answer = httpx.post(retrieval, content=b'{"queries": ["x"]}', headers=headers, timeout=60)
+        assert (answer.status_code, answer.json()["detail"]) == (
+            415,
+            "expected the content type application/json",
+        )
+
+
+def test_a_client_that_hangs_up_leaves_no_traceback(
+    retrieval: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    host, port = retrieval.removeprefix("http://").partition("/")[0].split(":")
+    head = f"POST /retrieve HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Type: application/json\r\n"
+    for _ in range(5):
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(f"{head}Content-Length: 100\r\n\r\n".encode() + b'{"queries"')
+    answer = httpx.post(retrieval, json={"queries": ["capital"]}, timeout=60)
+    assert answer.status_code == 200 and not caplog.records
+
+
+def test_a_heavy_request_does_not_hold_up_the_others() -> None:
+    class Slow:
+        is_remote = False
+        fingerprint = "slow"
+
+        async def search(self, queries: Sequence[str], top_k: int) -> list[list[Passage]]:
+            sizes.append(len(queries))
+            await asyncio.sleep(0.01)
+            return [[] for _ in queries]
+
+        async def close(self) -> None: ...
+
+    async def ask() -> list[str]:
+        order: list[str] = []
+
+        async def one(name: str, num: int) -> None:
+            answer = await client.post("/retrieve", json={"queries": ["x"] * num})
+            assert len(answer.json()["result"]) == num
+            order.append(name)
+
+        app = search_app(Slow(), default_top_k=1, host="127.0.0.1")
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            heavy = asyncio.create_task(one("heavy", 1000))
+            await asyncio.sleep(0.03)
+            await one("light", 1)
+            await heavy
+        return order
+
+    sizes: list[int] = []
+    assert asyncio.run(ask()) == ["light", "heavy"]
+    assert max(sizes) == 32 and sum(sizes) == 1001
 
 
 def test_beyond_loopback_a_server_answers_to_any_name(tmp_path: Path) -> None:

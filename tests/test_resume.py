@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import io
 import json
 import os
 import signal
@@ -18,11 +20,13 @@ import pytest
 from tests.tiny import contents, differing, tiny, write_recipe
 from tests.tiny_parts import SlowSearch
 
-from treegraft.cli.display import PlainDisplay
 from treegraft.core.errors import CheckpointError, SettingError
-from treegraft.core.interrupt import run_to_end
+from treegraft.core.files import file_checksum
+from treegraft.core.interrupt import OTHERS, Ended, Stop, exit_status, run_to_end
+from treegraft.policy import checkpoint as checkpoint_files
 from treegraft.policy.learn.learner import Learner
-from treegraft.runs.checkpoint import file_checksum, latest_checkpoint, read_state
+from treegraft.runs.checkpoint import latest_checkpoint, read_state
+from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.runs.start import open_checkpoint
 from treegraft.train import RunResult, sft, train
@@ -235,6 +239,8 @@ def test_a_run_of_0_6_goes_on_and_its_checkpoint_is_opened(tmp_path: Path) -> No
         if state.exists():
             data = json.loads(state.read_text())
             data["checksums"]["treegraft/config.json"] = file_checksum(path)
+            del data["checksum"], data["beside"]
+            data["format_version"] = 1
             state.write_text(json.dumps(data))
     config, _ = open_checkpoint(run.run_dir, None, [])
     assert config.engine.native.cache_gb == 0.5
@@ -277,9 +283,14 @@ def test_fine_tuning_alone_resumes_and_can_be_trained_on(tmp_path: Path) -> None
 
 
 def interrupting(
-    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, presses: int = 1
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    nth: int,
+    presses: int = 1,
+    number: int = signal.SIGINT,
 ) -> None:
-    """Presses Ctrl-C at the nth call of a method."""
+    """Presses Ctrl-C, or sends another signal, at the nth call of a method."""
     original: Callable[..., Any] = getattr(owner, name)
     count = 0
 
@@ -288,7 +299,7 @@ def interrupting(
         count += 1
         if count == nth:
             for _ in range(presses):
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), number)
                 time.sleep(0.01)
         return original(*args, **kwargs)
 
@@ -369,7 +380,10 @@ def test_the_second_ctrl_c_stops_at_once(
     assert differing(undisturbed, tmp_path / "a") == []
 
 
-def test_the_command_line_stops_with_130_and_resumes_without_a_recipe(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_line_tells_the_signal_and_resumes_without_a_recipe(
+    number: int, tmp_path: Path
+) -> None:
     settings = tiny(
         run={"name": "a", "dir": str(tmp_path), "num_updates": 500},
         eval={"every": 0},
@@ -385,8 +399,8 @@ def test_the_command_line_stops_with_130_and_resumes_without_a_recipe(tmp_path: 
         for line in process.stdout:
             lines.append(line)
             if line.startswith("update 2/"):
-                process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
+                process.send_signal(number)
+        assert process.wait(60) == 128 + number
     assert any("interrupted and saved" in line for line in lines)
     done = read_metrics(tmp_path / "a")[-1]["update"]
     resumed = subprocess.run(
@@ -398,6 +412,83 @@ def test_the_command_line_stops_with_130_and_resumes_without_a_recipe(tmp_path: 
     )
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stderr == "" and f"update {done + 1:.0f}/{done + 1:.0f}" in resumed.stdout
+
+
+@pytest.mark.parametrize("number", OTHERS, ids=lambda number: signal.Signals(number).name)
+def test_other_signals_save_too_and_a_second_one_changes_nothing(
+    number: int,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    settings = tiny(run={"name": "a", "dir": str(tmp_path)}, checkpoint={"every": 5})
+    handler = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        interrupting(patch, Learner, "learn", 1, presses=2, number=number)
+        with pytest.raises(Ended) as ended:
+            train(settings, display=PlainDisplay(sys.stdout))
+    assert exit_status(ended.value) == 128 + number and signal.getsignal(number) is handler
+    name, printed = signal.Signals(number).name, capsys.readouterr().out
+    assert f"got {name}; stopping and saving" in printed and "stopped at once" not in printed
+    assert (
+        f"interrupted and saved; go on with: treegraft train --resume {tmp_path / 'a'}" in printed
+    )
+    assert (tmp_path / "a" / "checkpoints" / "update-000001").is_dir()
+    train(tiny(run={"name": "a", "dir": str(tmp_path)}), resume=tmp_path / "a")
+    others = ("config.json", "state.json")  # of the checkpoints' interval
+    unlike = differing(undisturbed, tmp_path / "a")
+    assert [one for one in unlike if not one.endswith(others)] == []
+
+
+def test_no_signal_breaks_into_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = tiny(run={"name": "a", "dir": str(tmp_path)}, checkpoint={"every": 5})
+    with monkeypatch.context() as patch:
+        interrupting(patch, Learner, "learn", 1)
+        original = checkpoint_files.save_file
+
+        def pressed(*args: Any) -> None:
+            # The one that the Ctrl-C above asks for.
+            if (tmp_path / "a" / "checkpoints" / ".update-000001.partial").exists():
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+                    os.kill(os.getpid(), number)
+                    time.sleep(0.01)
+            original(*args)
+
+        patch.setattr(checkpoint_files, "save_file", pressed)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings, display=PlainDisplay(sys.stdout))
+    printed = capsys.readouterr().out
+    assert "a checkpoint is being written" in printed and "interrupted and saved" in printed
+    assert read_state(tmp_path / "a" / "checkpoints" / "update-000001").update == 1
+
+
+def test_a_signal_that_is_ignored_stays_ignored() -> None:
+    """`nohup` has SIGHUP ignored, so that a run outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    async def work() -> bool:
+        stop = Stop()
+        with stop.on_signals(print, "stopping", "again"):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+        return stop.is_asked
+
+    try:
+        assert run_to_end(work()) is False
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_run_outlives_its_terminal(undisturbed: Path, tmp_path: Path) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, "Input/output error")
+
+    train(tiny(run={"name": "a", "dir": str(tmp_path)}), display=PlainDisplay(Gone()))
+    assert differing(undisturbed, tmp_path / "a") == []
 
 
 def test_a_notebook_is_stopped_and_waited_for() -> None:

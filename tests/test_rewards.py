@@ -30,7 +30,6 @@ from treegraft.tasks.rewards import (
     f1_reward,
     hierarchical_reward,
     math_reward,
-    written_text,
 )
 
 
@@ -79,8 +78,15 @@ def path(
     return [(content, Origin.POLICY) for content in steps], status
 
 
+def written_text(token_ids: Sequence[int]) -> str:
+    return " ".join(f"t{token}" for token in token_ids)
+
+
 def score(tree: Tree, function: Callable[..., Any], *, deadline_s: float = 10.0) -> Tree:
-    return asyncio.run(RewardScorer([("mine", function, 1.0)], deadline_s=deadline_s)(tree))
+    scorer = RewardScorer(
+        [("mine", function, 1.0)], written_text=written_text, deadline_s=deadline_s
+    )
+    return asyncio.run(scorer(tree))
 
 
 def test_plain_rewards() -> None:
@@ -145,16 +151,6 @@ def test_accuracy_follows_the_reference() -> None:
     assert hierarchical_reward(trajectories=trajectories, accuracy="f1") == [0.0]
 
 
-def test_written_text_leaves_out_tool_text_and_grafts() -> None:
-    steps = [
-        (SEARCH, Origin.POLICY),
-        (StepContent(thought="foreign"), Origin.RETRIEVED),
-        (StepContent(answer="x"), Origin.POLICY),
-    ]
-    (trajectory,) = make_tree((steps, Status.COMPLETED)).trajectories()
-    assert written_text(trajectory) == "look\nsearch: q\nx"
-
-
 def test_scorer_fills_the_leaves() -> None:
     tree = make_tree(
         path(SEARCH, PYTHON, answer="New York City"),
@@ -163,7 +159,8 @@ def test_scorer_fills_the_leaves() -> None:
         path(SEARCH, status=Status.FAILED),
     )
     settings = RewardSettings(funcs=["hierarchical", "exact_match"], weights=[1.0, 2.0])
-    leaves = asyncio.run(RewardScorer.from_settings(settings)(tree)).leaves
+    scorer = RewardScorer(build_rewards(settings), written_text=written_text)
+    leaves = asyncio.run(scorer(tree)).leaves
     assert [leaf.reward for leaf in leaves] == [
         pytest.approx(1.1 + 2.0),
         pytest.approx(0.8),
@@ -186,7 +183,7 @@ def test_functions_get_trls_keywords() -> None:
     leaves = score(tree, mine).leaves
     assert [leaf.reward for leaf in leaves] == [0.5, 0.25]
     assert seen["prompts"] == ["where?", "where?"]
-    assert seen["completions"] == ["look\nsearch: q\nx", "y"]
+    assert seen["completions"] == ["t1 t2\nt1 t2", "t1 t2"]
     assert seen["completion_ids"] == [[1, 2, 1, 2], [1, 2]]
     assert seen["level"] == ["hard", "hard"]
     assert seen["reference"] == [("New York City",)] * 2
@@ -197,7 +194,7 @@ def test_a_function_without_kwargs_gets_what_it_names() -> None:
     def by_length(completions: list[str]) -> list[float]:
         return [float(len(text)) for text in completions]
 
-    assert score(make_tree(path(answer="four")), by_length).leaves[0].reward == 4.0
+    assert score(make_tree(path(answer="four")), by_length).leaves[0].reward == 5.0
 
 
 def explode(**_: Any) -> list[float]:

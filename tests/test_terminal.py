@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from treegraft.cli.display import PlainDisplay, RichDisplay, evaluation_line, make_display
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import (
@@ -24,7 +23,15 @@ from treegraft.core.types import (
     ToolCall,
     Tree,
 )
-from treegraft.view.transcript import pick_sample, transcript
+from treegraft.runs.display import (
+    NoDisplay,
+    PlainDisplay,
+    RichDisplay,
+    evaluation_line,
+    make_display,
+    shown,
+)
+from treegraft.runs.transcript import pick_sample, transcript
 
 METRICS = {
     "reward/mean": 0.5,
@@ -168,7 +175,12 @@ def test_rich_display_shows_the_numbers_and_gives_the_terminal_back() -> None:
     display.finished(Path("runs/demo"), Path("runs/demo/checkpoints/last"), {"eval/accuracy": 1.0})
     display.close()
     text = console.export_text()
-    for part in ("0.110", "25%", "start [x]: accuracy 41.5%, pass@4 72.0%", "careful [bold]now"):
+    for part in (
+        "0.110",
+        "25%",
+        "start [x]: accuracy 41.5% greedy, pass@4 72.0%",
+        "careful [bold]now",
+    ):
         assert part in text
     assert (
         "finished runs/demo: accuracy 100.0%" in text
@@ -213,7 +225,7 @@ def test_plain_display_writes_one_line_each() -> None:
         "    <answer> e41 </answer>",
         "    completed, reward 1, correct, advantage +0.70",
         "update 2/20  reward 0.500  correct 25%  calls 1.50  entropy 0.123  time 2.0s",
-        "evaluated update 1: accuracy 50.0%",
+        "evaluated update 1: accuracy 50.0% greedy",
         "warning: two\u241b[2J",
         "interrupted and saved; go on with: treegraft train r.toml --resume runs/demo",
         "finished runs/demo",
@@ -231,6 +243,37 @@ def test_the_kind_of_display_follows_the_stream() -> None:
 
     assert isinstance(make_display(io.StringIO()), PlainDisplay)
     assert isinstance(make_display(Terminal()), RichDisplay)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_terminal", "lines"),
+    [(True, False, 1), (False, True, 0), (None, False, 0), (None, True, 1)],
+)
+def test_progress_is_shown_where_it_is_asked_for_or_seen(
+    asked: bool | None, is_terminal: bool, lines: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("sys.stdout", stream)
+    with shown(asked) as display:
+        display.started(Path("runs/a"), "tiny on search_world", 2)
+    assert stream.getvalue().count("run runs/a: tiny on search_world") == lines
+
+
+def test_a_display_of_the_callers_own_is_handed_over_and_left_open() -> None:
+    told: list[str] = []
+
+    class Mine(NoDisplay):
+        def warn(self, text: str) -> None:
+            told.append(text)
+
+        def close(self) -> None:
+            told.append("closed")
+
+    with shown(Mine()) as display:
+        display.warn("slow")
+        display.update(1, 2, METRICS)
+    assert told == ["slow"]
 
 
 def test_the_best_trajectory_is_the_sample() -> None:
@@ -260,21 +303,23 @@ def test_an_evaluation_on_one_line() -> None:
     }
     assert (
         evaluation_line(metrics)
-        == "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@2 50.0%, pass@4 72.0%, gain"
-        " +0.52 [0.47, 0.57]"
+        == "accuracy 41.5% greedy (1_hop 60%, 2_hops 23%), 38.0% sampled, pass@2 50.0%,"
+        " pass@4 72.0%, gain +0.52 greedy (95 %: +0.47 to +0.57)"
     )
     assert evaluation_line(dict(reversed(metrics.items()))).startswith(
-        "accuracy 41.5% (2_hops 23%, 1_hop 60%), sampled"
+        "accuracy 41.5% greedy (2_hops 23%, 1_hop 60%), 38.0% sampled"
     )
     assert (
         evaluation_line(metrics, is_brief=True)
-        == "accuracy 41.5%, sampled 38.0%, gain +0.52 [0.47, 0.57]"
+        == "accuracy 41.5% greedy, 38.0% sampled, gain +0.52 greedy (95 %: +0.47 to +0.57)"
     )
+    fallen = {"eval/gain": -0.004, "eval/gain_low": -0.03, "eval/gain_high": 0.02}
+    assert evaluation_line(fallen) == "gain +0.00 greedy (95 %: -0.03 to +0.02)"
     sampled = {
         "eval/accuracy_sampled": 0.25,
         "eval/accuracy_sampled_math": 0.5,
         "eval/failed_frac": 0.1,
     }
-    assert evaluation_line(sampled) == "accuracy_sampled 25.0% (math 50%), failed 10.0%"
+    assert evaluation_line(sampled) == "accuracy 25.0% sampled (math 50%), failed 10.0%"
     many = {"eval/accuracy": 0.5} | {f"eval/accuracy_{name}": 0.5 for name in "abcdefgh"}
     assert evaluation_line(many).endswith("f 50%, 2 more)")

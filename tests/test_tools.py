@@ -12,12 +12,14 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.plugins import load_object
 from treegraft.core.types import Observation, Task, ToolCall
+from treegraft.rollout.formats.markup import system_prompt_for
 from treegraft.settings.tools import PythonToolSettings, ToolsSettings
 from treegraft.tools.build import build_tools
 from treegraft.tools.function import FunctionTool
@@ -283,7 +285,13 @@ def test_an_unknown_tool_is_an_observation() -> None:
 def test_results_of_other_types_become_text() -> None:
     assert call_once(returning(b"caf\xc3\xa9 \xff\x00")).text == "café \ufffd\x00"
     assert call_once(returning(42)).text == "42"
-    assert call_once(returning(None)).text == "None"
+    assert call_once(returning(None)).text == ""
+    found = {"name": "caf\xe9", "sizes": (1, 2), "of": {"a": np.float32(0.5)}, "by": None}
+    assert call_once(returning(found)).text == (
+        '{"name": "caf\xe9", "sizes": [1, 2], "of": {"a": 0.5}, "by": null}'
+    )
+    assert call_once(returning([Observation(text="x")])).text.startswith('[{"text": "x", "is_')
+    assert call_once(returning((np.arange(2), Path("a")))).text == '[[0, 1], "a"]'
 
 
 def test_output_is_capped_and_says_so() -> None:
@@ -502,6 +510,65 @@ def test_functions_become_tools() -> None:
     assert call_once(FunctionTool(whoami), "hello").text == "hello t/1"
 
 
+def test_arguments_with_defaults_may_be_left_out() -> None:
+    def ls(show_all: bool = False) -> str:
+        """Lists."""
+        return str(show_all)
+
+    def look(at: str = "all") -> str:
+        """Looks."""
+        return at
+
+    def move(x: int = 1, y: int = 2) -> str:
+        """Moves."""
+        return f"{x} {y}"
+
+    def take(items: dict[str, int]) -> str:
+        """Takes."""
+        return str(sum(items.values()))
+
+    told = {
+        ls: {"": "False", " ": "False", "{}": "False", "true": "True", '{"show_all": 1}': "True"},
+        look: {"": "all", " \n": "all", " key": " key"},
+        move: {"": "1 2", "{}": "1 2", '{"y": 5}': "1 5"},
+        take: {'{"a": 1, "b": 2}': "3", '{"items": {"a": 4}}': "4"},
+    }
+    for func, bodies in told.items():
+        for body, expected in bodies.items():
+            assert call_once(FunctionTool(func), body).text == expected
+    wrong = call_once(FunctionTool(ls), '{"fileName": "x"}')
+    assert wrong.text == (
+        'ls has no parameter \'fileName\'; it takes {"show_all": ...} ("show_all" optional)'
+    )
+    assert "needs JSON" in call_once(FunctionTool(double), "").text
+    assert "'number' is missing" in call_once(FunctionTool(double), "{}").text
+
+
+def test_the_prompt_says_which_arguments_are_optional() -> None:
+    def look(at: str = "all") -> str:
+        """Looks."""
+        return at
+
+    told = system_prompt_for(
+        [FunctionTool(add), FunctionTool(look), FunctionTool(shout)], True, True
+    )
+    assert (
+        '<add>...</add> Adds. Its input is a JSON object: {"left": {"type": "integer"}, "right":'
+        ' {"type": "integer"}}. Optional: right.\n'
+    ) in told
+    assert "<look>...</look> Looks. Its input may be empty.\n" in told
+    assert "<shout>...</shout> Says it loudly.\n" in told
+
+
+def test_names_in_camel_case_become_tags() -> None:
+    def moveTo2(place: str) -> str:
+        """Moves."""
+        return place
+
+    assert FunctionTool(moveTo2).name == "move_to_two"
+    assert FunctionTool(moveTo2, name="go").name == "go"
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -539,15 +606,11 @@ def test_functions_that_make_no_tool_are_refused() -> None:
         """Starred."""
         return ""
 
-    def Upper(text: str) -> str:
-        """Named wrongly."""
-        return text
-
     for func, message in (
         (undocumented, "docstring"),
         (untyped, "annotation"),
         (star, "filled"),
-        (Upper, "letters"),
+        (lambda text: text, "letters"),
     ):
         with pytest.raises(SettingError, match=message):
             FunctionTool(func)

@@ -11,7 +11,7 @@ import torch
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ± this before exp, so that one absurd token cannot overflow the sum."""
 KL_LIMIT = 10.0
-"""k3 values are clamped to ± this, as in verl."""
+"""k3 values are clamped to ± this, as in verl; beyond it their gradient is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ def clipped_surrogate(
     Source: Schulman et al., arXiv 1707.06347, eq. 7; separate ends from DAPO (Yu et al., arXiv
     2503.14476, eq. 10); dual clip from Ye et al., arXiv 1912.09729, eq. 3; r̂ from RAPO (arXiv
     2603.03078, eq. 8 and 11). The clip acts on r̂: a trajectory with grafts stands at 1 + m F where
-    others stand at 1, so for A > 0 it reaches the upper end earlier.
+    others stand at 1, so for A > 0 it reaches the upper end earlier. Dual clip too acts on r̂; where
+    r̂ = c the gradient is kept.
 
     Args:
         logprobs, old_logprobs, advantages: [C]; the last two detached.
@@ -124,7 +125,8 @@ def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.T
 
     k3 = exp(-d) + d - 1,   d = log π - log π_ref
 
-    (Schulman, "Approximating KL Divergence", 2020; GRPO eq. 4).
+    (Schulman, "Approximating KL Divergence", 2020; GRPO eq. 4). Clamped to `KL_LIMIT`, which it
+    reaches at d = -2.61 and d = 11: beyond them it has no gradient.
     """
     difference = (logprobs - ref_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return (torch.exp(-difference) + difference - 1.0).clamp(-KL_LIMIT, KL_LIMIT)

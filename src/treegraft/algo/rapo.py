@@ -163,7 +163,8 @@ def path_retrieval_reward(path: Trajectory, variant: RetrievalVariant = "paper")
 
     A branch inherits the grafts above it. The entropies are means over the tokens the policy
     sampled in a step; tool results, which the paper's unit also holds, were not drawn from a
-    distribution.
+    distribution. They are those recorded by the engine, in bfloat16 too; the learner's only where
+    the engine knew no more than its top k tokens.
     """
     entropies = [
         [fmean(compress(step.entropies, step.sampled_mask)) for step in pair]

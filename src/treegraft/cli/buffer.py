@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.display import display_on
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import DataError, EngineError, SettingError
+from treegraft.core.interrupt import Ended
 from treegraft.core.text import plain
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.traces.collect import StoredCounts
@@ -45,6 +46,10 @@ Encoder = Annotated[
     ),
 ]
 BufferFile = Annotated[Path, typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer.")]
+BufferOrRun = Annotated[
+    Path,
+    typer.Argument(metavar="BUFFER", help="File of a Step-Trace Buffer, or a run that uses one."),
+]
 
 MinReward = Annotated[float, typer.Option(help="Keep only trajectories with a reward above this.")]
 Keep = Annotated[int, typer.Option(min=1, help="Trajectories kept per task, the best by reward.")]
@@ -157,12 +162,12 @@ def build(
             raise
     _print_report(work, out, as_json)
     report = work.report
-    if work.is_stopped:
+    if work.stopped_by is not None:
         say(
             f"stopped; the finished tasks are in {out}, and the same command goes on.",
             to_stderr=True,
         )
-        raise typer.Exit(130)
+        raise Ended(work.stopped_by)
     if not report.num_kept and not report.num_skipped:
         reasons = _reasons(report.failures, 1)
         raise EngineError(
@@ -374,10 +379,12 @@ def add(
 
 
 @buffer_app.command()
-def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
+def stats(buffer: BufferOrRun, as_json: AsJson = False) -> None:
     """Print the contents of a buffer in numbers."""
     from treegraft.traces.buffer import TraceBuffer
+    from treegraft.traces.run_buffer import buffer_file
 
+    buffer = buffer_file(buffer)
     with TraceBuffer.open_as_built(buffer) as opened:
         found = opened.stats()
         fingerprint = opened.fingerprint()
@@ -406,7 +413,7 @@ def stats(buffer: BufferFile, as_json: AsJson = False) -> None:
 
 @buffer_app.command()
 def search(
-    buffer: BufferFile,
+    buffer: BufferOrRun,
     text: Annotated[
         str,
         typer.Argument(
@@ -428,8 +435,9 @@ def search(
     """Print the traces whose history is most similar to a text."""
     from treegraft.traces.buffer import TraceBuffer
     from treegraft.traces.keys import step_lines
+    from treegraft.traces.run_buffer import buffer_file
 
-    with TraceBuffer.open_as_built(buffer) as opened:
+    with TraceBuffer.open_as_built(buffer_file(buffer)) as opened:
         (found,) = opened.search([text], num, allow_terminal=allow_terminal, sources=source or ())
     if as_json:
         print(json.dumps([asdict(trace) | {"similarity": score} for trace, score in found]))

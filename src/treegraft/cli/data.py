@@ -30,7 +30,8 @@ def check(
     train: Annotated[
         str,
         typer.Argument(
-            metavar="TRAIN", help='Training data: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'
+            metavar="TRAIN",
+            help='Training data: .jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".',
         ),
     ],
     evals: Annotated[
@@ -108,7 +109,8 @@ def _print_contamination(one: Contamination, train: str) -> None:
 @data_app.command()
 def show(
     file: Annotated[
-        str, typer.Argument(metavar="FILE", help='.jsonl, .json, .parquet or "hub:NAME:SPLIT".')
+        str,
+        typer.Argument(metavar="FILE", help='.jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".'),
     ],
     rows: Annotated[int, typer.Option(min=0, help="Number of rows.")] = 3,
     first: Annotated[int, typer.Option(min=0, help="Number of the first row, from 0.")] = 0,

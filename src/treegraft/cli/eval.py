@@ -14,10 +14,11 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.display import display_on
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.core.errors import SettingError
 from treegraft.core.files import write_atomically
+from treegraft.core.interrupt import Ended
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.evals.judge import JudgeSettings
@@ -34,7 +35,8 @@ Recipe = Annotated[str | None, typer.Option(help="Recipe to use instead of the r
 Data = Annotated[
     str | None,
     typer.Option(
-        metavar="FILE", help='File of questions: .jsonl, .json, .parquet or "hub:NAME:SPLIT".'
+        metavar="FILE",
+        help='File of questions: .jsonl, .json, .parquet or "hub:NAME:CONFIG/SPLIT".',
     ),
 ]
 QuestionColumn = Annotated[str | None, typer.Option(help="Column of the question in FILE.")]
@@ -213,13 +215,13 @@ def _run_suite(
 
             print_report(result.report, _console())
             say(f"trees and report: {result.folder}")
-    if result.is_stopped:
+    if result.stopped_by is not None:
         say(
             f"stopped after {result.num_done} of {result.num_items} items, kept in {result.folder};"
             " the same command goes on.",
             to_stderr=True,
         )
-        raise typer.Exit(130)
+        raise Ended(result.stopped_by)
 
 
 def _compare(before: Path, after: Path, report: Path | None, as_json: bool) -> None:

@@ -1,9 +1,9 @@
-"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve |
-profile | config | doctor`.
+"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
+serve | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
-usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C. Heavy packages
-load inside the command that needs them.
+usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
+129 by SIGHUP, 138 by SIGUSR1. Heavy packages load inside the command that needs them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rich.text import Text
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
-from treegraft.cli.display import display_on
 from treegraft.cli.eval import evaluate
+from treegraft.cli.init import init
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
@@ -34,8 +34,11 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
 )
+from treegraft.core.files import storage_fault
+from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
+from treegraft.runs.display import display_on
 
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
@@ -57,7 +60,11 @@ app.add_typer(data_app)
 app.add_typer(serve_app)
 
 Recipe = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="Recipe (.toml) or config.json of a run.")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run.",
+    ),
 ]
 Checkpoint = Annotated[
     Path,
@@ -68,12 +75,20 @@ Checkpoint = Annotated[
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
-        metavar="[RECIPE]", help="Recipe (.toml) or config.json of a run; not needed with --resume."
+        metavar="[RECIPE]",
+        help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
     ),
 ]
 Resume = Annotated[
     Path | None,
     typer.Option(metavar="RUN_DIR", help="Run folder to continue from its latest checkpoint."),
+]
+AcceptChanges = Annotated[
+    bool | None,
+    typer.Option(
+        "--accept-changes",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
+    ),
 ]
 
 
@@ -110,31 +125,54 @@ def _settings(
     if recipe is None:
         raise SettingError(
             f"command line: `treegraft {command}` got neither a recipe nor a run to resume;"
-            f" expected one of them, such as `treegraft {command} recipes/demo.toml` or `treegraft"
-            f" {command} --resume runs/NAME`."
+            f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
+            f" --resume runs/NAME`."
         )
     return load_config(recipe, typed)
 
 
+app.command()(init)
+
+
 @app.command()
 def train(
-    recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
 ) -> None:
     """Train an agent with a recipe.
 
     Writes a run folder with metrics, trees and checkpoints.
     """
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
     config = _settings(recipe, overrides, resume, "train")
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
     with display_on(None) as display:
-        run_training(config, recipe=recipe, resume=resume, display=display)
+        run_training(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )
 
 
 @app.command()
-def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
+def sft(
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
+) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup]."""
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
     config = _settings(recipe, overrides, resume, "sft")
     if config.warmup.num_steps == 0:
         raise SettingError(
@@ -144,7 +182,13 @@ def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resu
     from treegraft.train import sft as run_fine_tuning
 
     with display_on(None) as display:
-        run_fine_tuning(config, recipe=recipe, resume=resume, display=display)
+        run_fine_tuning(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )
 
 
 app.command("eval")(evaluate)
@@ -158,8 +202,8 @@ def run(
 ) -> None:
     """Ask a trained agent one question and print its steps."""
     from treegraft.evals.evaluate import answer_question
+    from treegraft.runs.transcript import transcript
     from treegraft.settings.load import refuse_ignored
-    from treegraft.view.transcript import transcript
 
     # Settings of training would change nothing here; the user may believe that they do.
     refuse_ignored(overrides or [], "run")
@@ -179,19 +223,22 @@ def compare(
 ) -> None:
     """Print accuracy and cost of several runs side by side."""
     from treegraft.runs.metrics import meaning
-    from treegraft.view.compare import compare_runs
+    from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
     key, rows = compare_runs(runs)
     if as_json:
         print(json.dumps({"accuracy": key, "rows": dict(rows)}))
         return
-    title, names = Text(f"{key}: {meaning(key)}"), [folder.name for folder in runs]
-    shown = table("", *names, title=title, title_justify="left", padding=(0, 2))
+    say(f"{key}: {meaning(key)}")
+    shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
+    for column in shown.columns[1:]:
+        column.overflow = "fold"
     for name, values in rows:
         form = "{:.1%}" if name.startswith("update") else "{:,.0f}"
-        cells = ["" if value is None else form.format(value) for value in values]
-        shown.add_row(Text(name), *cells)
+        cells = ["-" if value is None else form.format(value) for value in values]
+        shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
     Console().print(shown)
+    say(COSTS_NOTE, "dim")
 
 
 @app.command()
@@ -314,38 +361,18 @@ def doctor(
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
-    The exit code is 2 if something is missing.
+    With a recipe, its first tasks are written as the agent will see them, and their references are
+    scored as its answers. The exit code is 2 if something has to be corrected.
     """
-    from treegraft.cli import doctor as checks
+    from treegraft.cli.doctor import examine, print_examination
+    from treegraft.settings.load import load_config
 
-    sections = {"installed": list(checks.installed()), "machine": list(checks.machine())}
-    if recipe is not None:
-        from treegraft.settings.load import load_config
-
-        config = load_config(recipe, overrides or [])
-        try:
-            parts, total = checks.recipe_memory(config)
-        except ModelError as error:
-            parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
-        sections["memory estimate"] = [*parts, total]
-        sections["data and own parts"] = [
-            *checks.data_files(config),
-            *checks.services(config),
-            *checks.import_paths(config),
-        ]
-        sections["what runs where"] = list(checks.placement(config))
+    found = examine(None if recipe is None else load_config(recipe, overrides or []))
     if as_json:
-        values = {title: checks.as_dict(findings) for title, findings in sections.items()}
-        print(json.dumps(values, indent=2))
-    for title, findings in () if as_json else sections.items():
-        shown = table(title=title, title_justify="left", title_style="bold", show_header=False)
-        for one in findings:
-            mark = Text("ok", "green") if one.is_good else Text("!!", "bold red")
-            note = Text(one.note, "dim" if one.is_good else "red")
-            shown.add_row(mark, Text(one.name), Text(one.value), note)
-        if findings:
-            Console().print(shown)
-    if not all(finding.is_good for findings in sections.values() for finding in findings):
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print_examination(found)
+    if not found.verdict.is_good:
         raise typer.Exit(2)
 
 
@@ -397,9 +424,17 @@ def main() -> None:
     """Runs the command line; an error of ours is one paragraph, never a traceback."""
     _silence_others()
     try:
-        app()
+        with others_as_ctrl_c():
+            app()
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except OSError as error:
+        if not (fault := storage_fault(error)):
+            raise
+        say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
+        sys.exit(1)
+    except (KeyboardInterrupt, SystemExit) as error:
+        # Typer makes an exit with 130 of every interrupt.
+        is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == 130
+        sys.exit(exit_status(error) if is_interrupt else error.code)

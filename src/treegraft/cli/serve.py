@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from treegraft.core.errors import SettingError
 from treegraft.core.listener import address_of, listen
 from treegraft.core.listener import serve as answer
 
@@ -58,12 +57,7 @@ def search(
 
     Use it in a recipe with tools.search.kind=http tools.search.url=http://127.0.0.1:8000/retrieve
     """
-    try:
-        from treegraft.tools.search.serve import search_app
-    except ImportError as error:
-        raise SettingError(
-            f"`treegraft serve` needs the package '{error.name}'; run: pip install 'treegraft[web]'"
-        ) from error
+    from treegraft.tools.search.serve import search_app
     from treegraft.tools.search.tool import open_corpus
 
     # Making an index takes long, and says how far it is.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from treegraft.core.interfaces import Span
@@ -17,6 +17,10 @@ from treegraft.core.types import (
     Task,
     Tree,
 )
+
+Demonstration = tuple[Task, tuple[StepContent, ...]]
+Show = Callable[[Sequence[Demonstration]], Awaitable[list[Demonstration]]]
+"""Plays demonstrations in environments and returns them as these show them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +39,13 @@ def tree_of_paths(
     prompt_ids: Sequence[int],
     paths: Sequence[Sequence[Written]],
     environment_rewards: Sequence[float | None] | None = None,
+    answer_of: Callable[[StepContent, Task], str | None] | None = None,
 ) -> Tree:
     """Returns completed trajectories as the separate paths of one tree, in their order, not scored.
 
     Args:
         environment_rewards: of each path; None without environments.
+        answer_of: reads the answer of a last step; None takes it as it stands.
     """
     root = Written(StepContent(thought=task.question), [(tuple(prompt_ids), Origin.PROMPT)])
     steps, leaves = [plain_step(ROOT_ID, None, root)], []
@@ -50,10 +56,11 @@ def tree_of_paths(
             step_id = f"{parent}.{0 if depth else start}"
             steps.append(plain_step(step_id, parent, written))
             parent = step_id
+        last = path[-1].content
         leaf = Leaf(
             step_id=parent,
             status=Status.COMPLETED,
-            answer=path[-1].content.answer,
+            answer=answer_of(last, task) if answer_of else last.answer,
             weight=1.0 / len(paths),
             environment_reward=reward,
         )

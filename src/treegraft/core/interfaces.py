@@ -231,6 +231,10 @@ class Signature:
     """The one argument that is a call's whole body as it stands; None where the body is the JSON
     object."""
 
+    def requires(self, name: str) -> bool:
+        """Returns whether a call needs this argument."""
+        return name in self.schema.get("required", ())
+
     @classmethod
     def of_text(cls, name: str = "input", description: str = "") -> Signature:
         """Returns the signature of a tool that takes one text."""
@@ -273,6 +277,14 @@ class Format(Protocol):
     def parse_step(self, token_ids: Sequence[int]) -> Parsed:
         """Returns the content of one step of the policy (its own tokens only, end-of-sequence
         included)."""
+
+    def answer_of(self, content: StepContent, task: Task) -> str | None:
+        """Returns the answer that a step gives to the task, as it is compared with the reference;
+        None without one."""
+
+    def written_text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of one step of the policy as it wrote it, markup included and the end
+        token left out."""
 
     def observation_ids(self, observations: Sequence[Observation]) -> tuple[int, ...]:
         """Returns results as tokens, markup around them; foreign text cannot forge a tag or an end
@@ -333,11 +345,14 @@ class TaskSource(Protocol):
 
 RewardFunc = Callable[..., Any]
 """TRL's keyword signature: func(*, prompts, completions, completion_ids, trajectories, **columns)
--> list of floats or None.
+-> list of floats or None; or verl's, func(data_source, solution_str, ground_truth, extra_info) ->
+float, called once per trajectory.
 
-`completions` hold the agent's own text, tool text left out; `trajectories` the whole `Trajectory`
-objects; every column of the data set arrives as a list of its own name, `reference` among them. May
-be async. None: does not apply to that trajectory.
+`completions` hold all that the agent wrote, tool results left out; `trajectories` the whole
+`Trajectory` objects; every column of the data set arrives as a list of its own name, and
+`reference`, the accepted answers as texts, where no column has that name. For tasks that came as
+chat messages `prompts` and `completions` are lists of messages. May be async. None: does not apply
+to that trajectory.
 """
 
 
@@ -349,6 +364,9 @@ class Retrieved:
     """One step, or the rest of a trajectory in order; never empty."""
     similarity: float
     """Cosine between the query and the first trace's key, -1..1; 0 where it was drawn at random."""
+    others: tuple[Retrieved, ...] = ()
+    """The next nearest, for an environment in which the first one does not come true; empty where
+    there is no environment."""
 
 
 class Retriever(Measured, Protocol):
@@ -412,11 +430,31 @@ it. Failed leaves keep None.
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each update."""
+    """Takes the metrics of each update; made once for a run, from the path of its folder. It may
+    have the methods of `TrackerMore` too. What it raises never ends the run."""
 
-    def log(self, update: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Update 0 is the state before the first. Warnings that stand are metrics
+        "health/NAME"."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The process goes on without it; the run may be resumed with another one."""
+
+
+class TrackerMore(Protocol):
+    """Methods that a tracker may have besides, each of them on its own."""
+
+    place: str
+    """Where its records are found, shown when the run starts."""
+
+    def sample(self, update: int, trees: Sequence[Tree]) -> None:
+        """The trees of an update after learning, before its metrics."""
+
+    def warn(self, update: int, name: str, text: str) -> None:
+        """A warning begins with this update; `text` has several lines."""
+
+    def finish(self, latest: Mapping[str, float]) -> None:
+        """The run has done all its work; the latest value of every metric."""
 
 
 class TreeScorer(Protocol):

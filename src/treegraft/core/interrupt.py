@@ -1,4 +1,5 @@
-"""Interrupts: Ctrl-C, stops requested by code, and waits that report their owner."""
+"""Interrupts: signals that ask for an end, stops requested by code, and waits that report their
+owner."""
 
 from __future__ import annotations
 
@@ -6,14 +7,19 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
 HEARTBEAT_S = 60.0
 """A wait this long says what it is waiting for, and again after as long."""
+OTHERS: Sequence[int] = tuple(
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)
+"""Signals that ask for an end as Ctrl-C does: of a scheduler or service manager, of a terminal that
+closes, of a scheduler before its time limit."""
 Result = TypeVar("Result")
 
 
@@ -21,26 +27,85 @@ class Interrupted(Exception):
     """A stop was asked for."""
 
 
+class Ended(KeyboardInterrupt):
+    """A signal has ended the work. `number` is the signal, SIGINT for Ctrl-C."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def exit_status(error: BaseException) -> int | None:
+    """Returns 128 + the signal that ended the work, as a shell does; None where the exception has
+    another cause. 130 is Ctrl-C, 143 SIGTERM, 129 SIGHUP, 138 SIGUSR1."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, KeyboardInterrupt):
+            return 128 + (found.number if isinstance(found, Ended) else signal.SIGINT)
+        found = found.__cause__ or found.__context__
+    return None
+
+
 @contextmanager
-def _on_sigint(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _handling(
+    numbers: Sequence[int], handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
     # Python lets only the main thread set handlers, and signals reach no other; elsewhere the
     # caller asks for stops.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, handler)
+    # One that is ignored stays so: `nohup` asks for that. None is a handler not set from Python.
+    taken = [one for one in numbers if signal.getsignal(one) not in (signal.SIG_IGN, None)]
+    if signal.SIGINT in numbers and signal.SIGINT not in taken:
+        # A script's `&` has it ignored without anybody's having asked.
+        taken.append(signal.SIGINT)
+    before = {one: signal.signal(one, handler) for one in taken}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for one, old in before.items():
+            signal.signal(one, old)
+
+
+@contextmanager
+def others_as_ctrl_c() -> Iterator[None]:
+    """Lets SIGTERM, SIGHUP and SIGUSR1 do what Ctrl-C would do, for the time of the block.
+
+    Raises:
+        Ended: in place of a KeyboardInterrupt that one of them has caused.
+    """
+    got: list[int] = []
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        # A second one would break off what the first one has begun to end.
+        if got:
+            return
+        got.append(number)
+        handler = signal.getsignal(signal.SIGINT)
+        if not callable(handler):
+            raise Ended(number)
+        handler(signal.SIGINT, frame)
+
+    with _handling(OTHERS, on_signal):
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            if isinstance(error, Ended) or not got:
+                raise
+            raise Ended(got[0]) from error
 
 
 class Stop:
-    """A stop that has been asked for or not. The first Ctrl-C asks; the second raises
-    KeyboardInterrupt on the spot."""
+    """A stop that has been asked for or not. The first signal asks; a second Ctrl-C raises Ended on
+    the spot, and any other further signal changes nothing."""
 
     def __init__(self) -> None:
         self.is_asked = False
+        self.number: int = signal.SIGINT
+        """The first signal; SIGINT where code asked."""
+        self._num_ctrl_c = 0
+        self._is_shielded = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._event = asyncio.Event()
 
@@ -56,19 +121,47 @@ class Stop:
             raise Interrupted
 
     @contextmanager
-    def on_ctrl_c(self, announce: Callable[[], None]) -> Iterator[None]:
-        """Lets Ctrl-C ask for the time of the block, which runs on an event loop."""
+    def shielded(self) -> Iterator[None]:
+        """Lets no second Ctrl-C break into the block, which saves."""
+        self._is_shielded = True
+        try:
+            yield
+        finally:
+            self._is_shielded = False
+
+    @contextmanager
+    def on_signals(self, announce: Callable[[str], None], doing: str, again: str) -> Iterator[None]:
+        """Lets Ctrl-C and the `OTHERS` ask for the time of the block, which runs on an event loop.
+
+        Args:
+            announce: gets a sentence about what happens now.
+            doing: what the first signal leads to.
+            again: what a second Ctrl-C leads to.
+        """
         self._loop = asyncio.get_running_loop()
         if self.is_asked:
             self._event.set()
 
+        def say(text: str) -> None:
+            # The terminal may be gone, or this very moment be in the middle of another line.
+            with suppress(OSError, RuntimeError):
+                announce(text)
+
         def on_signal(number: int, frame: FrameType | None) -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self.ask()
-            announce()
+            is_first, is_ctrl_c = not self.is_asked, number == signal.SIGINT
+            self._num_ctrl_c += is_ctrl_c
+            if is_first:
+                self.number = number
+                self.ask()
+                name = signal.Signals(number).name
+                say(f"{doing} ({again})" if is_ctrl_c else f"got {name}; {doing}")
+            elif self._is_shielded and is_ctrl_c:
+                say("a checkpoint is being written; the process ends after it")
+            elif is_ctrl_c and self._num_ctrl_c > 1:
+                raise Ended(number)
 
         # Not the event loop's handler, which waits while a warm-up or a backward pass runs.
-        with _on_sigint(on_signal):
+        with _handling((signal.SIGINT, *OTHERS), on_signal):
             yield
 
     async def interruptible(
@@ -81,7 +174,7 @@ class Stop:
         """Returns the result of the work.
 
         Args:
-            waits_on: its text says what is being waited for.
+            waits_on: its text names what is being waited for; it may be empty.
             on_heartbeat: gets a sentence after each HEARTBEAT_S of waiting.
 
         Raises:
@@ -95,7 +188,8 @@ class Stop:
                     {task, stop}, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
                 )
             )[0]:
-                on_heartbeat(f"still waiting after {time.monotonic() - began:.0f} s: {waits_on}")
+                waits = str(waits_on) or "nothing is waited for"
+                on_heartbeat(f"not finished after {time.monotonic() - began:.0f} s: {waits}")
             # Work that ended together with the request is not thrown away.
             if task.done():
                 return task.result()
@@ -111,7 +205,7 @@ def ctrl_c_ends_at_once() -> Iterator[None]:
     """Lets Ctrl-C raise KeyboardInterrupt on the spot for the time of the block."""
     # An event loop's own handler cancels the task at its next wait, which a block that loads a
     # model does not have.
-    with _on_sigint(signal.default_int_handler):
+    with _handling((signal.SIGINT,), signal.default_int_handler):
         yield
 
 
@@ -124,11 +218,15 @@ def run_to_end(
     Args:
         on_interrupt: called at Ctrl-C where the work runs in another thread; the work's end is
             waited for.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, or (Ended) one of the `OTHERS`, has ended the work.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        with others_as_ctrl_c():
+            return asyncio.run(work)
     # asyncio.run refuses a thread whose loop runs already, so the work gets a thread of its own.
     outcome: Future[Result] = Future()
 
@@ -139,10 +237,11 @@ def run_to_end(
             outcome.set_exception(error)
 
     threading.Thread(target=run, name="treegraft-run", daemon=True).start()
-    try:
-        return outcome.result()
-    except KeyboardInterrupt:
-        if on_interrupt is None or outcome.done():
-            raise
-        on_interrupt()
-        return outcome.result()
+    with others_as_ctrl_c():
+        try:
+            return outcome.result()
+        except KeyboardInterrupt:
+            if on_interrupt is None or outcome.done():
+                raise
+            on_interrupt()
+            return outcome.result()

@@ -116,14 +116,8 @@ def serve(
 
     Raises:
         KeyboardInterrupt: at the end, after Ctrl-C.
-        SettingError: a package is missing.
     """
-    try:
-        import uvicorn
-    except ImportError as error:
-        raise SettingError(
-            f"a server needs the package '{error.name}'; run: pip install 'treegraft[web]'"
-        ) from error
+    import uvicorn
 
     class Server(uvicorn.Server):
         is_interrupted = False

@@ -12,6 +12,10 @@ Act = Callable[[], Awaitable[Any]]
 """Makes a call in one environment. Raises as a `Tool` does."""
 
 
+class Untrue(Exception):
+    """A result of another agent's call is not the one that comes here; the message says which."""
+
+
 class Runner(Protocol):
     """Runs calls under deadlines and caps: the toolbox."""
 
@@ -62,15 +66,33 @@ class Session(Protocol):
         """
         ...
 
-    def mark(self) -> Point:
-        """Returns the present state as a point."""
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
+        """Returns the present state as a point.
+
+        Args:
+            is_wanted: asked when the state is about to change; once False, the point is never
+                opened, and the state need not be kept for it.
+        """
         ...
 
-    async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
-        """Returns a session in which another agent's steps have been made; this one where they
-        change nothing.
+    async def rehearse(
+        self, candidates: Sequence[Sequence[str | StepContent]]
+    ) -> tuple[int, Session] | None:
+        """Returns the number of the first candidate, steps of another agent, whose results come
+        true here, and a session in which its calls have been made; this one where they change
+        nothing.
 
-        None where a result differs from that agent's; this session is unchanged then.
+        None where each has a result that differs; this session is unchanged then.
+        """
+        ...
+
+    async def enact(self, contents: Sequence[StepContent]) -> tuple[StepContent, ...]:
+        """Makes the calls of another agent's steps in this session, and returns the steps with
+        the results that came.
+
+        Raises:
+            Untrue: a result differs from the one in the steps.
+            ToolUnavailable: a service or the environment failed.
         """
         ...
 
@@ -151,11 +173,16 @@ class SharedSession:
     async def call(self, call: ToolCall) -> Observation:
         return await self._runner.call(call, self._task)
 
-    def mark(self) -> Point:
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
         return self
 
-    async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
-        return self
+    async def rehearse(
+        self, candidates: Sequence[Sequence[str | StepContent]]
+    ) -> tuple[int, Session] | None:
+        return 0, self
+
+    async def enact(self, contents: Sequence[StepContent]) -> tuple[StepContent, ...]:
+        return tuple(contents)
 
     async def reward(self) -> float | None:
         return None

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 
 def as_text(result: Any) -> str:
-    """Returns a tool's result as text; bytes are read as UTF-8."""
+    """Returns a tool's result as text: nothing for None, bytes read as UTF-8, JSON of mappings,
+    lists and records."""
     if isinstance(result, str):
         return result
     if isinstance(result, bytes | bytearray | memoryview):
         return bytes(result).decode("utf-8", errors="replace")
+    if result is None:
+        return ""
+    is_record = is_dataclass(result) and not isinstance(result, type)
+    if is_record or isinstance(result, Mapping | list | tuple | set | frozenset | BaseModel):
+        return json.dumps(to_jsonable_python(result, fallback=_bare), ensure_ascii=False)
     return str(result)
+
+
+def _bare(value: Any) -> Any:
+    """Numbers and arrays of NumPy and torch as Python's own; anything else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def describe(error: BaseException | None) -> str:

@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import Any
 
 ROOT_ID = "0"
+SYSTEM_ROLES = frozenset({"system", "developer"})
+"""Roles of the first message that say how to answer and ask nothing."""
 
 
 def ids_to(step_id: str) -> Iterator[str]:
@@ -121,7 +123,34 @@ class Task:
     category: str = ""
     """The category by which evaluation breaks its results down, e.g. "3 hops"; empty for none."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns of the data set, handed to reward functions and tools by name."""
+    """The row of the data set as it stands, handed to reward functions and environments by name."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The conversation that ends with the question, as {"role", "content"} messages whose contents
+    are texts; empty where the question stands alone."""
+
+    def conversation(self, system_prompt: str = "") -> list[dict[str, Any]]:
+        """Returns the messages that ask the question: the task's own, or the question as a user's.
+
+        Args:
+            system_prompt: of the recipe; it follows the system prompt that the task's messages
+                begin with, if any. "" adds none.
+        """
+        given = self.messages or ({"role": "user", "content": self.question},)
+        messages = [dict(one) for one in given]
+        if messages[0]["role"] in SYSTEM_ROLES and system_prompt:
+            messages[0]["content"] = f"{messages[0]['content']}\n\n{system_prompt}"
+        elif system_prompt:
+            messages.insert(0, {"role": "system", "content": system_prompt})
+        return messages
+
+    def asking(self, question: str) -> Task:
+        """Returns the same task with other words in its question, in its messages too."""
+        messages = [dict(one) for one in self.messages]
+        for message in reversed(messages):
+            if message["role"] == "user":
+                message["content"] = question
+                break
+        return replace(self, question=question, messages=tuple(messages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +244,24 @@ def _repr_for_hash(content: StepContent) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Which tokens may be drawn, and how those of the path are held back. The defaults leave the
+    policy's distribution as it is; `policy.engine.filters` has the definitions and their order."""
+
+    top_k: int = 0
+    """The so many most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """The fewest tokens with at least this probability together, 0..1."""
+    min_p: float = 0.0
+    """Tokens with at least this share of the most likely one's probability, 0..1."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of the path's tokens, and multiplies negative ones."""
+
+
+NO_FILTERS = Filters()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a completion is sampled. Sampling(max_new_tokens=64, stop=("</search>",),
     final=("</answer>",))"""
@@ -223,6 +270,8 @@ class Sampling:
     """Limit of this request, in tokens; at least 1."""
     temperature: float = 1.0
     """0 is greedy, with log-probabilities and entropies of temperature 1."""
+    filters: Filters = NO_FILTERS
+    """With other than the default, log-probabilities and entropies are of what remains."""
     stop: tuple[str, ...] = ()
     """Texts that end the completion; the token that closes one is kept whole."""
     final: tuple[str, ...] = ()
@@ -335,7 +384,8 @@ class Step:
     """[tokens] nats, of the distribution the token was drawn from; 0.0 where it was not sampled."""
     entropy_kind: EntropyKind = EntropyKind.EXACT
     temperature: float = 1.0
-    """Of its sampled tokens; scores are of softmax(logits / temperature), at 0 of temperature 1."""
+    """Of its sampled tokens; scores are of softmax(logits / temperature), at 0 of temperature 1. In
+    evaluations with top-k and the like, of the tokens that these leave."""
     content: StepContent = StepContent()
     """The step's content; for the root its thought is the question."""
     stop_reason: StopReason | None = None

@@ -21,9 +21,10 @@ from treegraft.evals.suites import EvalSet, load_sets, parse_names
 from treegraft.explore.independent import Independent
 from treegraft.rollout.limits import eval_limits
 from treegraft.rollout.loop import Watch
-from treegraft.runs.run import NoDisplay
+from treegraft.runs.display import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
+from treegraft.settings.load import refuse_sampling
 from treegraft.tasks.fields import nested_columns
 from treegraft.tasks.rewards import answer_of
 
@@ -46,21 +47,21 @@ class SuitePlan:
     num_samples: int = 1
     """Trajectories per item."""
     temperature: float | None = None
-    """None is 0 (greedy) for one sample and 1 for several."""
+    """None is 0 (greedy) for one sample and eval.temperature for several."""
     judge: JudgeSettings | None = None
     """None scores by rule alone."""
     into: Path | None = None
     """The folder of the evaluation; None makes one beside the checkpoint, or under evals/ for a
     model that is no run."""
 
-    def settled_temperature(self) -> float:
-        """Returns the temperature.
+    def settled_temperature(self, default: float) -> float:
+        """Returns the temperature; `default` is that of several samples where none is named.
 
         Raises:
             SettingError: several samples at temperature 0, which would all be the same.
         """
         if self.temperature is None:
-            return 0.0 if self.num_samples == 1 else 1.0
+            return 0.0 if self.num_samples == 1 else default
         if self.temperature == 0 and self.num_samples > 1:
             raise SettingError(
                 f"--samples {self.num_samples} at --temperature 0 would give the same trajectory"
@@ -76,9 +77,15 @@ class SuiteResult:
     report: SuiteNumbers | None
     """None where a stop came before the first item was done."""
     folder: Path
-    is_stopped: bool
+    stopped_by: int | None
+    """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
     num_done: int
     num_items: int
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended it."""
+        return self.stopped_by is not None
 
 
 def evaluate_suite(
@@ -108,11 +115,13 @@ def evaluate_suite(
             is kept.
     """
     # All that can be refused comes before the folder is made and the model loaded.
-    temperature = plan.settled_temperature()
     names = parse_names(plan.suite)
     judge = None if plan.judge is None else Judge(plan.judge)
     sets = load_sets(names, data_dir=plan.data_dir, num=plan.num, shuffle_seed=plan.shuffle_seed)
     config, place = open_checkpoint(checkpoint, config, overrides)
+    temperature = plan.settled_temperature(config.eval.temperature)
+    if temperature == 0:
+        refuse_sampling(overrides, "trajectories are greedy; add --samples or --temperature")
     if plan.num_samples > config.engine.max_rows:
         raise SettingError(
             f"--samples: got {plan.num_samples}, expected at most engine.max_rows, which is"
@@ -133,7 +142,7 @@ def evaluate_suite(
     return SuiteResult(
         report=report,
         folder=folder.path,
-        is_stopped=is_stopped,
+        stopped_by=work.stop.number if is_stopped else None,
         num_done=sum(map(len, work.trees.values())),
         num_items=sum(len(one.tasks) for one in sets),
     )
@@ -151,7 +160,7 @@ def _asked(
     config: Config, place: Path | str, plan: SuitePlan, temperature: float
 ) -> dict[str, Any]:
     """Returns everything that a trajectory depends on, by name."""
-    from treegraft.runs.checkpoint import file_checksum
+    from treegraft.core.files import file_checksum
 
     no_matter = settings_with("ignored_by_eval", "same_answers")
     values = {
@@ -194,10 +203,11 @@ class _Suite:
 
     async def main(self, judge: Judge | None) -> bool:
         """Runs the items that are left; returns whether a stop came first."""
-        text = "stopping; what is done is kept (Ctrl-C again to stop at once)"
         warn = self._display.warn
         try:
-            with self.stop.on_ctrl_c(lambda: warn(text)):
+            with self.stop.on_signals(
+                warn, "stopping; what is done is kept", "Ctrl-C again to stop at once"
+            ):
                 await self.stop.interruptible(
                     self._all(judge), waits_on=self._watch, on_heartbeat=warn
                 )
@@ -218,7 +228,8 @@ class _Suite:
         if tasks := [task for one in left.values() for task in one]:
             async with assemble(self._config, model_path=self._place) as parts:
                 parts.check_prompts(tasks)
-                scored = replace(parts, scorer=suite_scorer(self._config.reward.deadline_s))
+                scorer = suite_scorer(self._config.reward.deadline_s, parts.format.written_text)
+                scored = replace(parts, scorer=scorer)
                 for one in self._sets:
                     if left[one.name]:
                         await self._run_set(one, left[one.name], scored)

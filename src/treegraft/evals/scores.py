@@ -11,6 +11,7 @@ import numpy as np
 
 from treegraft.core.types import Trajectory
 from treegraft.tasks import scoring
+from treegraft.tasks.reward_calls import WrittenText
 from treegraft.tasks.rewards import RewardScorer, answer_reward
 
 NUM_RESAMPLES = 10_000
@@ -28,7 +29,7 @@ class Interval:
     high: float
 
 
-def suite_scorer(deadline_s: float) -> RewardScorer:
+def suite_scorer(deadline_s: float, written_text: WrittenText) -> RewardScorer:
     """Returns the scorer of evaluated trees: reward parts "em", "f1" and "match", and whether the
     answer is correct.
 
@@ -41,6 +42,7 @@ def suite_scorer(deadline_s: float) -> RewardScorer:
             ("f1", answer_reward(scoring.f1_characters), 0.0),
             ("match", answer_reward(scoring.is_correct), 1.0),
         ],
+        written_text=written_text,
         deadline_s=deadline_s,
     )
 

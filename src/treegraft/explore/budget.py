@@ -22,6 +22,11 @@ class Budget:
         self.state = replace(self.state, num_leaves=self.state.num_leaves + granted)
         return granted
 
+    @property
+    def is_spent(self) -> bool:
+        """Whether no further leaf can be granted, ever."""
+        return self.state.num_leaves >= self.max_leaves
+
     def spend(self, *, num_tool_calls: int = 0, num_sampled_tokens: int = 0) -> None:
         """Books tool calls and sampled tokens."""
         self.state = replace(
@@ -57,6 +62,10 @@ class Allocation(Protocol):
     ) -> None:
         """Takes a leaf's wish after its `round`-th sampled step; None for none. Each leaf says one
         of the two each round."""
+
+    def may_grant(self, leaf: Hashable) -> bool:
+        """Returns whether a wish of the leaf that has got nothing so far may still be granted; once
+        False, it stays so."""
 
     def end(self, leaf: Hashable) -> None:
         """Notes that a leaf has ended."""
@@ -98,6 +107,10 @@ class Rounds:
         self._reached[leaf] = round
         if branch is not None:
             self._wishes.setdefault(round, []).append((place, branch))
+
+    def may_grant(self, leaf: Hashable) -> bool:
+        """Returns whether the budget has leaves left: a wish is refused for no other reason."""
+        return not self._budget.is_spent
 
     def end(self, leaf: Hashable) -> None:
         """No longer waits for the leaf."""
@@ -161,6 +174,10 @@ class Shares:
         self._spare[leaf], *self._inherited[self._num_grants] = _shared(spare - num, num + 1)
         self._ready.append(Grant(place, num, branch.cause, self._num_grants))
         self._num_grants += 1
+
+    def may_grant(self, leaf: Hashable) -> bool:
+        """Returns whether the leaf has a part left; its wishes are granted at once or never."""
+        return bool(self._spare.get(leaf))
 
     def end(self, leaf: Hashable) -> None:
         """Keeps nothing: the leaf's remaining part goes to fresh starts in the end."""

@@ -66,8 +66,9 @@ class Watch:
             self.waits[owner] -= 1
 
     def __str__(self) -> str:
-        waits = [f"{count} on {owner}" for owner, count in sorted(self.waits.items()) if count]
-        return ", ".join(waits) or "nothing"
+        """Returns "waiting for engine (40), tool python (2)"; "" where nothing is waited for."""
+        waits = [f"{owner} ({count})" for owner, count in sorted(self.waits.items()) if count]
+        return f"waiting for {', '.join(waits)}" if waits else ""
 
 
 class Grower:
@@ -269,12 +270,17 @@ class _Growth:
             )
         if found is None:
             return False
-        # Its calls are made in this path's environment first, in a copy; none where the results
-        # differ from those in the trace, which would not be true there.
+        # Its calls are made in this path's environment first, in a copy; not attached where the
+        # results differ from those in the trace, which would not be true there.
+        candidates = [found, *found.others]
         with self._g.watch.waiting("environments"):
-            session = await path.tools.rehearse([trace.value for trace in found.traces])
-        if session is None:
+            tried = await path.tools.rehearse(
+                [[trace.value for trace in one.traces] for one in candidates]
+            )
+        if tried is None:
             return False
+        number, session = tried
+        found = candidates[number]
         before, is_attached = path.tools, self._attach(path, step_id, found)
         if session is not before:
             (before if is_attached else session).release()
@@ -331,7 +337,9 @@ class _Growth:
             if status is Status.FORMAT_VIOLATION:
                 violation = violation or "ended without a tool call or an answer"
             add(content, stop_reason=reason, violation=violation)
-            tree.end_path(path, status, content.answer if status is Status.COMPLETED else None)
+            is_complete = status is Status.COMPLETED
+            answer = format.answer_of(content, tree.task) if is_complete else None
+            tree.end_path(path, status, answer)
             return False
         observations = []
         # One after the other: a later call of the step may depend on the state that an earlier one
@@ -360,6 +368,7 @@ class _Growth:
         sampling = Sampling(
             max_new_tokens=room,
             temperature=limits.temperature,
+            filters=limits.filters,
             stop=format.stop,
             final=format.final,
         )
@@ -426,7 +435,7 @@ class _Growth:
         if wish is not None:
             # The step under way has made no call yet, so the environment still stands where the
             # branch begins.
-            fork.point = path.tools.mark()
+            fork.point = path.tools.mark(partial(self._allocation.may_grant, path))
             self._forks[steps[-1].ordinals] = fork
         # Also a path without a wish says so: branches of a round are granted once all live leaves
         # have proposed, by their order in the tree, so that no latency decides who gets them.

@@ -191,6 +191,7 @@ _CHECKS: Mapping[str, Check] = {
     "failed": _failed,
     "branch_unused": _mean_from("branch/unused_frac"),
     "graft_unused": _mean_from("graft/unused_frac"),
+    "graft_untrue": _mean_from("environment/untrue_graft_frac"),
     "answer_copied": _from("graft/copied_frac"),
     "engine_drift": _engine_drift,
     "one_sign": _one_sign,

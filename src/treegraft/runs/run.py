@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import TreegraftError
-from treegraft.core.interfaces import Display, Tracker
-from treegraft.core.interrupt import Interrupted, Stop, run_to_end
+from treegraft.core.errors import StorageError, TreegraftError
+from treegraft.core.files import storage_fault
+from treegraft.core.interfaces import Display
+from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
 from treegraft.core.types import Status, Tree
+from treegraft.runs.beside import Beside
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import write_trees
 from treegraft.runs.start import Start, update_latest
-from treegraft.runs.trackers import find_trackers
+from treegraft.runs.trackers import Trackers, find_trackers
 
 Result = TypeVar("Result")
 
@@ -34,12 +36,23 @@ class RunResult:
     """The latest value of every metric."""
 
 
-class NoDisplay:
-    """Shows nothing."""
+class LastingDisplay:
+    """A display whose end is not the run's: a terminal that is closed, a log on a full disk."""
+
+    def __init__(self, display: Display) -> None:
+        self._display: Display | None = display
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        """Returns a method that does nothing; every method of a display returns nothing."""
-        return lambda *_, **__: None
+        """Returns the display's method, which from the first OSError on does nothing."""
+
+        def show(*args: Any, **kwargs: Any) -> None:
+            try:
+                if self._display is not None:
+                    getattr(self._display, name)(*args, **kwargs)
+            except OSError:
+                self._display = None
+
+        return show
 
 
 class Run:
@@ -49,18 +62,20 @@ class Run:
     the command line that goes on with the run: "train" or "sft".
     """
 
-    def __init__(self, start: Start, display: Display | None, command: str) -> None:
+    def __init__(self, start: Start, display: Display, command: str) -> None:
         self.start, self.config = start, start.config
         self.state, self.path = start.state, start.path
-        self.display: Display = NoDisplay() if display is None else display
+        self.display: Display = LastingDisplay(display)
         self.stop = Stop()
+        self.more_beside: Callable[[], Mapping[str, str]] = dict
+        """Gives the checksums of what else a resume depends on, see `runs.beside`."""
+        self._beside = Beside(start.path)
         self.latest: dict[str, float] = {}
         """The latest value of every metric."""
         self._resume_command = f"treegraft {command} --resume {start.path}"
         # A run that goes on from a checkpoint has nothing to save before something changes.
         self._saved = None if start.checkpoint is None else start.state
         self._is_opened = False
-        self._trackers: list[Tracker] = []
         try:
             self._make_trackers = find_trackers(self.config.track.trackers)
         except BaseException:
@@ -94,42 +109,67 @@ class Run:
     def opened(
         self, write_checkpoint: Callable[[Path, TrainState], None], defects: Sequence[str] = ()
     ) -> Iterator[None]:
-        """Holds the run folder for the time of the block. A first Ctrl-C ends the block at the next
-        safe point and saves, a second one ends it at once.
+        """Holds the run folder for the time of the block. A first signal that asks for an end ends
+        the block at the next safe point and saves; a second Ctrl-C ends it at once.
 
         Args:
             write_checkpoint: writes weights, optimiser and the given state to a folder.
             defects: of the tasks' data, one sentence each.
 
         Raises:
-            KeyboardInterrupt: after Ctrl-C.
+            KeyboardInterrupt: after Ctrl-C; Ended, which is one, after another signal.
         """
         self.folder = self.start.open_folder()
-        try:
-            self._trackers = [make(self.path) for make in self._make_trackers]
-        except BaseException:
-            self.start.give_up(self.folder)
-            raise
-        self._is_opened = True
+        with ExitStack() as ends:
+            ends.callback(self.folder.release)
+            signals = self.stop.on_signals(
+                self.display.warn, "stopping and saving", "Ctrl-C again to stop without saving"
+            )
+            ends.enter_context(signals)
+            try:
+                self._begin(write_checkpoint, defects, ends)
+            except BaseException:
+                self.start.give_up(self.folder)
+                raise
+            self._is_opened = True
+            with self._told_ends():
+                yield
+
+    def _begin(
+        self,
+        write_checkpoint: Callable[[Path, TrainState], None],
+        defects: Sequence[str],
+        ends: ExitStack,
+    ) -> None:
+        self._trackers = Trackers(
+            self._make_trackers,
+            self.path,
+            self.start.history(),
+            self.display.warn,
+            self.display.note,
+        )
+        ends.callback(self._trackers.close)
         self._write_checkpoint = write_checkpoint
         self.latest = self.start.latest_metrics()
         self.health = Monitor(self.config.health, self.start.history())
-        for text in defects:
+        for text in (*self.start.notices, *defects):
             self.display.warn(text)
+        title = f"{self.config.model.path} on {self.config.tasks.kind}"
+        self.display.started(self.path, title, self.config.run.num_updates)
+        if self.health.standing:
+            standing = ", ".join(self.health.standing)
+            self.display.note(f"warnings that stood when the run stopped: {standing}")
+
+    @contextmanager
+    def _told_ends(self) -> Iterator[None]:
+        """Tells how to go on, where the block does not come to its end."""
         try:
-            stopping = "stopping and saving (Ctrl-C again to stop without saving)"
-            with self.stop.on_ctrl_c(lambda: self.display.warn(stopping)):
-                title = f"{self.config.model.path} on {self.config.tasks.kind}"
-                self.display.started(self.path, title, self.config.run.num_updates)
-                if self.health.standing:
-                    standing = ", ".join(self.health.standing)
-                    self.display.note(f"warnings that stood when the run stopped: {standing}")
-                yield
+            yield
         except Interrupted as error:
             # Raised at safe points only, so that the state is whole.
             self.save()
             self.display.interrupted(self._resume_command)
-            raise KeyboardInterrupt from error
+            raise Ended(self.stop.number) from error
         except (KeyboardInterrupt, asyncio.CancelledError):
             self.display.warn(
                 "stopped at once; everything since the last checkpoint is lost, and repeated when"
@@ -137,16 +177,18 @@ class Run:
             )
             self.display.interrupted(self._resume_command, False)
             raise
-        except Exception:
+        except Exception as error:
             self.display.warn(
                 "the run has failed; once the cause is mended, go on from its last checkpoint with:"
                 f" {self._resume_command}"
             )
+            if fault := storage_fault(error):
+                raise StorageError(
+                    f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
+                    f" checkpoint is safe. Make room or mend the folder, then go on with:"
+                    f" {self._resume_command}"
+                ) from error
             raise
-        finally:
-            for tracker in self._trackers:
-                tracker.close()
-            self.folder.release()
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
         """Returns the result of the work, or raises Interrupted where a stop is asked for first.
@@ -161,6 +203,7 @@ class Run:
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint."""
         self.save()
+        self._trackers.finish(self.latest)
         return self._finished(self._checkpoint_path(), self.latest)
 
     def already_finished(self, checkpoint: Path) -> RunResult:
@@ -205,6 +248,7 @@ class Run:
             )
         self.record(update, trees)
         self.display.sample(trees[0])
+        self._trackers.sample(update, trees)
         self.state = replace(
             self.state, update=update, is_closed=False, pending=metrics, **more_state
         )
@@ -244,8 +288,7 @@ class Run:
         full |= {warning.key: warning.value for warning in found}
         self.folder.append_metrics(update, full)
         self.latest = update_latest(self.latest, full)
-        for tracker in self._trackers:
-            tracker.log(update, full)
+        self._trackers.log(update, full, began)
         # Update 0 is the evaluation before the first update: no progress to show.
         if update:
             self.display.update(update, self.config.run.num_updates, full)
@@ -267,8 +310,11 @@ class Run:
 
     def _write(self, place: Path) -> None:
         # A resume cuts the metrics to this length.
-        self.state = replace(self.state, metrics_size=self.folder.metrics_size())
-        self._write_checkpoint(place, self.state)
+        state = replace(self.state, metrics_size=self.folder.metrics_size())
+        beside = self._beside.checksums(state) | self.more_beside()
+        self.state = replace(state, beside=beside)
+        with self.stop.shielded():
+            self._write_checkpoint(place, self.state)
 
     def _checkpoint_path(self) -> Path:
         return self.folder.checkpoints_dir / checkpoint_name(self.state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from treegraft.core.errors import nearest
@@ -20,6 +21,33 @@ def _names_wrong(config: Config) -> Iterator[str]:
             yield from filter(None, (unknown_name(name, known, dotted) for name in own))
             if len(set(names)) < len(names):
                 yield f"{dotted}: got {names}, expected each name once."
+
+
+def _format_wrong(config: Config) -> Iterator[str]:
+    form = config.format
+    if form.require_boxed and form.answer not in ("auto", "boxed"):
+        yield (
+            f"format.require_boxed: got true, but format.answer = '{form.answer}' does not look"
+            " into the box; leave one of them out."
+        )
+    if form.answer == "regex" and not form.answer_pattern:
+        yield "format.answer_pattern: got none, which format.answer = 'regex' needs."
+    try:
+        re.compile(form.answer_pattern or "")
+    except re.error as error:
+        yield (
+            f"format.answer_pattern: got {form.answer_pattern!r}, which is not a regular expression"
+            f" ({error})."
+        )
+
+
+def _rule_wrong(config: Config) -> Iterator[str]:
+    name = config.credit.rule
+    if name is not None and ":" not in name:
+        yield (
+            f"credit.rule: got '{name}', expected None or an import path 'package.module:name' of a"
+            " function of your own; the built-in rules are the other settings of [credit]."
+        )
 
 
 def _model_wrong(config: Config) -> Iterator[str]:
@@ -163,5 +191,5 @@ def _buffer_wrong(config: Config) -> Iterator[str]:
 
 def contradictions(config: Config) -> list[str]:
     """Returns one sentence for each pair of settings that do not fit each other."""
-    checks = (_names_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+    checks = (_format_wrong, _names_wrong, _rule_wrong, _model_wrong, _tasks_wrong, _run_wrong)
     return [fault for check in checks for fault in check(config)]

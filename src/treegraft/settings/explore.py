@@ -22,10 +22,14 @@ def _size_of_rise_counts(config: Settings) -> str:
     )
 
 
+def _half_the_leaves(config: Settings) -> int:
+    return max(1, int(value_of(config, "explore.num_leaves")) // 2)
+
+
 class EntropySettings(Settings):
-    num_starts: int = setting(8, ge=1)
-    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M); the rest are branches
-    and back-fill."""
+    num_starts: int = setting(8, ge=1, default_of=_half_the_leaves)
+    """First-level rollouts (ARPO's N), at most explore.num_leaves (its M), of which half is the
+    default; the rest are branches and back-fill."""
     num_branches: int = setting(1, ge=1)
     """Further children opened at a step that branches (ARPO's Z); the rollout itself goes on
     besides."""
@@ -61,9 +65,9 @@ class EntropySettings(Settings):
 
 
 class GraftSettings(Settings):
-    num_hybrid: int = setting(8, ge=0)
-    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid); the first starts
-    never do."""
+    num_hybrid: int = setting(8, ge=0, default_of=_half_the_leaves)
+    """Leaves of explore.num_leaves whose rollouts may retrieve (RAPO's N_hybrid), half of them by
+    default; the first starts never do."""
     probability: float = setting(0.5, ge=0, le=1)
     """Probability of retrieving before a step, tossed anew at each eligible one: not the first, and
     not after a graft."""
@@ -79,7 +83,7 @@ class ExploreSettings(Settings):
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), or import paths "package.module:Explorer". Starts come from the first, grafts
     from the first that wants one, branches from all."""
-    num_leaves: int = setting(16, ge=1, aliases=("group_size", "num_generations", "rollout_n"))
+    num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
     entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)
@@ -125,6 +129,9 @@ class BufferSettings(Settings):
     """Cosine under which nothing is retrieved."""
     random_prob: float = setting(0.0, ge=0, le=1)
     """Probability of a random trace instead of the nearest (RAPO sec. 5.5.2's noise rate p)."""
+    num_tries: int = setting(4, ge=1, idle_unless=when("environment.kind"))
+    """Nearest steps that are tried in the trajectory's environment, one after another; the first
+    whose results come true there is attached."""
     sources: list[str] = []
     """Agents whose traces may be retrieved; empty for all."""
     grow: GrowSettings = setting(GrowSettings(), idle_unless=when("buffer.grow.num_best"))

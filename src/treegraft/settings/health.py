@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import PlainValidator
 
 from treegraft.settings.explore import with_entropy, with_graft
-from treegraft.settings.table import Settings, setting
+from treegraft.settings.table import Settings, setting, when
 
 
 def _limit(value: Any, most: float, expected: str) -> float | Literal["off"]:
@@ -36,8 +36,8 @@ class HealthSettings(Settings):
     `treegraft.runs.health`."""
 
     window: int = setting(3, ge=1)
-    """Updates that no_tool_calls, policy_still, branch_unused and graft_unused look back on; they
-    are silent before."""
+    """Updates that no_tool_calls, policy_still, branch_unused, graft_unused and graft_untrue look
+    back on; they are silent before."""
     no_tool_calls: Amount = 0.0
     """Mean tool calls of a trajectory, in the window, up to which the agent counts as calling
     none."""
@@ -59,6 +59,9 @@ class HealthSettings(Settings):
     graft_unused: Share = setting(0.95, idle_unless=with_graft)
     """Share of the trajectories that may retrieve and hold no graft, mean of the window, from which
     on to warn."""
+    graft_untrue: Share = setting(0.5, idle_unless=(with_graft, when("environment.kind")))
+    """Share of the retrievals whose steps the environment contradicts, mean of the window, from
+    which on to warn."""
     answer_copied: Share = setting(0.1, idle_unless=with_graft)
     """Share of the trajectories with a graft that took their answer from another agent's words from
     which on to warn."""

@@ -1,5 +1,5 @@
 """How a setting is declared, once, on its field: type, default and limits, its meaning as the text
-under it, and `Facts`: names elsewhere, when it has no effect, and who may ignore or change it."""
+under it, and `Facts`: when it has no effect, and who may ignore or change it."""
 
 from __future__ import annotations
 
@@ -75,6 +75,21 @@ def takes_path(other: str) -> Condition:
     return Condition(other, lambda value: ":" in value, ", which is no import path")
 
 
+# --- defaults that follow other settings ---------------------------------------------------------
+
+
+def by_model(*, tiny: Any, full: Any, lora: Any = None) -> Callable[[Any], Any]:
+    """Returns the default of a setting that depends on the model: the tiny one, a language model,
+    and one of which only adapters are trained (None: as without)."""
+
+    def default(config: Any) -> Any:
+        if config.model.path == "tiny":
+            return tiny
+        return lora if config.model.lora.rank and lora is not None else full
+
+    return default
+
+
 # --- facts ----------------------------------------------------------------------------------------
 
 
@@ -84,9 +99,6 @@ class Facts:
 
     built_in: tuple[str, ...] = ()
     """Names of ours that it takes, besides import paths; empty for a setting without such names."""
-    aliases: tuple[str, ...] = ()
-    """Names in other frameworks. One that settings of one table share means them all, one that
-    settings of several tables share means any of them."""
     renamed_from: str = ""
     """Former name, "table.setting": read silently in the files of runs, corrected in recipes."""
     idle_unless: tuple[Callable[[Any], str], ...] = ()
@@ -100,6 +112,9 @@ class Facts:
     same_answers: bool = False
     """An evaluation of sets that differs in it may go on: its trajectories do not depend on it, or
     those that a deadline cut off are run again."""
+    default_of: Callable[[Any], Any] | None = None
+    """Its default as a function of the whole configuration, taken while loading; the default of the
+    field is that of the default configuration."""
     labels_run: bool = False
     """Tells runs apart that are one method all the same."""
     retrieval_source: bool = False

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.table import Settings, has, setting, takes_path, when
+from treegraft.settings.table import Settings, has, setting, takes_path, value_of, when
 
 
 class SearchWorldSettings(Settings):
@@ -35,11 +35,13 @@ class ReasoningGymSettings(Settings):
 class DatasetSettings(Settings):
     train: list[str] = []
     """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
-    "hub:NAME[:SPLIT]" for training."""
+    "hub:NAME:CONFIG/SPLIT" for training, of which CONFIG and SPLIT may be left out."""
     eval: list[str] = []
-    """The same for evaluation; empty holds out the last `num_eval` training rows."""
+    """The same for evaluation; empty holds out the last `num_eval` training rows, a fifth where
+    there are no more than those."""
     question_column: str = "question"
-    """Column of the question; dots go into nested columns ("extra_info.question")."""
+    """Column of the question, a text or chat messages ({"role", "content"}); dots and numbers go
+    into nested columns ("extra_info.question", "prompt.-1.content")."""
     reference_column: str = "answer"
     """Column of the reference, a string, number or list of accepted answers; dots as above; "" for
     tasks without one, which an environment rewards."""
@@ -68,34 +70,52 @@ class TasksSettings(Settings):
     """Keyword arguments of a source given by import path."""
 
 
+def _in_tags(config: Settings) -> bool:
+    return bool(value_of(config, "format.kind") == "tags")
+
+
+def _boxes_in_tags(config: Settings) -> bool:
+    return _in_tags(config) and value_of(config, "format.answer") in ("auto", "boxed")
+
+
 class FormatSettings(Settings):
     kind: Literal["tags", "chat"] = "tags"
     """"tags": think, search, python, result and answer tags, as in the papers; "chat": turns, tool
     calls and results as the model's own chat template writes them."""
     chat_template: str | None = setting(None, idle_unless=when("format.kind", "chat"))
-    """Jinja file that takes the place of the model's own chat template (variables are expanded);
-    None keeps that."""
+    """Chat template: None takes the model's own or, where that cannot show tools, one of ours that
+    fits; "own" insists on the model's; "chatml", "llama3", "gemma" and "plain" are ours; else a
+    Jinja file (variables are expanded)."""
     template_options: dict[str, Any] = setting({}, idle_unless=when("format.kind", "chat"))
     """Further variables of the chat template, such as enable_thinking or date_string."""
     system_prompt: str | None = None
     """None composes one from the tools that are on; "" sends none; any other text is used as it
     is."""
-    require_think: bool = True
-    """A step without a thought, <think>...</think>, is a format violation."""
-    require_boxed: bool = True
-    """An answer without \\boxed{} is a format violation."""
+    require_think: bool = setting(True, default_of=_in_tags)
+    """A step without a thought, <think>...</think>, is a format violation; by default in tags
+    only."""
+    require_boxed: bool = setting(True, default_of=_boxes_in_tags)
+    """An answer without \\boxed{} is a format violation; by default in tags only, where `answer`
+    looks for the box."""
+    answer: Literal["auto", "boxed", "last_number", "last_line", "whole", "regex"] = "auto"
+    """The part of the final text that is the answer: "boxed" the last \\boxed{}, "last_number",
+    "last_line", "whole" all of it, "regex" the last match of `answer_pattern`. "auto" is the last
+    \\boxed{}, without one the whole text; in chat, where a reference is a number, the last number
+    of that text."""
+    answer_pattern: str | None = setting(None, idle_unless=when("format.answer", "regex"))
+    """Regular expression for "regex", such as "#### (.*)"; the answer is its first group, without
+    groups the whole match."""
 
 
 class RewardSettings(Settings):
     funcs: list[str] = setting(
         ["hierarchical"],
         built_in=("hierarchical", "exact_match", "f1", "math", "environment"),
-        aliases=("reward_funcs",),
         min_length=1,
     )
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or
     import paths "package.module:function"."""
-    weights: list[float] | None = setting(None, aliases=("reward_weights",))
+    weights: list[float] | None = setting(None)
     """One factor per function; None means 1 each. The reward is the weighted sum."""
     accuracy: Literal["auto", "f1", "exact_match", "math"] = setting(
         "auto", idle_unless=has("reward.funcs", "hierarchical")

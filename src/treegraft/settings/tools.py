@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from treegraft.settings.table import Settings, has, setting, when
+from treegraft.settings.table import Settings, has, setting, takes_path, when
 
 
 class PythonToolSettings(Settings):
@@ -156,6 +156,9 @@ class EnvironmentSettings(Settings):
     options: dict[str, Any] = {}
     """Keyword arguments of the class; for "openenv" url, tool, tools, reset, reward and timeout_s;
     for "verifiers" taskset, settings, env and tool."""
+    tools: list[str] = setting([], idle_unless=takes_path("environment.kind"))
+    """Methods of the class that are the agent's tools, such as ["look", "go=moveTo"], where the
+    second is shown as go; empty takes those in the class's own `tools`, else all public ones."""
     capability: Literal["auto", "fork", "replay", "none"] = "auto"
     """How a tree branches over its state: "fork" copies the object (its own `fork()`, else a deep
     copy), "replay" re-executes the calls on a fresh one and compares every result, "none" refuses;

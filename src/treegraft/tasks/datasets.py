@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from treegraft.core.errors import DataError, SettingError, nearest
-from treegraft.core.types import Task
+from treegraft.core.types import SYSTEM_ROLES, Task
 from treegraft.settings.tasks import DatasetSettings
 from treegraft.tasks.fields import (
     CONTROL,
@@ -23,8 +24,11 @@ from treegraft.tasks.fields import (
     after_mark,
     control_places,
     find_value,
+    is_nested,
     nested_columns,
+    places_within,
 )
+from treegraft.tasks.messages import are_messages, last_question, read_messages
 from treegraft.tasks.open import OpenTasks
 from treegraft.tasks.readers import HUB, BadRow, Row, read_rows, source_names
 
@@ -37,7 +41,7 @@ class DatasetSource(OpenTasks):
         if not settings.train and not settings.eval:
             raise SettingError(
                 "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty;"
-                " name a .jsonl, .json or .parquet file, or 'hub:NAME[:SPLIT]'"
+                " name a .jsonl, .json or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
             )
         self._settings = settings
         self._num_train = num_train
@@ -63,9 +67,17 @@ class DatasetSource(OpenTasks):
         training rows.
 
         Raises:
-            DataError: as `train_tasks`, or there are too few training rows to hold any out.
+            DataError: as `train_tasks`, or there is a single training row.
         """
         return self._eval.tasks if self._settings.eval else self._train[1]
+
+    def vocabulary(self) -> Sequence[str]:
+        """Returns the words of the rows, for the tiny model: of questions, references and columns
+        of text. Reads the files; raises as `train_tasks` does."""
+        tasks = [*(self.train_tasks() if self._settings.train else ()), *self.eval_tasks()]
+        rows = ((task.question, *task.reference, *task.columns.values()) for task in tasks)
+        texts = (value for row in rows for value in row if isinstance(value, str))
+        return sorted({word for text in texts for word in text.split()})
 
     def report(self) -> Sequence[str]:
         """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks`
@@ -78,6 +90,12 @@ class DatasetSource(OpenTasks):
             for spec, defects in scan.defects.items()
             for sentence in defects.summary(spec)
         ]
+        if self._settings.train and self._has_too_few:
+            num_train, num_eval = map(len, self._train)
+            sentences.append(
+                f"tasks.num_eval is {self._num_eval}, but there are only {num_train + num_eval}"
+                f" usable rows: the last {num_eval} are held out, and {num_train} train"
+            )
         if len(scans) == 2 and (num_shared := len(scans[0].questions & scans[1].questions)):
             sentences.append(
                 "questions of the evaluation files that also occur in the training files:"
@@ -99,14 +117,21 @@ class DatasetSource(OpenTasks):
     def _train(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Training and held-out tasks of the training files."""
         scan = self._training
-        num_left = scan.num_usable - len(scan.last)
+        held_out = tuple(scan.last)
+        if self._has_too_few:
+            held_out = held_out[-max(1, scan.num_usable // 5) :]
+        num_left = scan.num_usable - len(held_out)
         if num_left < 1:
             raise DataError(
-                f"{', '.join(self._settings.train)}: {scan.num_usable} usable rows are too few to"
-                f" hold out tasks.num_eval = {self._num_eval} of them; lower it, or name evaluation"
-                " files in tasks.dataset.eval"
+                f"{', '.join(self._settings.train)}: one usable row is too few to train and to"
+                " evaluate; name evaluation files in tasks.dataset.eval"
             )
-        return tuple(scan.tasks[:num_left]), tuple(scan.last)
+        return tuple(scan.tasks[:num_left]), held_out
+
+    @property
+    def _has_too_few(self) -> bool:
+        """Whether all training rows would be held out."""
+        return 0 < self._training.num_usable <= len(self._training.last)
 
     def _scan(self, specs: Sequence[str], num_first: int, num_last: int) -> _Scan:
         settings, scan = self._settings, _Scan(last=deque(maxlen=num_last))
@@ -139,6 +164,8 @@ class _FileDefects(Defects):
     unreadable: list[str] = field(default_factory=list)
     columns: set[str] = field(default_factory=set)
     """Of the rows that lacked one that the settings name."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """The first row with a list or an object in place of a text."""
     num_rows: int = 0
 
     def summary(self, spec: str) -> list[str]:
@@ -169,7 +196,10 @@ class _Scan:
 
     def adds(self, task: Task, row: int, defects: Defects) -> bool:
         """Returns False, and counts it, where question and reference occurred before."""
-        question = " ".join(task.question.split())
+        # After other turns the same question is another one.
+        contents = [one["content"] for one in task.messages]
+        turns = [one["content"] for one in task.messages if one["role"] not in SYSTEM_ROLES]
+        question = " ".join(" ".join(turns or [task.question]).split())
         # Digests, since the texts of a large file would not fit in memory.
         key, pair_key = _digest(question), _digest(question, *task.reference)
         is_new = pair_key not in self.pairs
@@ -179,11 +209,17 @@ class _Scan:
             defects.add(_OTHER_REFERENCE, row)
         self.questions.add(key)
         self.pairs.add(pair_key)
-        if is_new and CONTROL.search(task.question):
+        if is_new and any(map(CONTROL.search, (task.question, *contents))):
             defects.add(f"{_CONTROL} question", row)
         return is_new
 
 
+_NESTED = "with a list or an object where a text is expected"
+_EXPECTED = {
+    "question_column": 'a text, or chat messages such as [{"role": "user", "content": "..."}]',
+    "reference_column": "a text, a number, or a list of those",
+    "category_column": "a text or a number",
+}
 _NO_COLUMN = "without a column that the settings name"
 _REPEATED = "with a question and reference that occurred before"
 _OTHER_REFERENCE = "with a question that occurred before but another reference"
@@ -201,6 +237,18 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         defects.columns |= {column for column, _ in nested_columns(row.values)}
         return None
     question, reference, category = (pair[1] for pair in found if pair is not None)
+    messages: tuple[dict[str, Any], ...] = ()
+    if are_messages(question):
+        try:
+            messages = read_messages(question)
+        except ValueError as error:
+            defects.add(f"with {error}", row.number)
+            return None
+        question = last_question(messages)
+    if is_nested(question) or is_nested(category) or is_nested(reference, may_be_list=True):
+        defects.add(_NESTED, row.number)
+        defects.values = defects.values or row.values
+        return None
     if question is None or not str(question).strip():
         defects.add("without a question", row.number)
         return None
@@ -222,8 +270,8 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
         question=str(question),
         reference=accepted,
         category="" if category is None else str(category),
-        # Question and reference have fields of their own; rewards get the others by name.
-        columns={column: one for column, one in row.values.items() if column not in wanted[:2]},
+        columns=dict(row.values),
+        messages=messages,
     )
 
 
@@ -239,8 +287,26 @@ def _refuse_source(spec: str, defects: _FileDefects, settings: DatasetSettings) 
                 f" (tasks.dataset.{setting}).{nearest(column, defects.columns)} It has"
                 f" {', '.join(sorted(defects.columns))}"
             )
+    _refuse_nested(spec, defects.values, settings)
     found = "; ".join(defects.summary(spec)) or "every row repeats one of an earlier file"
     raise DataError(f"'{spec}' has no usable row among {defects.num_rows}: {found}")
+
+
+def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings) -> None:
+    """Raises DataError for a row with a list or an object where a text is expected."""
+    for setting, expected in _EXPECTED.items():
+        column = getattr(settings, setting)
+        found = find_value(row, [column]) if column else None
+        value = found[1] if found is not None else None
+        if setting == "question_column" and are_messages(value):
+            continue
+        if is_nested(value, may_be_list=setting == "reference_column"):
+            raise DataError(
+                f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
+                f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"
+                f" expected {expected}. Name the place of a text within it:"
+                f" {', '.join(places_within(value, column)) or 'it holds none'}"
+            )
 
 
 def _digest(*texts: str) -> bytes:

@@ -6,7 +6,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
+
+from treegraft.tasks.messages import are_messages, last_question
 
 QUESTION_COLUMNS = (
     *("extra_info.question", "question", "problem", "query", "instruction", "prompt", "input"),
@@ -23,24 +26,33 @@ REFERENCE_COLUMNS = (
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 _MISSING = object()
+_INDEX = re.compile(r"\[(-?\d+)\]")
 
 
 def find_value(values: Mapping[str, Any], names: Sequence[str]) -> tuple[str, Any] | None:
     """Returns the first of the named columns that the row has, with its value; None where it has
     none of them.
 
-    Dots go into nested columns; the exact name is preferred to one in another case.
+    Dots go into nested columns and numbers into lists, from the end where they are negative:
+    "prompt.-1.content" or "prompt[-1].content". The exact name is preferred to one in another case.
     """
     for name in names:
         value = _entry(values, name)
         # The whole name first: some files have columns such as "reward.style" without nesting.
         if value is _MISSING:
             value = values
-            for part in name.split("."):
-                value = _entry(value, part) if isinstance(value, Mapping) else _MISSING
+            for part in _INDEX.sub(r".\1", name).split("."):
+                value = _inner(value, part)
         if value is not _MISSING:
             return name, value
     return None
+
+
+def _inner(value: Any, part: str) -> Any:
+    if isinstance(value, Mapping):
+        return _entry(value, part)
+    is_place = isinstance(value, (list, tuple)) and re.fullmatch(r"-?\d{1,9}", part)
+    return value[int(part)] if is_place and -len(value) <= int(part) < len(value) else _MISSING
 
 
 def _entry(values: Mapping[str, Any], name: str) -> Any:
@@ -58,15 +70,33 @@ def nested_columns(values: Mapping[str, Any], prefix: str = "") -> Iterator[tupl
 
 
 def accepted_answers(value: Any) -> tuple[str, ...]:
-    """Returns the texts of a reference, a single one or a list, that are not blank, each once."""
+    """Returns the texts of a reference, a single one or a list, that are not blank, each once;
+    lists and objects in it are not texts."""
     values = value if isinstance(value, (list, tuple)) else [value]
     # Tables that pandas wrote have NaN where a value is missing.
     texts = (
         str(one).strip()
         for one in values
-        if one is not None and not (isinstance(one, float) and math.isnan(one))
+        if not (one is None or is_nested(one) or (isinstance(one, float) and math.isnan(one)))
     )
     return tuple(dict.fromkeys(text for text in texts if text))
+
+
+def is_nested(value: Any, *, may_be_list: bool = False) -> bool:
+    """Returns whether a value is a list or an object, which has no text; a list of plain values is
+    not where `may_be_list`."""
+    if may_be_list and isinstance(value, (list, tuple)):
+        return any(map(is_nested, value))
+    return isinstance(value, (Mapping, list, tuple))
+
+
+def places_within(value: Any, column: str) -> list[str]:
+    """Returns the paths of the texts and numbers within a list or an object, at most 8."""
+    if not is_nested(value):
+        return [column]
+    pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
+    found = (path for key, one in pairs for path in places_within(one, f"{column}.{key}"))
+    return list(islice(found, 8))
 
 
 def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:
@@ -77,12 +107,14 @@ def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:
 
 
 def question_text(value: Any) -> str:
-    """Returns a question as text; of a list of chat messages the last one by the user."""
-    if isinstance(value, (list, tuple)):
-        users = (one for one in value if isinstance(one, Mapping) and one.get("role") == "user")
-        value = [one.get("content") for one in users][-1:]
-        value = value[0] if value else ""
-    return "" if value is None else str(value)
+    """Returns a question as text: of chat messages the last one by the user; empty where it is
+    another list or object, or messages that are not text."""
+    if are_messages(value):
+        try:
+            return last_question(value)
+        except ValueError:
+            return ""
+    return "" if value is None or is_nested(value) else str(value)
 
 
 def control_places(value: Any, path: str) -> list[tuple[str, str]]:

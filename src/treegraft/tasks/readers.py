@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 from collections import Counter
@@ -13,6 +14,7 @@ from typing import Any
 from treegraft.core.errors import DataError, SettingError, nearest
 
 HUB = "hub:"
+FILE_TYPES = (".jsonl", ".json", ".parquet")
 _BATCH_ROWS = 1024
 
 
@@ -33,7 +35,8 @@ class BadRow:
 
 
 def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
-    """Yields the rows of a file or of "hub:NAME[:SPLIT]", where SPLIT may be CONFIG/SPLIT.
+    """Yields the rows of a file or of "hub:NAME:CONFIG/SPLIT", of which CONFIG and SPLIT may be
+    left out.
 
     Raises:
         SettingError: an unknown kind of file, or a package that is missing.
@@ -43,11 +46,11 @@ def read_rows(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     if spec.startswith(HUB):
         return _read_hub(spec, default_split)
     path = _resolve(spec)
-    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".parquet": _read_parquet}
+    readers = dict(zip(FILE_TYPES, (_read_jsonl, _read_json, _read_parquet), strict=True))
     if path.suffix.lower() not in readers:
         raise SettingError(
             f"'{spec}' is no kind of file that can be read; expected {', '.join(readers)} or"
-            " 'hub:NAME'"
+            " 'hub:NAME:CONFIG/SPLIT'"
         )
     return readers[path.suffix.lower()](path)
 
@@ -78,13 +81,20 @@ def _resolve(spec: str) -> Path:
             f"'{spec}' names an environment variable that is not set; set it, or write the path out"
         )
     path = Path(expanded)
+    if path.is_dir():
+        inside = sorted(one.name for one in path.iterdir() if one.suffix.lower() in FILE_TYPES)
+        files = f"; it holds {', '.join(inside[:5])}" if inside else ", of which it holds none"
+        raise DataError(
+            f"'{spec}' is a folder; expected the .jsonl, .json or .parquet files in it, each by its"
+            f" name{files}"
+        )
     if not path.is_file():
         siblings = [other.name for other in path.parent.iterdir()] if path.parent.is_dir() else []
         given = "" if spec == str(path) else f" (given as '{spec}')"
         place = "" if siblings else f" The folder '{path.parent}' does not exist or is empty."
         raise DataError(
             f"there is no file '{path}'{given}; expected a .jsonl, .json or .parquet file, or"
-            f" 'hub:NAME:SPLIT'.{place}{nearest(path.name, siblings)}"
+            f" 'hub:NAME:CONFIG/SPLIT'.{place}{nearest(path.name, siblings)}"
         )
     return path
 
@@ -165,8 +175,8 @@ def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
     except Exception as error:
         raise DataError(
             f"the data set '{name}' (split '{place or default_split}') could not be loaded:"
-            f" {error}. Expected 'hub:NAME[:SPLIT]' or 'hub:NAME:CONFIG/SPLIT' with the name it has"
-            " on the hub, and a network or a filled cache"
+            f" {error}. Expected 'hub:NAME:CONFIG/SPLIT' (or 'hub:NAME:SPLIT', or 'hub:NAME') with"
+            " the name it has on the hub, and a network or a filled cache"
         ) from error
     for number, values in enumerate(data):
         yield Row(number, dict(values))
@@ -174,6 +184,10 @@ def _read_hub(spec: str, default_split: str) -> Iterator[Row | BadRow]:
 
 def _opened(path: Path) -> Any:
     try:
-        return path.open("rb")
+        file = path.open("rb")
     except OSError as error:
         raise DataError(f"'{path}' cannot be opened: {error}") from error
+    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        file.close()
+        raise DataError(f"'{path}' is written in UTF-16; expected UTF-8. Save it in that encoding")
+    return file

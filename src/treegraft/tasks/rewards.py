@@ -1,14 +1,13 @@
-"""Reward functions with TRL's keyword signature, and the scorer that runs them on a tree.
+"""The built-in reward functions, and the scorer that runs a recipe's on a tree.
 
 A function gets lists with one entry per trajectory and returns one number each, or None where it
-does not apply. Only the answer of a completed trajectory is rewarded; the text of tools never is.
+does not apply. The built-in ones reward the answer of a completed trajectory alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +16,10 @@ from typing import Any, Literal
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import RewardFunc
 from treegraft.core.plugins import pick
-from treegraft.core.types import Leaf, Origin, Status, Trajectory, Tree
+from treegraft.core.types import Leaf, Origin, Status, Task, Trajectory, Tree
 from treegraft.settings.tasks import RewardSettings
 from treegraft.tasks import scoring
-from treegraft.tools.own_thread import run_in_thread
+from treegraft.tasks.reward_calls import Arguments, WrittenText, check_columns, check_function
 
 Accuracy = Literal["auto", "f1", "exact_match", "math"]
 
@@ -30,6 +29,8 @@ BOTH_TOOLS_BONUS = 0.1
 """r_M of ARPO, eq. 8."""
 BONUS_TOOLS = frozenset({"search", "python"})
 
+WeightedReward = tuple[str, RewardFunc, float]
+"""Name, function and weight."""
 Measure = Callable[[str, Sequence[str]], float]
 """Compares an answer with the accepted ones."""
 
@@ -96,8 +97,8 @@ def environment_reward(*, trajectories: Sequence[Trajectory], **_: Any) -> list[
     return [trajectory.leaf.environment_reward for trajectory in trajectories]
 
 
-def build_rewards(settings: RewardSettings) -> list[tuple[str, RewardFunc, float]]:
-    """Returns name, function and weight of each reward function of the recipe.
+def build_rewards(settings: RewardSettings) -> list[WeightedReward]:
+    """Returns the reward functions of a recipe.
 
     Raises:
         SettingError: an unknown name, an import path to nothing callable, a name given twice, or
@@ -118,15 +119,17 @@ def build_rewards(settings: RewardSettings) -> list[tuple[str, RewardFunc, float
     functions: list[RewardFunc] = []
     for name in settings.funcs:
         function = pick(name, REWARDS, "reward.funcs")
-        if not callable(function):
-            raise SettingError(
-                f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
-                " function"
-            )
+        check_function(name, function)
         if name == "hierarchical":
             function = functools.partial(function, accuracy=settings.accuracy)
         functions.append(function)
     return list(zip(settings.funcs, functions, weights, strict=True))
+
+
+def check_rewards(rewards: Sequence[WeightedReward], tasks: Sequence[Task]) -> None:
+    """Raises SettingError for a function with an argument that a task has no column for."""
+    for name, function, _ in rewards:
+        check_columns(name, function, tasks)
 
 
 class RewardScorer:
@@ -139,45 +142,30 @@ class RewardScorer:
 
     def __init__(
         self,
-        functions: Sequence[tuple[str, RewardFunc, float]],
+        functions: Sequence[WeightedReward],
         *,
+        written_text: WrittenText,
         deadline_s: float = 60.0,
         success_reward: float = 1.0,
     ) -> None:
-        """Args: success_reward: environment reward from which a trajectory without a reference
-        counts as correct.
+        """Args:
+        written_text: from one step's sampled tokens to their text, `Format.written_text`.
+        success_reward: environment reward from which a trajectory without a reference counts as
+            correct.
         """
         self._functions = tuple(functions)
+        self._written_text = written_text
         self._deadline_s = deadline_s
         self._success_reward = success_reward
-
-    @classmethod
-    def from_settings(
-        cls, settings: RewardSettings, *, success_reward: float = 1.0
-    ) -> RewardScorer:
-        """Returns the scorer of a recipe. Raises SettingError as `build_rewards` does."""
-        return cls(
-            build_rewards(settings), deadline_s=settings.deadline_s, success_reward=success_reward
-        )
 
     async def __call__(self, tree: Tree) -> Tree:
         """Returns the tree with its leaves scored; failed leaves stay as they are."""
         trajectories = [path for path in tree.trajectories() if path.status is not Status.FAILED]
         if not trajectories:
             return tree
-        # The names that TRL gives them; they take precedence over columns of a data set.
-        repeated = {
-            **tree.task.columns,
-            "prompts": tree.task.question,
-            "reference": tree.task.reference,
-        }
-        columns = {name: [value] * len(trajectories) for name, value in repeated.items()} | {
-            "completions": [written_text(path) for path in trajectories],
-            "completion_ids": [path.completion_ids for path in trajectories],
-            "trajectories": trajectories,
-        }
+        arguments = Arguments(tree.task, trajectories, self._written_text)
         functions = [*(function for _, function, _ in self._functions), self._correctness]
-        calls = (self._ask(function, columns, len(trajectories)) for function in functions)
+        calls = (self._ask(function, arguments, len(trajectories)) for function in functions)
         # Failed leaves were not asked about, so their places are skipped below.
         by_leaf = zip(*await asyncio.gather(*calls), strict=True)
         leaves = [
@@ -200,14 +188,12 @@ class RewardScorer:
 
         return [is_correct(path) for path in trajectories]
 
-    async def _ask(
-        self, function: RewardFunc, columns: Mapping[str, Any], num: int
-    ) -> list[_Outcome]:
+    async def _ask(self, function: RewardFunc, arguments: Arguments, num: int) -> list[_Outcome]:
         """Returns a function's reward of each trajectory, or the one error for all of them."""
         deadline = asyncio.timeout(self._deadline_s)
         try:
             async with deadline:
-                values = list(await _call(function, columns))
+                values = await arguments.give_to(function)
         # A user's function may raise anything; its failure is data on the leaves.
         except Exception as error:
             # A function's own TimeoutError is not told apart by its class.
@@ -252,18 +238,6 @@ def _checked(value: Any) -> _Outcome:
     return number if math.isfinite(number) else f"it returned {number}, expected a finite number"
 
 
-def written_text(trajectory: Trajectory) -> str:
-    """Returns the agent's own text: thoughts, calls as "name: body", and the answer; no tool text,
-    no grafted steps."""
-    parts: list[str] = []
-    for step in trajectory.steps[1:]:  # the first is the prompt
-        if step.origin is Origin.POLICY:
-            parts.append(step.content.thought)
-            parts += [f"{call.name}: {call.body}" for call in step.content.calls]
-            parts.append(step.content.answer or "")
-    return "\n".join(part for part in parts if part)
-
-
 def _auto_accuracy(answer: str, reference: Sequence[str]) -> float:
     def accuracy(one: str) -> float:
         if scoring.is_mathematical(one):
@@ -288,25 +262,6 @@ REWARDS: Mapping[str, RewardFunc] = {
     "math": math_reward,
     "environment": environment_reward,
 }
-
-
-async def _call(function: RewardFunc, columns: Mapping[str, Any]) -> Any:
-    """Calls a function with the columns that it names, or with all where it takes **kwargs."""
-    accepted = dict(columns)
-    try:
-        parameters = inspect.signature(function).parameters
-        if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
-            accepted = {name: values for name, values in columns.items() if name in parameters}
-    except (TypeError, ValueError):  # some callables written in C have no signature
-        pass
-    # An object with an async __call__ is no coroutine function itself.
-    call = getattr(function, "__call__", None)  # noqa: B004
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call):
-        return await function(**accepted)
-    # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads, and
-    # the process could not end.
-    returned = await run_in_thread(functools.partial(function, **accepted))
-    return await returned if inspect.isawaitable(returned) else returned
 
 
 def _fail(leaf: Leaf, error: str) -> Leaf:

@@ -15,16 +15,17 @@ from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature
 from treegraft.core.text import describe
 from treegraft.core.types import Task
-from treegraft.tools.json_tools import read_json
+from treegraft.tools.json_tools import read_json, tag_of
 from treegraft.tools.own_thread import run_either, run_in_thread
 
 
 class FunctionTool:
     """A typed function with a docstring, sync or async, as a tool.
 
-    Its name is the tool's, the first paragraph of its docstring the description. A single `str`
-    parameter receives the body as it is, a single parameter of another type the body read as JSON,
-    several parameters the fields of a JSON object. A parameter annotated `Task` receives the task.
+    Its name is the tool's (moveTo becomes move_to), the first paragraph of its docstring the
+    description. A single `str` parameter receives the body as it is, a single parameter of another
+    type the body read as JSON, several parameters the fields of a JSON object. Those with a default
+    may be left out, all of them by an empty body. A parameter annotated `Task` receives the task.
     `func.capability` and `func.cacheable` override "stateless" and False; `func.is_remote` and
     `func.fingerprint` are taken over (see `treegraft.core.interfaces.Tool`).
 
@@ -33,24 +34,39 @@ class FunctionTool:
             return str(2 * number)
     """
 
-    def __init__(self, func: Callable[..., Any], *, is_method: bool = False) -> None:
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        *,
+        name: str = "",
+        owner: str = "",
+        needs_annotations: bool = True,
+    ) -> None:
         """Reads name, description, parameters and attributes of `func`.
 
         Args:
-            is_method: `func` has a `self`, which no call fills; only `run` can call it.
+            name: the tool's; empty takes that of `func`.
+            owner: the class whose method `func` is, for messages: then it has a `self`, which no
+                call fills, and only `run` can call it.
+            needs_annotations: refuse parameters without one; else they take any JSON.
 
         Raises:
             SettingError: no docstring, missing annotations, or a name that makes no tag.
         """
-        self.name = getattr(func, "__name__", "")
-        if not re.fullmatch(r"[a-z][a-z_]*", self.name):  # the name is a tag in the agent's markup
+        own_name = name or str(getattr(func, "__name__", ""))
+        if not own_name.isidentifier():  # the name is a tag in the agent's markup
             raise SettingError(
-                f"tool '{self.name}': a tool's name consists of lower-case letters and underscores."
+                f"tool '{own_name}': got this as its name; expected letters and underscores."
             )
+        is_tag = re.fullmatch(r"[a-z][a-z_]*", own_name)
+        self.name = own_name if is_tag else tag_of(own_name)
+        self._place = f"method '{own_name}' of {owner}" if owner else f"tool '{self.name}'"
+        self._needs_annotations = needs_annotations
         self.description = " ".join(re.split(r"\n\s*\n", inspect.getdoc(func) or "")[0].split())
         if not self.description:
             raise SettingError(
-                f"tool '{self.name}' has no docstring; its first paragraph tells the agent its use."
+                f"{self._place} has no docstring; its first paragraph tells the agent its use."
+                + (" Begin the name with _ where it is not a tool." if owner else "")
             )
         capability = getattr(func, "capability", Capability.STATELESS)
         try:
@@ -58,27 +74,29 @@ class FunctionTool:
         except ValueError:
             kinds = ", ".join(f"'{kind}'" for kind in Capability)
             raise SettingError(
-                f"tool '{self.name}': capability is {capability!r}, expected one of {kinds}."
+                f"{self._place}: capability is {capability!r}, expected one of {kinds}."
             ) from None
         self.cacheable = bool(getattr(func, "cacheable", False))
         self.is_remote = bool(getattr(func, "is_remote", False))
         self.fingerprint = str(getattr(func, "fingerprint", ""))
         self._func = func
         self._signature = inspect.signature(func)
-        if is_method:
+        if owner:
             parameters = list(self._signature.parameters.values())
             self._signature = self._signature.replace(parameters=parameters[1:])
         try:
             hints = get_type_hints(func)
         except Exception as error:  # a name that is not imported at run time, or any other
             raise SettingError(
-                f"tool '{self.name}': its annotations cannot be read: {describe(error)}"
+                f"{self._place}: its annotations cannot be read: {describe(error)}"
             ) from error
         self._task_params: list[str] = []
         self._params: dict[str, TypeAdapter[Any]] = {}
         for parameter in self._signature.parameters.values():
             self._add(parameter, hints)
-        is_text = [hints[name] for name in self._params] == [str]
+        blank = inspect.Parameter.empty
+        self._required = [n for n in self._params if self._signature.parameters[n].default is blank]
+        is_text = [hints.get(name) for name in self._params] == [str]
         self.signature = Signature(self._schema(), next(iter(self._params)) if is_text else None)
 
     async def __call__(self, body: str, task: Task) -> str:
@@ -108,32 +126,28 @@ class FunctionTool:
         """Nothing to release."""
 
     def _add(self, parameter: inspect.Parameter, hints: Mapping[str, Any]) -> None:
-        name, place = parameter.name, f"tool '{self.name}': parameter"
+        name, place = parameter.name, f"{self._place}: parameter"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise SettingError(f"{place} '*{name}' cannot be filled; name each parameter.")
-        if name not in hints:
+        if name not in hints and self._needs_annotations:
             raise SettingError(f"{place} '{name}' has no annotation, such as 'str'.")
-        if hints[name] is Task:
+        hint = hints.get(name, Any)
+        if hint is Task:
             self._task_params.append(name)
             return
         try:
-            self._params[name] = TypeAdapter(hints[name])
+            self._params[name] = TypeAdapter(hint)
         except PydanticUserError as error:
             raise SettingError(
-                f"{place} '{name}' is annotated {hints[name]}, which cannot be read from JSON."
+                f"{place} '{name}' is annotated {hint}, which cannot be read from JSON."
             ) from error
 
     def _arguments(self, body: str) -> dict[str, Any]:
-        if not self._params:
+        if not self._params or not (body.strip() or self._required):
             return {}
         if self.signature.text_parameter is not None:
             return {self.signature.text_parameter: body}
-        fields = read_json(body, f"{self.name} needs JSON, {self._usage()}")
-        # A single argument may come bare, since its name tells the agent nothing.
-        if len(self._params) == 1 and not (
-            isinstance(fields, dict) and fields.keys() == self._params.keys()
-        ):
-            fields = {next(iter(self._params)): fields}
+        fields = self._named(read_json(body, f"{self.name} needs JSON, {self._usage()}"))
         if not isinstance(fields, dict):
             raise ToolError(
                 f"{self.name} needs a JSON object, {self._usage()}; got {type(fields).__name__}"
@@ -148,9 +162,24 @@ class FunctionTool:
                 except ValidationError as error:
                     reason = error.errors(include_url=False)[0]["msg"]
                     raise ToolError(f"{self.name}: '{name}' does not fit: {reason}") from None
-            elif self._signature.parameters[name].default is inspect.Parameter.empty:
+            elif name in self._required:
                 raise ToolError(f"{self.name}: '{name}' is missing; it takes {self._usage()}")
         return arguments
+
+    def _named(self, fields: Any) -> Any:
+        """A single argument may come bare, since its name tells the agent nothing."""
+        if len(self._params) != 1:
+            return fields
+        ((name, adapter),) = self._params.items()
+        if isinstance(fields, dict):
+            if fields.keys() <= {name} and (fields or not self._required):
+                return fields
+            # An object that is not the argument itself is one of wrong names.
+            try:
+                adapter.validate_python(fields)
+            except ValidationError:
+                return fields
+        return {name: fields}
 
     def _schema(self) -> dict[str, Any]:
         """The JSON schema of the arguments, described as in the docstring."""
@@ -162,7 +191,7 @@ class FunctionTool:
             found, definitions = TypeAdapter.json_schemas(inputs)
         except PydanticUserError as error:
             raise SettingError(
-                f"tool '{self.name}': its parameters have no JSON schema: {error.message}"
+                f"{self._place}: its parameters have no JSON schema: {error.message}"
             ) from error
         docstring = inspect.getdoc(self._func) or ""
         properties = {}
@@ -175,9 +204,11 @@ class FunctionTool:
                 re.MULTILINE,
             ):
                 properties[name]["description"] = " ".join(told[2].split())
-        blank = inspect.Parameter.empty
-        required = [n for n in self._params if self._signature.parameters[n].default is blank]
+        required = list(self._required)
         return {"type": "object", "properties": properties, "required": required, **definitions}
 
     def _usage(self) -> str:
-        return "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
+        """The JSON object that a call holds, as the agent is told it."""
+        optional = [f'"{name}"' for name in self._params if name not in self._required]
+        named = "{" + ", ".join(f'"{name}": ...' for name in self._params) + "}"
+        return f"{named} ({', '.join(optional)} optional)" if optional else named

@@ -38,8 +38,8 @@ def arguments_from(body: str, signature: Signature, name: str) -> dict[str, Any]
 
     Raises `ToolError`, with the tool's name, for a body that is no JSON object.
     """
-    if signature.text_parameter is not None:
-        return {signature.text_parameter: body}
+    if (parameter := signature.text_parameter) is not None:
+        return {parameter: body} if body.strip() or signature.requires(parameter) else {}
     needs = f"{name} needs a JSON object of its arguments"
     arguments = read_json(body, needs) if body.strip() else {}
     if not isinstance(arguments, dict):

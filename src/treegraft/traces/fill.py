@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -12,18 +13,19 @@ from treegraft.assemble import assemble
 from treegraft.core.chat_client import api_key_from, served_model
 from treegraft.core.errors import ModelError
 from treegraft.core.interfaces import Display, Format, TaskSource, Tool, TreeScorer
-from treegraft.core.interrupt import run_to_end
+from treegraft.core.interrupt import Ended, run_to_end
 from treegraft.core.types import Tree
 from treegraft.explore.independent import Independent
-from treegraft.rollout.formats.build import build_format, use_template
+from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.markup import system_prompt_for
+from treegraft.rollout.formats.shipped import use_template
 from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.rollout.limits import training_limits
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import RewardScorer
-from treegraft.tools.build import build_tools, open_environments
+from treegraft.tasks.rewards import RewardScorer, build_rewards, check_rewards
+from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
@@ -76,8 +78,13 @@ class BufferBuild:
         """The agent's name in the buffer."""
         self.report = BuildReport()
         """The counts so far, also where the work broke off."""
-        self.is_stopped = False
-        """A Ctrl-C ended it."""
+        self.stopped_by: int | None = None
+        """The signal that ended it, SIGINT for Ctrl-C; None where none did."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal ended it."""
+        return self.stopped_by is not None
 
     def run(
         self, num_best: int, min_reward: float, num_tasks: int | None, *, display: Display
@@ -123,8 +130,8 @@ class BufferBuild:
 
         try:
             run_to_end(work())
-        except KeyboardInterrupt:
-            self.is_stopped = True
+        except KeyboardInterrupt as error:
+            self.stopped_by = error.number if isinstance(error, Ended) else signal.SIGINT
         finally:
             display.close()
 
@@ -135,18 +142,28 @@ class BufferBuild:
         kind = open_environments(config.environment)
         tools = build_tools(config.tools, [*tasks.tools(), *(kind.tools if kind else ())])
         tokenizer = _tokenizer(config, tasks, tools)
-        use_template(config.format, tokenizer)
+        use_template(config.format.chat_template, tokenizer)
         environments = None if kind is None else Environments(kind, config.environment)
         toolbox = Toolbox(tools, config.tools, environments)
         try:
             agent: Agent
             if choice.kind == "expert":
-                agent = ScriptedAgent(tasks, seed=config.run.seed, source=choice.source or "expert")
+                agent = ScriptedAgent(
+                    tasks,
+                    seed=config.run.seed,
+                    source=choice.source or "expert",
+                    environments=toolbox if environments else None,
+                )
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools)
             format = build_format(config.format, tokenizer, tools)
-            scorer = RewardScorer.from_settings(
-                config.reward, success_reward=config.environment.success_reward
+            rewards = build_rewards(config.reward)
+            check_rewards(rewards, tasks.train_tasks())
+            scorer = RewardScorer(
+                rewards,
+                written_text=format.written_text,
+                deadline_s=config.reward.deadline_s,
+                success_reward=config.environment.success_reward,
             )
             yield _Asked(agent, format, scorer, max_concurrent=16)
         finally:
@@ -208,6 +225,7 @@ class BufferBuild:
             temperature=1.0 if choice.temperature is None else choice.temperature,
         )
         async with assemble(config, model_path=place, source=tasks) as parts:
+            check_rewards(parts.rewards, parts.train_tasks)
             num_trees = parts.num_trees_at_once(choice.num_samples)
             agent = CheckpointAgent(
                 replace(parts, scorer=unscored).grower(Independent(), limits),
@@ -225,8 +243,7 @@ def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     from treegraft.policy.tiny import build_word_tokenizer
 
     if config.model.path == "tiny":
-        tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
-        return build_word_tokenizer([*tasks.vocabulary(), *tags])
+        return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
     from transformers import AutoTokenizer
 
     folder, gguf = locate(config.model.path)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treegraft.core.batches import Batcher
 from treegraft.core.interfaces import NoiseKey, Retrieved
@@ -28,16 +28,22 @@ class _Question:
 
 
 class BufferRetriever:
-    """Finds traces in a Step-Trace Buffer, top 1, under the filters of a recipe.
+    """Finds traces in a Step-Trace Buffer, top 1, under the filters of a recipe; the next nearest
+    only for environments, which try them.
 
     Source: RAPO (arXiv 2603.03078, sec. 4.1): dense retrieval of the step whose key is most similar
     to the history; sec. 5.5.2 for the noise rate. The paper does not say whether steps with an
     answer may be retrieved; by default none is.
     """
 
-    def __init__(self, buffer: TraceBuffer, settings: BufferSettings) -> None:
-        """The buffer stays the caller's to close, after this."""
+    def __init__(
+        self, buffer: TraceBuffer, settings: BufferSettings, *, is_tried: bool = False
+    ) -> None:
+        """Args: buffer: stays the caller's to close, after this. is_tried: steps are tried in an
+        environment.
+        """
         self._buffer, self._settings = buffer, settings
+        self._num_nearest = settings.num_tries if is_tried else 1
         self._batcher = Batcher(self._answer, "retrieval")
         self._counts: Counter[str] = Counter()
         self._busy_s = 0.0
@@ -71,6 +77,7 @@ class BufferRetriever:
         try:
             hits = buffer.search(
                 [question.key for question in sought],
+                self._num_nearest,
                 allow_terminal=settings.terminal != "exclude",
                 exclude_tasks=excluded(sought),
                 sources=settings.sources,
@@ -80,7 +87,12 @@ class BufferRetriever:
                 # A nearest step with an answer is not passed over: the next best belongs to another
                 # situation, so nothing is retrieved.
                 if nearest and (settings.terminal == "allow" or not nearest[0][0].terminal):
-                    found[id(question)] = self._retrieved(question, *nearest[0])
+                    first, *others = (
+                        self._retrieved(question, trace, similarity)
+                        for trace, similarity in nearest
+                        if settings.terminal == "allow" or not trace.terminal
+                    )
+                    found[id(question)] = replace(first, others=tuple(others))
             traces = buffer.draw(
                 [question.draw or 0 for question in drawn],
                 allow_terminal=settings.terminal == "allow",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sqlite3
 import threading
@@ -17,6 +18,7 @@ from urllib.parse import quote
 import numpy as np
 
 from treegraft.core.errors import DataError
+from treegraft.core.files import leads_outside
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.store import APPLICATION_ID, COLUMNS, content_from_json
 
@@ -45,9 +47,10 @@ class BufferView:
 
     def note(self) -> dict[str, Any]:
         """Returns the content of buffer.json; empty where the run had no buffer."""
-        found = None
-        with suppress(OSError, ValueError):
-            found = json.loads((self._run_dir / "buffer.json").read_text(encoding="utf-8"))
+        found, path = None, self._run_dir / "buffer.json"
+        with suppress(OSError, ValueError, RecursionError):
+            if not leads_outside(path, self._run_dir):
+                found = json.loads(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
 
     def path(self) -> Path | None:
@@ -57,8 +60,8 @@ class BufferView:
         # A run folder may come from elsewhere: its buffer.json must not open other files.
         inside = self._run_dir.resolve()
         named = self.note().get("path", "buffer/traces.sqlite")
-        path = (inside / str(named)).resolve()
-        return path if path.is_file() and path.is_relative_to(inside) else None
+        path = Path(os.path.realpath(inside / str(named)[:1000]))
+        return path if path.is_relative_to(inside) and path.is_file() else None
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:

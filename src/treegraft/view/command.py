@@ -58,18 +58,13 @@ def view_pages(
     """Serves the pages until Ctrl-C, and prints where.
 
     Raises:
-        SettingError: the address is not free, or packages are missing.
+        SettingError: the address is not free.
         CheckpointError: one of the paths is no run folder.
     """
     # A buffer's encoder is loaded from this machine or not at all.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    try:
-        from treegraft.view.server import build_app
-    except ImportError as error:
-        raise SettingError(
-            f"the viewer needs the package '{error.name}', which is not installed; run: pip install"
-            " 'treegraft[web]'. Without it: treegraft view RUN --text"
-        ) from error
+    from treegraft.view.server import build_app
+
     if buffer is not None:
         named, buffer = buffer, buffer.expanduser().resolve()
         if not buffer.is_file():

@@ -8,15 +8,26 @@ from pathlib import Path
 from treegraft.runs.record import RunFolder, read_metrics
 
 ACCURACIES = ("eval/accuracy_sampled", "eval/accuracy")
-COSTS = ("rollout/num_tool_calls", "rollout/num_sampled_tokens", "time/cpu_s")
-"""Summed over the updates."""
+COSTS = {
+    "rollout/num_tool_calls": "tool calls",
+    "rollout/num_sampled_tokens": "sampled tokens",
+    "time/cpu_s": "CPU s",
+    "time/warmup_s": "warm-up s",
+    "time/eval_s": "evaluation s",
+}
+"""Metrics summed over a run, with their headings. The first three are those of the updates alone;
+the last two are wall-clock seconds."""
+COSTS_NOTE = (
+    "Calls, tokens and CPU seconds are sums over the updates; the warm-up and the evaluations are"
+    " not in them. Their wall-clock seconds are the last rows."
+)
 
 
 def compare_runs(folders: Sequence[Path]) -> tuple[str, list[tuple[str, list[float | None]]]]:
     """Returns the accuracy's key, and rows (update or cost, one value for each run; None where it
     has none).
 
-    The first rows are the evaluations, by update; the last ones the costs of all updates together.
+    The first rows are the evaluations, by update; the last ones the metrics of COSTS, summed.
 
     Raises:
         CheckpointError: one of them is no run folder.
@@ -32,5 +43,6 @@ def compare_runs(folders: Sequence[Path]) -> tuple[str, list[tuple[str, list[flo
     rows: list[tuple[str, list[float | None]]]
     rows = [(f"update {update}", [one.get(update) for one in accuracies]) for update in updates]
     for cost in COSTS:
-        rows.append((cost, [sum(line.get(cost, 0.0) for line in run) for run in runs]))
+        costs = [[line[cost] for line in run if cost in line] for run in runs]
+        rows.append((cost, [sum(one) if one else None for one in costs]))
     return key, rows

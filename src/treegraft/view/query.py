@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from treegraft.core.errors import DataError
 from treegraft.core.types import GraftCause, Tree
 from treegraft.runs.record import parse_tree
 from treegraft.view.pages import summarise, texts
@@ -113,6 +115,7 @@ def find(
 
     Returns:
         groups: summaries with `matches`, the leaves that match.
+        damaged: a sentence for each file that was left out because a line is damaged.
         cursor: None at the end.
         num_seen, num_files: files searched so far, and all of them.
     """
@@ -128,18 +131,25 @@ def find(
     names = [one.name for one in files]
     # A cursor whose file a resume has cut away begins anew.
     place = names.index(name) if name in names else 0
-    first = int(number) if name in names and number.isdigit() else 0
-    began, groups = time.monotonic(), list[dict[str, Any]]()
+    first = int(number) if name in names and re.fullmatch("[0-9]{1,12}", number) else 0
+    began, groups, damaged = time.monotonic(), list[dict[str, Any]](), list[str]()
+    found = {"groups": groups, "damaged": damaged, "num_files": len(files)}
     for index in range(place, len(files)):
-        for n, group in _candidates(run, wanted, files[index], first):
-            if group is not None and (matches := wanted.of_group(group)):
-                groups.append(group | {"matches": matches})
-            # One file is always answered whole: its list can be sorted by the page.
-            if not file and (len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S):
-                seen = {"cursor": f"{files[index].name}:{n + 1}", "num_seen": index}
-                return {"groups": groups, "num_files": len(files), **seen}
+        try:
+            for n, group in _candidates(run, wanted, files[index], first):
+                if group is not None and (matches := wanted.of_group(group)):
+                    groups.append(group | {"matches": matches})
+                # One file is always answered whole: its list can be sorted by the page.
+                if not file and (len(groups) >= MAX_FOUND or time.monotonic() - began > BUDGET_S):
+                    cursor = f"{files[index].name}:{n + 1}"
+                    return {**found, "cursor": cursor, "num_seen": index}
+        except DataError as error:
+            # One damaged file must not hide the others.
+            if file:
+                raise
+            damaged.append(str(error))
         first = 0
-    return {"groups": groups, "cursor": None, "num_seen": len(files), "num_files": len(files)}
+    return {**found, "cursor": None, "num_seen": len(files)}
 
 
 def task_history(run: Run, task_id: str) -> list[dict[str, Any]]:

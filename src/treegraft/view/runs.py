@@ -8,25 +8,25 @@ The places of trees and the summaries of the last few files stay in memory.
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from treegraft.core.errors import DataError
+from treegraft.core.files import leads_outside
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.record import RunFolder, TreePlace, parse_tree, read_places, read_trajectory
+from treegraft.view.metrics import MAX_COUNT, MetricsTable
 from treegraft.view.pages import summarise
 
 T = TypeVar("T")
-FILE_NAME = re.compile(r"(update|eval)-(\d{6,})(?:-([a-z]+))?")
+FILE_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
 """The stem of a file of trees; nothing else is served."""
 _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
@@ -56,61 +56,67 @@ class Run:
         self.path = path.resolve()
         self.name = name or self.path.name
         self._lock = threading.Lock()
-        self._metrics: list[dict[str, Any]] = []
-        self._read_to, self._era = 0, 0
+        self._metrics = MetricsTable()
         self._places: OrderedDict[tuple[str, int, int], list[TreePlace]] = OrderedDict()
         self._summaries: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
 
     def config(self) -> dict[str, Any]:
-        """Returns the resolved settings. Raises DataError: config.json is damaged."""
-        path = self.path / "config.json"
+        """Returns the resolved settings.
+
+        Raises:
+            DataError: config.json is damaged, or a link that leads out of the run folder.
+        """
+        path = self._inside("config.json")
         try:
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(
                 f"'{path}' cannot be read ({error}); expected the settings of a run"
             ) from error
+        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+            raise DataError(f"'{path}' does not hold the settings of a run: expected named tables")
         return found
+
+    def setting(self, table: str, name: str) -> int | None:
+        """Returns a whole number among the settings; None where there is none."""
+        found = self.config().get(table, {}).get(name)
+        return found if isinstance(found, int) and abs(found) <= MAX_COUNT else None
+
+    def _inside(self, name: str) -> Path:
+        path = self.path / name
+        if leads_outside(path, self.path):
+            raise DataError(
+                f"'{path}' is a link that leads out of the run folder; such files are not shown"
+            )
+        return path
 
     # ------------------------------------------------------------------ metrics
 
-    def metrics(self) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the era and all whole lines of metrics.jsonl so far.
+    def table(self, *, waits: bool = False) -> tuple[MetricsTable, float]:
+        """Returns the metrics so far, and the share of their file that has been read; `waits` reads
+        all of it first."""
+        return self._metrics, self._metrics.refresh(self._inside("metrics.jsonl"), waits=waits)
 
-        The era grows when the file was cut or replaced (a resume), so that earlier lines no longer
-        hold.
-        """
-        path = self.folder.metrics_path
-        with self._lock:
-            size = path.stat().st_size if path.exists() else 0
-            if size < self._read_to:
-                self._metrics, self._read_to, self._era = [], 0, self._era + 1
-            if size > self._read_to:
-                with path.open("rb") as file:
-                    file.seek(self._read_to)
-                    data = file.read(size - self._read_to)
-                # A line that is being written is left for the next time.
-                whole = data[: data.rfind(b"\n") + 1]
-                self._read_to += len(whole)
-                self._metrics += [
-                    line for raw in whole.splitlines() if (line := _metrics_line(raw)) is not None
-                ]
-            return self._era, list(self._metrics)
+    def metrics(self) -> tuple[int, list[dict[str, Any]]]:
+        """Returns the era and all whole lines of metrics.jsonl so far."""
+        table, _ = self.table(waits=True)
+        return table.era, table.lines(range(table.num_lines))
 
     def state(self) -> dict[str, Any]:
         """Returns the numbers that change when the run has written; cheap enough to be polled."""
-        metrics = self.folder.metrics_path
+        metrics = self._inside("metrics.jsonl")
         files = self.files()
-        era, lines = self.metrics()
+        table, read_frac = self.table()
         times = [file.mtime_ns for file in files]
         newest = max([*times, metrics.stat().st_mtime_ns if metrics.exists() else 0])
-        total = self.config().get("run", {}).get("num_updates", 0)
-        done = int(lines[-1].get("update") or 0) if lines else 0
+        total = self.setting("run", "num_updates") or 0
+        done = table.last_update()
         # By time rather than by the lock, which says nothing of a run on another machine.
         is_live = done < total and time.time() - newest / 1e9 < _LIVE_S
         return {
-            "era": era,
-            "num_lines": len(lines),
+            "era": table.era,
+            "num_lines": table.num_lines,
+            "read_frac": read_frac,
             "num_files": len(files),
             "newest": newest,
             "update": done,
@@ -126,25 +132,27 @@ class Run:
         folder = self.path / "trees"
         for entry in sorted(folder.iterdir()) if folder.is_dir() else ():
             match = FILE_NAME.fullmatch(entry.stem)
-            if match is None or entry.suffix != ".jsonl" or not self._is_inside(entry):
+            if match is None or entry.suffix != ".jsonl" or leads_outside(entry, self.path):
                 continue
             try:
                 stat = entry.stat()
-            except FileNotFoundError:  # a resume has just cut it away
+            except OSError:  # a resume has just cut it away, or a link points to itself
                 continue
             kind = "update" if match[1] == "update" else match[3] or "eval"
             found.append(TreeFile(entry.stem, kind, int(match[2]), stat.st_size, stat.st_mtime_ns))
         return sorted(found, key=lambda file: (file.update, file.kind != "update", file.name))
 
-    def _is_inside(self, path: Path) -> bool:
-        """Files outside the run folder are not served, and a link may lead to one."""
-        return not path.is_symlink() or path.resolve().is_relative_to(self.path)
-
     def _path(self, name: str) -> Path:
         path = self.path / "trees" / f"{name}.jsonl"
-        if FILE_NAME.fullmatch(name) is None or not path.is_file() or not self._is_inside(path):
+        # The name is checked first: a long one would be an error of the file system.
+        if (
+            FILE_NAME.fullmatch(name) is None
+            or leads_outside(path, self.path)
+            or not path.is_file()
+        ):
             raise DataError(
-                f"run '{self.name}' has no trees '{name}'; expected a name such as update-000001"
+                f"run '{self.name}' has no trees '{name:.80}'; expected a name such as"
+                " update-000001"
             )
         return path
 
@@ -229,20 +237,6 @@ class Run:
             for number, place in enumerate(self._places_of(file.name))
             if place.task_id == task_id
         ]
-
-
-def _metrics_line(raw: bytes) -> dict[str, Any] | None:
-    """Returns a line, infinite numbers and NaN (a loss that diverged) as text; None for a damaged
-    one."""
-    line = None
-    with suppress(ValueError):
-        line = json.loads(raw)
-    if not isinstance(line, dict):
-        return None
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in line.items()
-    }
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, Run]:

@@ -7,7 +7,9 @@ and writes nothing.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -24,11 +26,13 @@ from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.view.buffer import BufferView
+from treegraft.view.metrics import MAX_COUNT
 from treegraft.view.pages import draw, explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
 from treegraft.view.runs import Run
 from treegraft.view.tokens import TokenTexts
 
+_log = logging.getLogger(__name__)
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src"
     " 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none';"
@@ -43,6 +47,16 @@ HEADERS = {
     "cross-origin-opener-policy": "same-origin",
     "cache-control": "no-store",
 }
+_MAX_DIGITS = 40
+"""Characters of a number that are read: Python's own limit raises another error."""
+_DAMAGE = (
+    *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError),
+    ValueError,
+)
+"""Errors that reading a damaged file may raise."""
+_NO_STATE = dict.fromkeys(
+    ("era", "num_lines", "read_frac", "num_files", "newest", "update", "num_updates", "is_live"), 0
+)
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -62,6 +76,8 @@ class Guard:
         if scope["type"] != "http":
             if scope["type"] == "lifespan":
                 await self._app(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
             return
 
         async def send_guarded(message: Message) -> None:
@@ -122,7 +138,7 @@ def _page(request: Request) -> Response:
 def _number(request: Request, name: str) -> float | None:
     text = request.query_params.get(name, "").strip()
     try:
-        return float(text) if text else None
+        return float(text[:_MAX_DIGITS]) if text else None
     except ValueError as error:
         raise SettingError(f"{name}: got '{text:.40}', expected a number") from error
 
@@ -133,7 +149,19 @@ def _flag(request: Request, name: str) -> bool | None:
 
 def _whole(request: Request, name: str) -> int | None:
     value = _number(request, name)
-    return None if value is None or not math.isfinite(value) else int(value)
+    if value is None:
+        return None
+    if not 0 <= value <= MAX_COUNT:  # NaN neither
+        raise SettingError(f"{name}: got {value:g}, expected a whole number from 0 to {MAX_COUNT}")
+    return int(value)
+
+
+def _state(run: Run) -> dict[str, Any]:
+    """The run's state; of a damaged one, which must not hide the others, the error instead."""
+    try:
+        return run.state() | {"error": None}
+    except (TreegraftError, *_DAMAGE) as error:
+        return {**_NO_STATE, "error": str(error) or type(error).__name__}
 
 
 class Api:
@@ -156,12 +184,15 @@ class Api:
 
     def _tree(self, request: Request) -> tuple[Run, str, int]:
         """The run, the file and the number of the tree that is asked for."""
-        return self._run(request), request.path_params["file"], request.path_params["n"]
+        number = request.path_params["n"]
+        if not re.fullmatch("[0-9]{1,12}", number):
+            raise DataError(f"there is no tree '{number:.40}'; expected its number, from 0")
+        return self._run(request), request.path_params["file"], int(number)
 
     def runs(self, request: Request) -> Any:
         """The runs, with the numbers that change while they write."""
         return [
-            {"name": name, "path": str(run.path), **run.state()} for name, run in self._runs.items()
+            {"name": name, "path": str(run.path), **_state(run)} for name, run in self._runs.items()
         ]
 
     def run(self, request: Request) -> Any:
@@ -180,27 +211,36 @@ class Api:
         }
 
     def metrics(self, request: Request) -> Any:
-        """Metrics from line `first` on, with warnings; all of them where the era is another."""
+        """Metrics from line `first` on, with warnings; all of them where the era is another, and
+        where they are too many for one page, which then gets every stride-th."""
         run = self._run(request)
-        era, lines = run.metrics()
-        found = [recorded(line) for line in lines]
-        warnings = page_warnings(found)
+        table, read_frac = run.table()
+        numbers, stride = table.chosen()
         first = _whole(request, "first") or 0
         # After a resume the lines that the page has may no longer hold.
-        if _whole(request, "era") not in (None, era):
+        if stride > 1 or _whole(request, "era") not in (None, table.era):
             first = 0
+        lines = table.lines(numbers[first:])
+        found = [recorded(line) for line in lines]
+        # The line before each is needed where a warning may begin.
+        warned = [number for number, some in zip(numbers[first:], found, strict=True) if some]
+        earlier = dict(zip(warned, table.lines([max(0, n - 1) for n in warned]), strict=True))
+        before = [recorded(earlier[n]) if n in earlier and n else [] for n in numbers[first:]]
         # The trees tell how many tasks were held out; a source may have fewer than asked.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
+        every = dict.fromkeys(table.names(), 0.0)
         return {
-            "era": era,
+            "era": table.era,
             "first": first,
+            "stride": stride,
+            "read_frac": read_frac,
             "lines": [
                 line | {"warnings": some}
-                for line, some in zip(lines[first:], warnings[first:], strict=True)
+                for line, some in zip(lines, page_warnings(found, before), strict=True)
             ],
-            "rules": explanations(found),
-            "num_eval": num_eval or run.config().get("tasks", {}).get("num_eval"),
+            "rules": explanations([recorded(every)]),
+            "num_eval": num_eval or run.setting("tasks", "num_eval"),
         }
 
     def meanings(self, request: Request) -> Any:
@@ -317,6 +357,10 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 404)
         except TreegraftError as error:
             return _json({"error": str(error)}, 409)
+        except _DAMAGE as error:
+            _log.warning("%s cannot be shown", request.url.path, exc_info=error)
+            found = f"{type(error).__name__}: {error}"
+            return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)
 
     return answer
 
@@ -339,8 +383,8 @@ def build_app(
         ("/api/runs/{run}", api.run),
         ("/api/runs/{run}/metrics", api.metrics),
         ("/api/runs/{run}/groups", api.groups),
-        ("/api/runs/{run}/trees/{file}/{n:int}", api.tree),
-        ("/api/runs/{run}/tokens/{file}/{n:int}", api.tokens),
+        ("/api/runs/{run}/trees/{file}/{n}", api.tree),
+        ("/api/runs/{run}/tokens/{file}/{n}", api.tokens),
         ("/api/runs/{run}/task", api.task),
         ("/api/runs/{run}/buffer", api.buffer),
         ("/api/runs/{run}/buffer/{hash}", api.trace),

@@ -10,10 +10,10 @@ from rich.tree import Tree as Drawing
 from treegraft.core.errors import DataError
 from treegraft.core.text import plain
 from treegraft.core.types import BranchCause, GraftCause, Leaf, Step, Tree
+from treegraft.runs.transcript import transcript
 from treegraft.view.pages import best_leaf
 from treegraft.view.runs import Run
 from treegraft.view.tokens import TokenTexts
-from treegraft.view.transcript import transcript
 
 _STYLES = {
     "policy": "cyan",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from tokenizers import Tokenizer
+
+from treegraft.core.files import leads_outside
 
 _UNKNOWN = "\ufffd"
 _LONGEST = 8
@@ -18,7 +21,7 @@ class TokenTexts:
     ids can be shown."""
 
     def __init__(self, run_dir: Path) -> None:
-        self._checkpoints = run_dir / "checkpoints"
+        self._run_dir = run_dir
         self._lock = threading.Lock()
         self._loaded: Tokenizer | None = None
         self._known: dict[int, str] = {}
@@ -27,9 +30,11 @@ class TokenTexts:
         """The tokenizer of any checkpoint: it is the same throughout a run, and a live run has no
         checkpoint at first."""
         if self._loaded is None:
-            inside = self._checkpoints.resolve()
-            for path in sorted(self._checkpoints.glob("*/tokenizer.json")):
-                if path.resolve().is_relative_to(inside):
+            for path in sorted(self._run_dir.glob("checkpoints/*/tokenizer.json")):
+                if leads_outside(path, self._run_dir):
+                    continue
+                # The library raises plain exceptions; another checkpoint may be whole.
+                with suppress(Exception):
                     self._loaded = Tokenizer.from_file(str(path))
                     break
         return self._loaded

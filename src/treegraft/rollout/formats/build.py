@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Format, Tool
+from treegraft.rollout.formats.answers import AnswerRule
 from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.markup import FormatOptions
+from treegraft.rollout.formats.shipped import fitting, shipped_template
 from treegraft.rollout.formats.tags import TagsFormat
+from treegraft.rollout.formats.template import TemplateRefusal
 from treegraft.settings.tasks import FormatSettings
 
 
@@ -26,6 +28,9 @@ def build_format(
 ) -> Format:
     """Returns the format of a recipe; the options beside the settings are those of `FormatOptions`.
 
+    Where the settings name no chat template and the tokenizer's own cannot be used, the tokenizer
+    gets one of ours that fits.
+
     Raises:
         SettingError: a tool that cannot be a tag, or a chat template that the chat format cannot
             use.
@@ -34,29 +39,31 @@ def build_format(
         system_prompt=settings.system_prompt,
         require_think=settings.require_think,
         require_boxed=settings.require_boxed,
+        answer=AnswerRule(
+            settings.answer, settings.answer_pattern or "", finds_numbers=settings.kind == "chat"
+        ),
         max_context=max_context,
         end_ids=end_ids,
         mentions_retrieval=mentions_retrieval,
     )
-    if settings.kind == "chat":
-        return ChatFormat(tokenizer, tools, template_options=settings.template_options, **options)
-    return TagsFormat(tokenizer, tools, **options)
-
-
-def use_template(settings: FormatSettings, tokenizer: Any) -> None:
-    """Gives the tokenizer the template that `format.chat_template` names, if any; a checkpoint then
-    keeps it.
-
-    Raises:
-        SettingError: no such file.
-    """
-    if settings.chat_template is None:
-        return
-    path = Path(os.path.expandvars(settings.chat_template)).expanduser()
+    if settings.kind == "tags":
+        return TagsFormat(tokenizer, tools, **options)
+    build = partial(
+        ChatFormat, tokenizer, tools, template_options=settings.template_options, **options
+    )
     try:
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingError(
-            f"format.chat_template: got '{settings.chat_template}', which cannot be read ({error});"
-            " expected a Jinja file."
-        ) from error
+        return build()
+    except TemplateRefusal as refusal:
+        if settings.chat_template is None:
+            own = tokenizer.chat_template
+            for name in list(fitting(tokenizer)):
+                tokenizer.chat_template = shipped_template(name)
+                with suppress(TemplateRefusal):
+                    form = build()
+                    form.notes = (
+                        f"{refusal.reason}. Treegraft's own template '{name}' takes its place;"
+                        " format.chat_template can name another.",
+                    )
+                    return form
+            tokenizer.chat_template = own
+        raise

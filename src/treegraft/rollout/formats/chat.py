@@ -17,16 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
-from treegraft.core.types import Observation, StepContent, ToolCall
+from treegraft.core.types import SYSTEM_ROLES, Observation, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
     FormatOptions,
     MarkedFormat,
     ParsedStep,
     Specials,
     Violation,
-    boxed,
     clean,
     framed_prompt,
     loosely,
@@ -38,6 +36,7 @@ from treegraft.rollout.formats.template import (
     THINK_OPENING,
     Call,
     ChatTemplate,
+    TemplateRefusal,
     arguments_of,
 )
 
@@ -68,6 +67,10 @@ class ChatFormat(MarkedFormat):
         Raises `SettingError` for a template that cannot be appended to, with the reason.
         """
         super().__init__(tokenizer, tools, **options)
+        self._is_composed = options.get("system_prompt") is None
+        self._has_rules = (
+            self._require_think or self._require_boxed or options.get("mentions_retrieval", False)
+        )
         self._signatures = {tool.name: signature_of(tool) for tool in tools}
         self._template = ChatTemplate(
             tokenizer,
@@ -96,7 +99,7 @@ class ChatFormat(MarkedFormat):
         self._check_reading(tools)
 
     def _check_reading(self, tools: Sequence[Tool]) -> None:
-        """Raises SettingError where the format could not read its own steps back."""
+        """Raises TemplateRefusal where the format could not read its own steps back."""
         contents = [StepContent(thought="a", answer="b")]
         for tool in tools[:1]:
             call = ToolCall(tool.name, "a" if self._signatures[tool.name].text_parameter else "{}")
@@ -107,15 +110,15 @@ class ChatFormat(MarkedFormat):
             try:
                 self.render_step(content)
             except ValueError as error:
-                raise SettingError(
-                    "format.kind is 'chat', but the model's chat template writes what cannot be"
-                    f" read back: {error} Name another one with format.chat_template, or set"
-                    " format.kind = 'tags'."
+                raise TemplateRefusal(
+                    f"the model's chat template writes what cannot be read back: {error}",
+                    " Name another one with format.chat_template, or set format.kind = 'tags'.",
                 ) from error
 
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:
         # The template itself describes the tools.
-        answer = "the answer in \\boxed{...}" if self._require_boxed else "the answer"
+        asks_for_box = self._require_boxed or self._answer_rule.kind == "boxed"
+        answer = "the answer in \\boxed{...}" if asks_for_box else "the answer"
         line = f"Then give {answer}." if self._require_think else f"Give {answer}."
         if tools:
             line = (
@@ -123,11 +126,14 @@ class ChatFormat(MarkedFormat):
                 f" {answer}."
             )
         return framed_prompt(
-            [line], self._require_think, self._require_boxed, mentions_retrieval=mentions_retrieval
+            [line], self._require_think, asks_for_box, mentions_retrieval=mentions_retrieval
         )
 
-    def _prompt_text(self, question: str) -> str:
-        return self._template.prompt(question)
+    def _prompt_text(self, task: Task) -> str:
+        has_system = bool(task.messages) and task.messages[0]["role"] in SYSTEM_ROLES
+        # A composed prompt without a rule adds nothing to what the data themselves say.
+        is_idle = has_system and self._is_composed and not self._has_rules
+        return self._template.prompt(task.conversation("" if is_idle else self._system_prompt))
 
     # Steps of the agent
 
@@ -171,12 +177,9 @@ class ChatFormat(MarkedFormat):
             return StepContent(thought=thought, calls=self._read_calls(body))
         if not body.strip():
             raise Violation("ended without a tool call or an answer")
-        answer = self._answer(body)
-        if boxed(body) is None:
-            self._joined("", body)  # refuses marks in the answer
-        else:
-            thought = self._joined(thought, body.rpartition("\\boxed")[0])
-        return StepContent(thought=thought, answer=answer)
+        before, answer = self._answer(body)
+        self._joined("", answer)  # refuses marks in the answer
+        return StepContent(thought=self._joined(thought, before), answer=answer)
 
     def _joined(self, thought: str, text: str) -> str:
         """The thought with the other text before a call or an answer."""
@@ -219,8 +222,10 @@ class ChatFormat(MarkedFormat):
         name = clean(name, keep_controls=True)
         signature = self._signatures.get(name)
         text_parameter = signature.text_parameter if signature is not None else None
-        if text_parameter is None:
+        if signature is None or text_parameter is None:
             return ToolCall(name, _json(arguments))
+        if not arguments and not signature.requires(text_parameter):
+            return ToolCall(name, "")
         text = arguments.get(text_parameter)
         if len(arguments) == 1 and isinstance(text, str):
             return ToolCall(name, clean(text, keep_controls=True))
@@ -338,7 +343,11 @@ class ChatFormat(MarkedFormat):
         thought = clean(content.thought, keep_controls=True).strip()
         # Read back and compared, since a template is a program: it may trim, escape or leave out.
         calls, wanted = ([self._arguments(call) for call in one.calls] for one in (said, content))
-        is_same = (said.thought, said.answer, calls) == (thought, answer, wanted)
+        options = [(thought, answer)]
+        if answer is not None and not self._answer_rule.looks_for_box:
+            # Nothing parts a thought without tags from an answer without a box.
+            options.append(("", "\n\n".join(filter(None, (thought, answer)))))
+        is_same = (said.thought, said.answer) in options and calls == wanted
         if parsed.violation is not None or not is_same:
             reason = parsed.violation or "it is read back as something else"
             raise ValueError(

@@ -7,13 +7,14 @@ import json
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypedDict
 
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Span, Tokenizer, Tool, signature_of
 from treegraft.core.types import Observation, Origin, StepContent, Task
+from treegraft.rollout.formats.answers import AnswerRule
 
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
@@ -87,6 +88,8 @@ class FormatOptions(TypedDict, total=False):
     """A step without <think>...</think> is a violation; True by default."""
     require_boxed: bool
     """An answer without \\boxed{} is a violation; True by default."""
+    answer: AnswerRule | None
+    """How the answer is read; None, the default, takes the last box, or all of it."""
     max_context: int | None
     """Longest prompt, in tokens; None, the default, for no limit."""
     end_ids: Sequence[int] | None
@@ -105,6 +108,8 @@ class MarkedFormat(ABC):
     _forged: re.Pattern[str]
     """Finds the marks that no foreign text may hold; see `loosely`."""
     _graft_marks: tuple[str, str]
+    notes: tuple[str, ...] = ()
+    """Remarks for the user on how the format came about."""
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class MarkedFormat(ABC):
         system_prompt: str | None = None,
         require_think: bool = True,
         require_boxed: bool = True,
+        answer: AnswerRule | None = None,
         max_context: int | None = None,
         end_ids: Sequence[int] | None = None,
         mentions_retrieval: bool = False,
@@ -121,6 +127,7 @@ class MarkedFormat(ABC):
         """Args: see `FormatOptions`."""
         self._tokenizer = tokenizer
         self._require_think, self._require_boxed = require_think, require_boxed
+        self._answer_rule = answer or AnswerRule()
         self._max_context = max_context
         given = [tokenizer.eos_token_id] if end_ids is None else end_ids
         self._end_ids = {index for index in given if index is not None}
@@ -132,7 +139,7 @@ class MarkedFormat(ABC):
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str: ...
 
     @abstractmethod
-    def _prompt_text(self, question: str) -> str: ...
+    def _prompt_text(self, task: Task) -> str: ...
 
     @abstractmethod
     def _graft_ids(self, values: Sequence[str | StepContent]) -> list[int]:
@@ -143,13 +150,22 @@ class MarkedFormat(ABC):
         """Returns the results as tokens that follow the agent's step."""
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
-        """Returns the tokens of the system prompt, the question and the opening of the agent's
-        turn.
+        """Returns the tokens of the system prompt, the question or the messages that end with it,
+        and the opening of the agent's turn.
 
-        Raises `DataError` for a question that is too long or that still yields a special token.
+        Raises `DataError` for a question that is too long or that still yields a special token, and
+        for messages that the chat template refuses.
         """
-        ids = self._encode(self._prompt_text(self._specials.broken(clean(task.question))))
-        harmless = self._encode(self._prompt_text("?"))
+        try:
+            ids, harmless = (
+                self._encode(self._prompt_text(_with_texts(task, change)))
+                for change in (lambda text: self._specials.broken(clean(text)), lambda _: "?")
+            )
+        except Exception as error:  # a template is a program of the model's makers
+            raise DataError(
+                f"task '{task.id}': the chat template cannot write its prompt: {error}. Change the"
+                " roles of its messages, or name another template with format.chat_template."
+            ) from error
         # The template writes special tokens of its own; one more than those is the question's.
         if self._specials.count(ids) > self._specials.count(harmless):
             raise DataError(
@@ -163,6 +179,10 @@ class MarkedFormat(ABC):
                 " format.system_prompt, or take a model with a longer context."
             )
         return tuple(ids)
+
+    def written_text(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of one step of the policy, without the end token."""
+        return self._decode(self._before_end(token_ids)[0])
 
     def render_graft(
         self, values: Sequence[str | StepContent], max_tokens: int | None = None
@@ -208,17 +228,31 @@ class MarkedFormat(ABC):
         own: Span = (tuple(ids), Origin.POLICY)
         return (own, (self.observation_ids(seen), Origin.TOOL)) if seen else (own,)
 
-    def _answer(self, body: str) -> str:
-        """The answer that a text gives, in its last box if it has one."""
+    def answer_of(self, content: StepContent, task: Task) -> str | None:
+        """Returns the answer that is compared with the task's reference, by the rule of the format;
+        None where the step has none."""
+        if content.answer is None:
+            return None
+        answer = self._answer_rule.read(content.answer, task.reference)
+        return None if answer is None else normal_answer(answer)
+
+    def _answer(self, body: str) -> tuple[str, str]:
+        """The text before the answer and the answer, in its last box if that is looked for."""
         found = boxed(body)
         if found is None and self._require_boxed:
             raise Violation("an answer without \\boxed{}")
-        return normal_answer(body if found is None else found)
+        if found is None and self._answer_rule.kind == "boxed":
+            return body, ""
+        if found is None or not self._answer_rule.looks_for_box:
+            return "", normal_answer(body)
+        return body.rpartition("\\boxed")[0], normal_answer(found)
 
     def _answer_text(self, answer: str) -> str:
         """An answer as the agent writes it. Raises ValueError for one that cannot be read back."""
         plain = normal_answer(clean(answer, keep_controls=True))
         in_box = f"\\boxed{{{plain}}}"
+        if not self._answer_rule.looks_for_box:
+            return plain
         if boxed(in_box) == plain:
             return in_box
         if not self._require_boxed and boxed(plain) is None:
@@ -226,6 +260,32 @@ class MarkedFormat(ABC):
         raise ValueError(
             f"the answer {answer[:80]!r} cannot stand in \\boxed{{}}; its braces do not balance."
         )
+
+
+def _with_texts(task: Task, change: Callable[[str], str]) -> Task:
+    """The task with every text of its question and its messages changed."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, str):
+            return change(value) if value else value
+        if isinstance(value, Mapping):
+            return {key: changed(one) for key, one in value.items()}
+        return [changed(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+    def message(given: Mapping[str, Any]) -> dict[str, Any]:
+        made = {**given, "content": changed(given["content"])}
+        if calls := given.get("tool_calls"):
+            functions = [{**call["function"]} for call in calls]
+            for function in functions:
+                function["arguments"] = changed(function["arguments"])
+            made["tool_calls"] = [
+                {**call, "function": function}
+                for call, function in zip(calls, functions, strict=True)
+            ]
+        return made
+
+    messages = tuple(map(message, task.messages))
+    return replace(task, question=change(task.question), messages=messages)
 
 
 def _broken(found: re.Match[str]) -> str:
@@ -300,12 +360,16 @@ def shortest_prefix(decode: Callable[[Sequence[int]], str], ids: Sequence[int], 
 
 
 def _input_of(tool: Tool) -> str:
-    """A sentence on the input of a tool that takes more than a text."""
+    """A sentence on the input of a tool that takes more than a text, or whose text is optional."""
     signature = signature_of(tool)
-    properties = signature.schema.get("properties")
-    if signature.text_parameter is not None or not properties:
+    properties = signature.schema.get("properties") or {}
+    optional = [name for name in properties if not signature.requires(name)]
+    if signature.text_parameter is not None:
+        return " Its input may be empty." if optional else ""
+    if not properties:
         return ""
-    return f" Its input is a JSON object: {json.dumps(properties, ensure_ascii=False)}"
+    shown = f" Its input is a JSON object: {json.dumps(properties, ensure_ascii=False)}"
+    return f"{shown}. Optional: {', '.join(optional)}." if optional else shown
 
 
 def system_prompt_for(

@@ -11,15 +11,16 @@ that it holds no tag of ours and no special token.
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Span, Tokenizer, Tool
-from treegraft.core.types import Observation, StepContent, ToolCall
+from treegraft.core.types import SYSTEM_ROLES, Observation, StepContent, Task, ToolCall
 from treegraft.rollout.formats.markup import (
     FormatOptions,
     MarkedFormat,
@@ -86,12 +87,10 @@ class TagsFormat(MarkedFormat):
             tools, self._require_think, self._require_boxed, mentions_retrieval=mentions_retrieval
         )
 
-    def _prompt_text(self, question: str) -> str:
-        system = self._system_prompt
+    def _prompt_text(self, task: Task) -> str:
+        messages = task.conversation(self._system_prompt)
         if not self._tokenizer.chat_template:
-            return f"{system}\n\n{question}" if system else question
-        messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": question})
+            return _labelled(messages)
         return str(
             self._tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
@@ -132,7 +131,7 @@ class TagsFormat(MarkedFormat):
         if reading.name is None:
             return StepContent(thought=thought)
         if reading.name == ANSWER:
-            return StepContent(thought=thought, answer=self._answer(reading.body))
+            return StepContent(thought=thought, answer=self._answer(reading.body)[1])
         return StepContent(thought=thought, calls=(ToolCall(reading.name, reading.body.strip()),))
 
     def parse_text(self, text: str) -> ParsedStep:
@@ -311,6 +310,22 @@ class TagsFormat(MarkedFormat):
                 f"a step has one call or an answer; got {len(content.calls)} calls and {answers}."
             )
         return "\n".join(parts)
+
+
+def _labelled(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation without a chat template: the system prompt and a lone question as they are,
+    the turns of a longer one behind the names of their roles."""
+    turns = [one for one in messages if one["role"] not in SYSTEM_ROLES]
+    parts = [one["content"] for one in messages if one["role"] in SYSTEM_ROLES]
+    if len(turns) == 1:
+        return "\n\n".join([*parts, turns[0]["content"]])
+    for turn in turns:
+        lines = [turn["content"]] if turn["content"] else []
+        for call in turn.get("tool_calls", ()):
+            function = call["function"]
+            lines.append(f"{function['name']} {json.dumps(function['arguments'])}")
+        parts.append(f"{turn['role'].capitalize()}: " + "\n".join(lines))
+    return "\n\n".join([*parts, "Assistant:"])
 
 
 def read_trajectory(text: str) -> tuple[StepContent, ...]:

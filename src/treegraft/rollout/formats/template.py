@@ -57,6 +57,15 @@ class Dialect:
     """Those of results that no special token says; never the agent's to write."""
 
 
+class TemplateRefusal(SettingError):
+    """A chat template that the chat format cannot use."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"format.kind is 'chat', but {reason}{advice}")
+        self.reason = reason
+        """What is wrong, without advice."""
+
+
 class ChatTemplate:
     """Renders prompts, turns and results."""
 
@@ -85,10 +94,10 @@ class ChatTemplate:
         self._require_think = require_think
         self._ends = [tokenizer.decode([index], skip_special_tokens=False) for index in end_ids]
         if not tokenizer.chat_template:
-            raise SettingError(
-                "format.kind is 'chat', but the model's tokenizer has no chat template; name a"
-                " Jinja file with format.chat_template, take an instruction-tuned model, or set"
-                " format.kind = 'tags'."
+            raise TemplateRefusal(
+                "the model's tokenizer has no chat template",
+                "; name one with format.chat_template, take an instruction-tuned model, or set"
+                " format.kind = 'tags'.",
             )
         self._source = str(tokenizer.chat_template)
         self.dialect = Dialect(tags_thoughts=require_think or THINK_CLOSING in self._source)
@@ -96,16 +105,17 @@ class ChatTemplate:
         self._rest = ""
         try:
             self._learn()
-        except SettingError:
+        except TemplateRefusal:
             raise
         except ValueError as error:
             raise _refusal(f"it refuses a conversation with tool calls: {error}") from error
 
     # Rendering
 
-    def prompt(self, question: str) -> str:
-        """Returns system prompt, tools, question and the opening of the agent's turn."""
-        return self._render(self._start(question), opens=True)
+    def prompt(self, messages: list[Message]) -> str:
+        """Returns the tools, the messages that end with the question, and the opening of the
+        agent's turn."""
+        return self._render(messages, opens=True)
 
     def turn(self, thought: str, calls: Sequence[Call] = (), answer: str = "") -> str:
         """Returns the agent's turn as the template writes it, its end token included.
@@ -367,9 +377,9 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _refusal(reason: str) -> SettingError:
-    return SettingError(
-        f"format.kind is 'chat', but the model's chat template cannot be used by it: {reason}."
-        " Expected a template whose text only grows from turn to turn. Name another one with"
-        " format.chat_template, or set format.kind = 'tags'."
+def _refusal(reason: str) -> TemplateRefusal:
+    return TemplateRefusal(
+        f"the model's chat template cannot be used, since {reason}",
+        ". Expected a template whose text only grows from turn to turn. Name another one with"
+        " format.chat_template, or set format.kind = 'tags'.",
     )

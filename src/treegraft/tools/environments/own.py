@@ -7,13 +7,15 @@ import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from types import FunctionType, UnionType
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
 
-from treegraft.core.errors import SettingError, ToolUnavailable
+from treegraft.core.errors import SettingError, ToolError, ToolUnavailable, nearest
 from treegraft.core.interfaces import Capability, Environment, Signature, Tool
 from treegraft.core.keyed import keyed_int
+from treegraft.core.text import as_text
 from treegraft.core.types import Task
 from treegraft.settings.table import Settings
 from treegraft.settings.tools import EnvironmentSettings
@@ -23,9 +25,14 @@ from treegraft.tools.own_thread import OwnThread, run_either
 S = TypeVar("S", bound=Settings)
 
 OVER = "the episode is over; give your answer"
-"""The result of a call after the end."""
+"""Told with the last result, in brackets, and to every call after it."""
 NO_TOOLS = frozenset({"reset", "get_reward", "fork", "close"})
 """Public methods that are no tools."""
+
+
+def ended(text: str) -> str:
+    """Returns the last result of an episode as the agent is shown it."""
+    return "\n".join(filter(None, (text, f"[{OVER}]")))
 
 
 @dataclass(slots=True)
@@ -63,19 +70,28 @@ class ClassEnvironments:
         self.name = name
         self.made, self.options = made, settings.options
         self.capability = capability_of(made, name, settings)
-        self.has_reward, self.has_fork, self.has_close = (
+        has_get_reward, self.has_fork, self.has_close = (
             callable(getattr(made, name, None)) for name in ("get_reward", "fork", "close")
         )
-        tools = [FunctionTool(method, is_method=True) for method in _tool_methods(made)]
-        self.methods = {tool.name: tool for tool in tools}
+        self.has_get_reward = has_get_reward
+        methods = _chosen(made, name, settings) or _public(made, name)
+        self.methods = {one.tool.name: one for one in methods}
         if not self.methods:
             raise SettingError(
                 f"environment.kind: '{name}' has no public method beside"
                 f" {', '.join(sorted(NO_TOOLS))}, so no tools."
             )
+        if len(self.methods) < len(methods):
+            all_names = [one.tool.name for one in methods]
+            twice = next(one for one in all_names if all_names.count(one) > 1)
+            raise SettingError(
+                f"environment.kind: two methods of '{name}' give a tool named '{twice}'; choose and"
+                ' rename with environment.tools, such as ["look", "go=moveTo"].'
+            )
+        self.has_reward = has_get_reward or any(one.may_reward for one in methods)
         self.tools: Sequence[Tool] = [
             EnvironmentTool(tool.name, tool.description, self.capability, tool.signature)
-            for tool in tools
+            for tool in (one.tool for one in methods)
         ]
         # Before the run: no object is made until the first trajectory.
         try:
@@ -96,28 +112,64 @@ class ClassEnvironments:
 class ClassEnvironment:
     """One object of such a class, with a thread of its own for methods that block."""
 
-    def __init__(self, kind: ClassEnvironments, made: Any = None) -> None:
+    def __init__(
+        self,
+        kind: ClassEnvironments,
+        made: Any = None,
+        rewards: Sequence[float] | None = (),
+        *,
+        is_over: bool = False,
+    ) -> None:
         self._kind, self._object = kind, made
+        self._rewards = rewards
+        """Those that calls returned; None where calls that might have returned one did not."""
+        self._is_over = is_over
         self._thread = OwnThread("treegraft-environment")
 
     async def reset(self, task: Task) -> str:
-        """Makes the object and returns the result of its reset as text; "" for None."""
+        """Makes the object and returns the result of its reset as text; "" for None. Raises
+        `ToolUnavailable` for a column that the task does not have."""
         # Made in the thread too: some objects, such as a database connection, stay in one thread.
         self._object = await self._thread.run(lambda: self._kind.made(**self._kind.options))
-        method = self._object.reset
-        row = accepted(method, row_of(task))
-        first = await run_either(method, lambda: method(**row), self._thread.run)
-        return "" if first is None else str(first)
+        method, row = self._object.reset, row_of(task)
+        given = accepted(method, row)
+        try:
+            inspect.signature(method).bind(**given)
+        except TypeError as error:
+            raise ToolUnavailable(
+                f"{error}, but task '{task.id}' has the columns {', '.join(row)} alone. Name it as"
+                " the data do, or give it a default"
+            ) from error
+        first = await run_either(method, lambda: method(**given), self._thread.run)
+        # Gymnasium's (observation, info).
+        is_pair = isinstance(first, tuple) and len(first) == 2 and isinstance(first[1], Mapping)
+        return as_text(first[0] if is_pair else first)
 
     async def call(self, name: str, body: str, task: Task) -> Any:
-        """Returns the method's result. Raises `ToolError` for a body that does not fit, and any
-        exception of the method."""
-        method = getattr(self._object, name)
-        return await self._kind.methods[name].run(method, body, task, self._thread.run)
+        """Returns the method's result, with `OVER` after the one that ends the episode. Raises
+        `ToolError` for a body that does not fit and after the end, and any exception of the
+        method."""
+        if self._is_over:
+            raise ToolError(OVER)
+        own = self._kind.methods[name]
+        method = getattr(self._object, own.name)
+        result = await own.tool.run(method, body, task, self._thread.run)
+        outcome = step_of(result)
+        if outcome is None:
+            if own.may_reward:
+                self._rewards = self._rewards or None
+            self._is_over = await self._thread.run(self._says_done)
+        else:
+            result, self._is_over = outcome.observation, outcome.is_over
+            self._rewards = (*(self._rewards or ()), outcome.reward)
+        return ended(as_text(result)) if self._is_over else result
 
     async def reward(self) -> Any:
-        """Returns the result of get_reward; None where there is no such method."""
-        return await self._run(self._object.get_reward) if self._kind.has_reward else None
+        """Returns the result of get_reward; without that method the sum of the rewards that calls
+        returned, None where calls returned none."""
+        if self._kind.has_get_reward:
+            return await self._run(self._object.get_reward)
+        return None if self._rewards is None else float(sum(self._rewards))
 
     async def fork(self) -> ClassEnvironment:
         """Returns a copy: the object's own fork, else a deep copy."""
@@ -130,7 +182,7 @@ class ClassEnvironment:
                 f"environment '{self._kind.name}': fork() returned {made!r:.80}, expected a further"
                 " environment"
             )
-        return ClassEnvironment(self._kind, made)
+        return ClassEnvironment(self._kind, made, self._rewards, is_over=self._is_over)
 
     async def close(self) -> None:
         """Calls the object's close, where it has one, and ends the thread."""
@@ -138,8 +190,55 @@ class ClassEnvironment:
             await self._run(self._object.close)
         self._thread.end()
 
+    def _says_done(self) -> bool:
+        # A tool named done is no such word.
+        return _is_flag(done := getattr(self._object, "done", None)) and bool(done)
+
     async def _run(self, method: Callable[[], Any]) -> Any:
         return await run_either(method, method, self._thread.run)
+
+
+class StepResult(NamedTuple):
+    """A result in the form of Gymnasium."""
+
+    observation: Any
+    reward: float
+    is_over: bool
+
+
+def step_of(result: Any) -> StepResult | None:
+    """Returns (observation, reward, terminated, truncated, info), or the older form with one
+    `done`, as what it says; None for any other result."""
+    if not (
+        isinstance(result, tuple) and len(result) in (4, 5) and isinstance(result[-1], Mapping)
+    ):
+        return None
+    observation, reward, *flags, _ = result
+    if not all(map(_is_flag, flags)) or isinstance(reward, str):
+        return None
+    try:
+        return StepResult(observation, float(reward), any(flags))
+    except (TypeError, ValueError):
+        return None
+
+
+def _is_flag(value: Any) -> bool:
+    # NumPy's have the name that NumPy 1 or 2 gives them.
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
+
+
+def may_reward(method: Callable[..., Any]) -> bool:
+    """Returns whether a method's annotation lets it return a tuple, and so a reward."""
+
+    def holds_tuple(hint: Any) -> bool:
+        if get_origin(hint) in (Union, UnionType):
+            return any(map(holds_tuple, get_args(hint)))
+        return hint in (Any, object, tuple) or get_origin(hint) is tuple
+
+    try:
+        return holds_tuple(get_type_hints(method).get("return", Any))
+    except Exception:  # a name that is not imported at run time
+        return True
 
 
 def capability_of(made: type, name: str, settings: EnvironmentSettings) -> Capability:
@@ -202,11 +301,50 @@ def accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, 
     return {one.name: row[one.name] for one in parameters if one.name in row}
 
 
-def _tool_methods(made: type) -> list[Callable[..., Any]]:
+class _Method(NamedTuple):
+    """A method that is a tool."""
+
+    name: str
+    """In the class."""
+    tool: FunctionTool
+    may_reward: bool
+    """It may return a reward with its result."""
+
+
+def _public(made: type, place: str) -> list[_Method]:
     """The public functions of a class and its parents, in the order of their definition, the
     class's own last."""
+    return [
+        _Method(name, FunctionTool(found, name=name, owner=f"'{place}'"), may_reward(found))
+        for name, found in _functions(made).items()
+    ]
+
+
+def _functions(made: type) -> dict[str, FunctionType]:
     # From the parents on: their tools keep their places, whatever a subclass adds or overrides.
     names = dict.fromkeys(name for parent in reversed(made.__mro__) for name in vars(parent))
     public = [name for name in names if not name.startswith("_") and name not in NO_TOOLS]
     # A subclass removes a tool by another value of its name, such as None.
-    return list(filter(inspect.isfunction, (inspect.getattr_static(made, name) for name in public)))
+    found = {name: inspect.getattr_static(made, name) for name in public}
+    return {name: one for name, one in found.items() if inspect.isfunction(one)}
+
+
+def _chosen(made: type, place: str, settings: EnvironmentSettings) -> list[_Method]:
+    """The methods that the recipe or else the class names as tools; empty where neither does."""
+    own = getattr(made, "tools", None)
+    is_list = isinstance(own, list | tuple) and all(isinstance(one, str) for one in own)
+    functions, found = _functions(made), list[_Method]()
+    for entry in settings.tools or (own if is_list else None) or ():
+        tool, _, name = (part.strip() for part in entry.rpartition("="))
+        if name not in functions:
+            raise SettingError(
+                f"environment.tools: '{entry}' names no method of '{place}' that can be a tool; it"
+                f" has {', '.join(functions) or 'none'}.{nearest(name, functions)}"
+            )
+        method = functions[name]
+        # A foreign class that has no annotations cannot be given any.
+        made_tool = FunctionTool(
+            method, name=tool or name, owner=f"'{place}'", needs_annotations=False
+        )
+        found.append(_Method(name, made_tool, may_reward(method)))
+    return found

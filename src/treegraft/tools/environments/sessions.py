@@ -1,9 +1,10 @@
 """Sessions with an environment: its state moves with a trajectory's calls, and is rebuilt where a
 branch opens.
 
-A point of an environment that can fork holds a copy; a point of one that replays holds the calls
-so far, which a branch makes again on a fresh environment. The number of copies and replays is a
-function of the tree alone, never of timing.
+A point of an environment that replays holds the calls so far, which a branch makes again on a fresh
+environment. A point of one that can fork is copied once a branch is granted, or before the state
+changes while that is not decided; so the copies that branches take, and the replays, are a function
+of the tree alone, never of timing.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import asyncio
 import hashlib
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
@@ -25,6 +25,7 @@ from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.background import Background
+from treegraft.tools.environments.rehearsal import GraftCounts, enacted, first_true
 
 T = TypeVar("T")
 
@@ -43,7 +44,6 @@ class _Usage:
     num_replayed_calls: int = 0
     num_mismatches: int = 0
     num_failures: int = 0
-    num_untrue_grafts: int = 0
 
 
 class _Action(NamedTuple):
@@ -61,7 +61,9 @@ class Environments:
 
     def __init__(self, kind: EnvironmentKind, settings: EnvironmentSettings) -> None:
         self.kind, self.settings = kind, settings
-        self.usage = _Usage()
+        self.usage, self.grafts = _Usage(), GraftCounts()
+        self.num_copies = 0
+        """Copies made, those that no branch took included: a matter of timing."""
         self.left_behind = Background()
 
     def sessions(self, runner: Runner, task: Task) -> TreeEnvironments:
@@ -70,11 +72,23 @@ class Environments:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
-        usage, self.usage = self.usage, _Usage()
-        return {f"environment/{name}": float(count) for name, count in asdict(usage).items()}
+        counts, grafts = asdict(self.usage), self.grafts
+        self.usage, self.grafts = _Usage(), GraftCounts()
+        counts |= asdict(grafts)
+        metrics = {f"environment/{name}": float(count) for name, count in counts.items()}
+        if self.kind.capability is Capability.FORK:
+            metrics["time/environment_copies"] = float(self.num_copies)
+            self.num_copies = 0
+        if grafts.num_rehearsals:
+            untrue_frac = grafts.num_untrue_grafts / grafts.num_rehearsals
+            metrics["environment/untrue_graft_frac"] = untrue_frac
+        return metrics
 
-    async def bounded(self, work: Awaitable[T], method: str) -> T:
+    async def bounded(self, work: Awaitable[T], method: str, *, is_counted: bool = True) -> T:
         """Returns the outcome of one method; past the deadline, or cancelled, it is left behind.
+
+        Args:
+            is_counted: count a failure.
 
         Raises:
             ToolUnavailable: it failed or took too long.
@@ -87,7 +101,7 @@ class Environments:
                 )
             return run.result()
         except (Exception, asyncio.CancelledError) as error:
-            self.usage.num_failures += 1
+            self.usage.num_failures += is_counted
             reason = str(error) if isinstance(error, ToolUnavailable) else describe(error)
             raise ToolUnavailable(f"environment '{self.kind.name}': {method}: {reason}") from error
 
@@ -144,7 +158,7 @@ class TreeEnvironments:
                 break
         if self.first:
             question = "\n".join(part for part in (self._bare_task.question, self.first) if part)
-            self.task = replace(self._bare_task, question=question)
+            self.task = self._bare_task.asking(question)
         return self.task
 
     def start(self, ordinal: int) -> Point:
@@ -169,8 +183,8 @@ class TreeEnvironments:
             raise
 
     async def fork(self, live: LiveEnvironment) -> LiveEnvironment:
-        """Returns a copy. Raises `ToolUnavailable`."""
-        self.run.usage.num_forks += 1
+        """Returns a copy, not counted among the forks. Raises `ToolUnavailable`."""
+        self.run.num_copies += 1
         making = asyncio.create_task(live.fork())
 
         def close_late(made: asyncio.Task[LiveEnvironment]) -> None:
@@ -179,7 +193,8 @@ class TreeEnvironments:
 
         try:
             # Shielded: a copy that is cancelled half-way could not be closed.
-            copy = await self.run.bounded(asyncio.shield(making), "fork")
+            work = asyncio.shield(making)
+            copy = await self.run.bounded(work, "fork", is_counted=False)
         except BaseException:
             making.add_done_callback(close_late)
             raise
@@ -226,6 +241,8 @@ class EnvironmentSession:
         self.tree, self.live, self.history = tree, live, tuple(history)
         self._lock = asyncio.Lock()
         self._copies: list[asyncio.Task[LiveEnvironment]] = []
+        self._points: list[_CopyPoint] = []
+        """Of the present state, without a copy so far."""
         self._broken: str | None = None
         """Why the state is unknown."""
         self._is_released = False
@@ -246,6 +263,7 @@ class EnvironmentSession:
         """
         if call.name not in self.tree.names or call.problem is not None:
             return await self.tree.runner.call(call, self.tree.task)
+        self._keep_points()
         async with self._settled():
             try:
                 return await self._act(call)
@@ -299,20 +317,31 @@ class EnvironmentSession:
         self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
         return observation
 
-    def mark(self) -> Point:
-        """Returns the present state as a point."""
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
+        """Returns the present state as a point; `is_wanted` as in `Session`."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
-        # Now and not when a branch opens: the number of copies must not depend on timing.
+        point = _CopyPoint(self, self.history, is_wanted)
+        self._points.append(point)
+        return point
+
+    def start_copy(self) -> asyncio.Task[LiveEnvironment]:
+        """Starts a copy of the present state, which the next call waits for."""
         copy = self.tree.before_the_end(self._copy())
         self._copies.append(copy)
-        return _CopyPoint(self.tree, copy, self.history)
+        return copy
 
     async def _copy(self) -> LiveEnvironment:
         async with self._lock:
             if self._broken is not None:
                 raise ToolUnavailable(self._broken)
             return await self.tree.fork(self.live)
+
+    def _keep_points(self) -> None:
+        """Copies the state for its points before it changes."""
+        points, self._points = self._points, []
+        for point in points:
+            point.keep()
 
     @asynccontextmanager
     async def _settled(self) -> AsyncIterator[None]:
@@ -326,41 +355,32 @@ class EnvironmentSession:
                 raise ToolUnavailable(self._broken)
             yield
 
-    async def rehearse(self, values: Sequence[str | StepContent]) -> Session | None:
-        """Returns a session in which another agent's calls have been made with the very results
-        that it saw; None otherwise."""
-        names = self.tree.names
-        steps = [value for value in values if isinstance(value, StepContent)]
-        told = [
-            (call, observation)
-            for step in steps
-            for call, observation in zip_longest(step.calls, step.observations)
-            if call is not None and call.name in names
-        ]
-        # Text alone, or a call without its result, cannot be verified.
-        is_known = len(steps) == len(values) and all(seen is not None for _, seen in told)
-        if is_known and not told:
-            return self
-        if is_known and self.can_branch:
-            point = self.mark()
-            point.reserve(1)
-            with ExitStack() as stack:
-                trial = await point.open()
-                stack.callback(trial.release)
-                for call, observation in told:
-                    if (await trial.call(call)).text != observation.text:
-                        break
-                else:
-                    stack.pop_all()
-                    return trial
-        self.tree.run.usage.num_untrue_grafts += 1
-        return None
+    async def rehearse(
+        self, candidates: Sequence[Sequence[str | StepContent]]
+    ) -> tuple[int, Session] | None:
+        """Returns the number of the first candidate whose results come true here, and a session in
+        which its calls have been made; None where none does."""
+        tree = self.tree
+        copy = self._trial if self.can_branch else None
+        found = await first_true(candidates, tree.names, tree.run.grafts, copy)
+        return None if found is None else (found[0], found[1] or self)
+
+    async def _trial(self) -> Session:
+        point = self.mark()
+        point.reserve(1)
+        return await point.open()
+
+    async def enact(self, contents: Sequence[StepContent]) -> tuple[StepContent, ...]:
+        """Makes the calls of a demonstration here and returns it with the results that came. Raises
+        as in `Session`."""
+        return await enacted(self, contents, self.tree.names)
 
     async def reward(self) -> float | None:
         """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for
         anything but a finite number or None."""
         if not self.tree.kind.has_reward:
             return None
+        self._keep_points()
         async with self._settled():
             value = await self.tree.run.bounded(self.live.reward(), "get_reward")
         if value is None:
@@ -380,6 +400,7 @@ class EnvironmentSession:
         """Closes the environment once its points have their copies."""
         if not self._is_released:
             self._is_released = True
+            self._keep_points()
             self.tree.before_the_end(self._end())
 
     async def _end(self) -> None:
@@ -400,7 +421,7 @@ class _FreshPoint:
 
     def reserve(self, num: int) -> None: ...
 
-    async def open(self) -> Session:
+    async def open(self) -> EnvironmentSession:
         tree = self.tree
         tree.run.usage.num_replays += self.history is not None
         # Shielded: the tree's end closes an environment whose opener gives up.
@@ -426,23 +447,45 @@ class _FreshPoint:
 
 @dataclass(slots=True)
 class _CopyPoint:
-    """A state kept as a copy."""
+    """A state kept as a copy, made once it is needed."""
 
-    tree: TreeEnvironments
-    copy: asyncio.Task[LiveEnvironment]
+    session: EnvironmentSession
+    """Stands in this state until it is copied."""
     history: Sequence[_Action]
+    is_wanted: Callable[[], bool]
+    copy: asyncio.Task[LiveEnvironment] | None = None
     num_left: int = 0
     """Branches still to be opened."""
+    is_failed: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def reserve(self, num: int) -> None:
-        self.num_left += num
+    def keep(self) -> None:
+        """Starts the copy, unless no branch will need it."""
+        if self.copy is None and self.is_wanted():
+            self.copy = self.session.start_copy()
 
-    async def open(self) -> Session:
+    def reserve(self, num: int) -> None:
+        """Announces branches: each takes a copy, the last one this point's own."""
+        self.num_left += num
+        self.session.tree.run.usage.num_forks += num
+        if self.copy is None:
+            self.copy = self.session.start_copy()
+
+    async def open(self) -> EnvironmentSession:
+        """Returns a session on a copy. Raises `ToolUnavailable` where it cannot be made."""
+        tree = self.session.tree
+        if self.num_left <= 0:
+            self.reserve(1)
+        assert self.copy is not None, "made with the reservation"
         # One after another: the last branch takes the copy itself, and then changes it.
         async with self.lock:
-            live = await asyncio.shield(self.copy)
-            self.num_left -= 1
-            if self.num_left:
-                live = await self.tree.fork(live)
-        return EnvironmentSession(self.tree, live, self.history)
+            try:
+                live = await asyncio.shield(self.copy)
+                self.num_left -= 1
+                if self.num_left:
+                    live = await tree.fork(live)
+            except ToolUnavailable:
+                tree.run.usage.num_failures += not self.is_failed
+                self.is_failed = True
+                raise
+        return EnvironmentSession(tree, live, self.history)

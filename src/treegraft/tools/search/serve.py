@@ -5,6 +5,7 @@ Requests that come in while a search is under way are answered together after it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
@@ -12,7 +13,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -26,6 +27,14 @@ MAX_BYTES = 8_000_000
 MAX_QUERIES = 4096
 """In one request."""
 MAX_TOP_K = 1000
+MAX_QUERY_CHARS = 10_000
+"""Of one query; questions and thoughts of agents are far shorter."""
+MAX_PASSAGES = 100_000
+"""Queries times passages of one request."""
+SLICE = 32
+"""Queries that are searched at once: between slices those of other requests have their turn."""
+DEADLINE_S = 60.0
+"""Longest time for one request, in seconds."""
 
 
 def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Starlette:
@@ -38,6 +47,10 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
     """
 
     async def retrieve(request: Request) -> Response:
+        # A page of another origin may send text without asking first, but not JSON.
+        if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+            detail = "expected the content type application/json"
+            return JSONResponse({"detail": detail}, status_code=415)
         try:
             body = bytearray()
             # Read piece by piece: the length in the header is only the client's word.
@@ -46,10 +59,18 @@ def search_app(backend: SearchBackend, *, default_top_k: int, host: str) -> Star
                 if len(body) > MAX_BYTES:
                     raise ValueError(f"the request is longer than {MAX_BYTES} bytes")
             queries, top_k, with_scores = _asked(bytes(body), default_top_k)
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
         except ValueError as error:
             return JSONResponse({"detail": str(error)}, status_code=422)
+        found: list[list[Passage]] = []
         try:
-            found = await backend.search(queries, top_k)
+            async with asyncio.timeout(DEADLINE_S):
+                for first in range(0, len(queries), SLICE):
+                    found += await backend.search(queries[first : first + SLICE], top_k)
+        except TimeoutError:
+            detail = f"the search took longer than {DEADLINE_S:g} s; ask for fewer queries at once"
+            return JSONResponse({"detail": detail}, status_code=503)
         except ToolError as error:
             return JSONResponse(
                 {"detail": str(error)},
@@ -98,8 +119,15 @@ def _asked(body: bytes, default_top_k: int) -> tuple[list[str], int, bool]:
         or len(queries) > MAX_QUERIES
     ):
         raise ValueError(f"'queries': expected a list of at most {MAX_QUERIES} strings")
+    if (longest := max(map(len, queries), default=0)) > MAX_QUERY_CHARS:
+        raise ValueError(f"'queries': got {longest} characters, expected {MAX_QUERY_CHARS} at most")
     top_k = default_top_k if top_k is None else top_k
     # In Python `true` is a whole number too.
     if not isinstance(top_k, int) or isinstance(top_k, bool) or not 1 <= top_k <= MAX_TOP_K:
         raise ValueError(f"'topk': expected a whole number from 1 to {MAX_TOP_K}")
+    if len(queries) * top_k > MAX_PASSAGES:
+        raise ValueError(
+            f"{len(queries)} queries with topk {top_k} ask for {len(queries) * top_k} passages;"
+            f" expected {MAX_PASSAGES} at most"
+        )
     return queries, top_k, bool(asked.get("return_scores", False))

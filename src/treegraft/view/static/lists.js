@@ -223,6 +223,7 @@ export async function search(page, { run, query }) {
   const count = h("span", { class: "dim", id: "count" });
   const more = h("button", { hidden: true, onclick: () => goOn() }, "look further back");
   let [rows, cursor, turn, values] = [[], null, 0, {}];
+  const damaged = [];
   const draw = () => replace(found, stripLegend(rows), table({ id: "groups", columns: [where, ...groupColumns(rows).slice(1)], rows, sort, down, address: treeAddress(run), empty: cursor ? "Nothing yet." : "No tree is like that.",
     onSort: (key, way) => { [sort, down] = [key, way]; note({ sort, down: down ? "" : "0" }); draw(); } }));
   const ask = async (mine) => {
@@ -230,7 +231,8 @@ export async function search(page, { run, query }) {
     if (mine !== turn) return;
     rows = [...rows, ...got.groups];
     cursor = got.cursor;
-    count.textContent = `${plural(rows.length, "tree")} in ${got.num_seen} of ${plural(got.num_files, "file")}`;
+    damaged.push(...got.damaged);
+    count.textContent = `${plural(rows.length, "tree")} in ${got.num_seen} of ${plural(got.num_files, "file")}${damaged.length ? `; left out: ${damaged.join("; ")}` : ""}`;
     more.hidden = !cursor;
     draw();
     // A rare text may be far back: looks on by itself until there is a page of trees.
@@ -240,6 +242,7 @@ export async function search(page, { run, query }) {
   const load = (now) => {
     values = now;
     [rows, cursor] = [[], null];
+    damaged.length = 0;
     return ask(++turn);
   };
   const chosen = filters(query, load);

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import zip_longest
 from pathlib import Path
 from typing import TextIO
@@ -24,11 +24,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from treegraft.cli.options import table
 from treegraft.core.interfaces import Display
 from treegraft.core.text import plain
 from treegraft.core.types import Trajectory, Tree
-from treegraft.view.transcript import _outcome, pick_sample, transcript
+from treegraft.runs.transcript import _outcome, pick_sample, transcript
 
 COLUMNS: Sequence[tuple[str, str, str]] = (
     ("reward", "reward/mean", "{:.3f}"),
@@ -41,6 +40,8 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
     ("time", "time/update_s", "{:.1f}s"),
 )
 """The numbers that matter: heading, metric, how it is written."""
+_INTERVAL = ("", "_low", "_high")
+"""Endings of the metrics of a gain and its 95 % interval."""
 _MAX_CATEGORIES = 6
 """More would push the other numbers of an evaluation off the screen."""
 
@@ -72,28 +73,39 @@ def evaluation_line(metrics: Mapping[str, float], *, is_brief: bool = False) -> 
     """Returns the evaluation among `metrics` on one line, in an order of its own; `is_brief` leaves
     categories and pass@k out.
 
-    "accuracy 41.5% (1_hop 60%, 2_hops 23%), sampled 38.0%, pass@4 72.0%, gain +0.25 [0.18,
-    0.32]"
+    "accuracy 41.5% greedy (1_hop 60%, 2_hops 23%), 38.0% sampled, pass@4 72.0%, gain +0.25 greedy
+    (95 %: +0.18 to +0.32)"
     """
     parts = []
     # Greedy accuracy is the main number where there is one; the sampled one stands in for it else.
     main = "accuracy" if "eval/accuracy" in metrics else "accuracy_sampled"
-    for name in ("accuracy", "accuracy_sampled"):
+    for name, decoding in (("accuracy", "greedy"), ("accuracy_sampled", "sampled")):
         if f"eval/{name}" in metrics:
             categories = "" if is_brief or name != main else _by_category(metrics, name)
-            label = name if name == main else "sampled"
-            parts.append(f"{label} {metrics[f'eval/{name}']:.1%}{categories}")
+            label = "accuracy " if name == main else ""
+            parts.append(f"{label}{metrics[f'eval/{name}']:.1%} {decoding}{categories}")
     if not is_brief:
         prefix = "eval/pass_at_"
         ks = sorted(int(key.removeprefix(prefix)) for key in metrics if key.startswith(prefix))
         parts += [f"pass@{k} {metrics[f'{prefix}{k}']:.1%}" for k in ks]
-    for key, shown in (("eval/gain", "gain"), ("eval/gain_sampled", "sampled gain")):
+    for key, decoding in (("eval/gain", "greedy"), ("eval/gain_sampled", "sampled")):
         if f"{key}_high" in metrics:
-            low, high = metrics[f"{key}_low"], metrics[f"{key}_high"]
-            parts.append(f"{shown} {metrics[key]:+.2f} [{low:.2f}, {high:.2f}]")
+            # Adding 0.0 turns a rounded -0.0 into 0.0.
+            gain, low, high = (round(metrics[f"{key}{end}"], 2) + 0.0 for end in _INTERVAL)
+            parts.append(f"gain {gain:+.2f} {decoding} (95 %: {low:+.2f} to {high:+.2f})")
     if metrics.get("eval/failed_frac", 0.0) > 0:
         parts.append(f"failed {metrics['eval/failed_frac']:.1%}")
     return ", ".join(parts)
+
+
+def _numbers(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Returns heading and text of each number of an update, "-" for one that it does not have."""
+    # Without a token to learn from there is no share of unique tokens.
+    absent = {"learn/unique_frac"} if not metrics.get("learn/unique_frac") else set()
+    return [
+        (name, form.format(metrics[key]) if key in metrics and key not in absent else "-")
+        for name, key, form in COLUMNS
+    ]
 
 
 def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
@@ -114,8 +126,8 @@ def _short_transcript(trajectory: Trajectory, limit: int = 160) -> list[str]:
             parts.append(f"<answer> {flat(content.answer)} </answer>")
         if step.violation is not None:
             parts.append(f"violation: {plain(step.violation)}")
-        nothing = f"{len(step.token_ids)} tokens, nothing the format knows"
-        lines.append("    " + ("  ".join(parts) or nothing))
+        unparsed = f"{len(step.token_ids)} tokens without a thought, a call or an answer"
+        lines.append("    " + ("  ".join(parts) or unparsed))
     return [*lines, f"    {_outcome(trajectory).plain}"]
 
 
@@ -202,9 +214,7 @@ class PlainDisplay(_Lines):
 
     def update(self, update: int, num_updates: int, metrics: Mapping[str, float]) -> None:
         now = self._last_phase_s = self._clock()
-        numbers = "  ".join(
-            f"{name} {form.format(metrics[key])}" for name, key, form in COLUMNS if key in metrics
-        )
+        numbers = "  ".join(f"{name} {text}" for name, text in _numbers(metrics) if text != "-")
         standing = _standing_warnings(metrics)
         self._say(
             f"update {update}/{num_updates}  {numbers}{f'  ! {standing}' if standing else ''}"
@@ -283,14 +293,11 @@ class RichDisplay(_Lines):
         """Returns the display as it stands."""
         parts: list[RenderableType] = [self._head()]
         if self._rows:
-            numbers = table("update", *(name for name, _, _ in COLUMNS), num_left=0)
-            for column in numbers.columns:
-                column.no_wrap = True
+            numbers = Table(box=None, header_style="dim", padding=(0, 1))
+            for name in ("update", *(name for name, _, _ in COLUMNS)):
+                numbers.add_column(name, justify="right", no_wrap=True)
             for update, metrics in self._rows:
-                cells = (
-                    form.format(metrics[key]) if key in metrics else "-" for _, key, form in COLUMNS
-                )
-                numbers.add_row(str(update), *cells)
+                numbers.add_row(str(update), *(text for _, text in _numbers(metrics)))
             parts.append(numbers)
         if self._sample is not None:
             text = transcript(self._sample, limit=240)
@@ -333,6 +340,14 @@ class RichDisplay(_Lines):
             live.stop()
 
 
+class NoDisplay:
+    """Shows nothing; base of displays that want a few events only."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Returns a method that does nothing; every method of a display returns nothing."""
+        return lambda *_, **__: None
+
+
 def make_display(file: TextIO | None = None) -> Display:
     """Returns the display that suits `file` (standard output when None): live in a terminal, plain
     lines elsewhere."""
@@ -349,3 +364,20 @@ def display_on(file: TextIO | None) -> Iterator[Display]:
         yield display
     finally:
         display.close()
+
+
+@contextmanager
+def shown(display: Display | bool | None) -> Iterator[Display]:
+    """Holds the display that a caller from Python asks for.
+
+    Args:
+        display: True shows progress on standard output, False nothing, None progress where that is
+            a terminal or a notebook. A display of the caller's own is left open.
+    """
+    if display is None:
+        display = sys.stdout.isatty() or Console().is_jupyter
+    if isinstance(display, bool):
+        with display_on(None) if display else nullcontext(NoDisplay()) as made:
+            yield made
+    else:
+        yield display

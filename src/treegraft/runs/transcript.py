@@ -76,6 +76,9 @@ def _outcome(trajectory: Trajectory) -> Text:
         parts.append(f"reward {leaf.reward:g}")
     if leaf.is_correct is not None:
         parts.append("correct" if leaf.is_correct else "wrong")
+    if leaf.answer != trajectory.steps[-1].content.answer:
+        read = "no answer" if leaf.answer is None else f"read as {plain(leaf.answer, 200)}"
+        parts.append(read)
     if leaf.advantage is not None:
         parts.append(f"advantage {leaf.advantage:+.2f}")
     if leaf.error:

@@ -1,0 +1,215 @@
+"""What a reward function receives, by TRL's keywords or by verl's, and how it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.interfaces import RewardFunc
+from treegraft.core.types import Origin, Step, Task, Trajectory
+from treegraft.tools.own_thread import run_in_thread
+
+WrittenText = Callable[[Sequence[int]], str]
+"""From the tokens that the policy sampled in one step to their text; see `Format.written_text`."""
+OURS = ("prompts", "completions", "completion_ids", "trajectories")
+"""Arguments of every reward function; a column of such a name does not arrive."""
+_EXTRA = "reference"
+"""An argument too, where the data set has no column of that name."""
+_OF_VERL = frozenset({"solution_str", "ground_truth"})
+_TRLS_OWN = ("trainer_state", "log_extra", "log_metric", "environments")
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def check_function(name: str, function: Any) -> None:
+    """Raises SettingError for a reward function that cannot be called by keywords."""
+    if not callable(function):
+        raise SettingError(
+            f"reward.funcs names '{name}', which is a {type(function).__name__}; expected a"
+            " function"
+        )
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        fault = "has no signature that Python can show"
+    else:
+        first = next((one for one in parameters if one.kind is one.POSITIONAL_ONLY), None)
+        if first is not None and first.default is first.empty:
+            fault = f"takes '{first.name}' by position alone"
+        elif not any(one.kind is not one.VAR_POSITIONAL for one in parameters):
+            fault = "takes no arguments by name"
+        else:
+            return
+    raise SettingError(
+        f"reward.funcs names '{name}', which {fault}; expected a function with keyword arguments,"
+        " such as def reward(*, completions, **columns). Write one around it."
+    )
+
+
+def check_columns(name: str, function: RewardFunc, tasks: Sequence[Task]) -> None:
+    """Raises SettingError for a function that needs an argument which some task has no column
+    for."""
+    parameters = inspect.signature(function).parameters
+    needed = {
+        one.name
+        for one in parameters.values()
+        if one.default is one.empty and one.kind not in _VARIABLE
+    }
+    if scores_one(function):
+        needed -= {*_OF_VERL, "extra_info"}
+    else:
+        needed -= {*OURS, _EXTRA}
+    for task in tasks if needed else ():
+        missing = next((one for one in sorted(needed) if one not in task.columns), None)
+        if missing is None:
+            continue
+        has = ", ".join(map(str, task.columns)) or "none"
+        hint = nearest(missing, [*map(str, task.columns), *OURS])
+        if missing in _TRLS_OWN:
+            hint = f" '{missing}' is an object of TRL's trainer, which does not exist here."
+        raise SettingError(
+            f"reward.funcs: '{name}' needs the argument '{missing}', for which task '{task.id}' has"
+            f" no column; its columns are {has}.{hint} Every reward function also gets"
+            f" {', '.join((*OURS, _EXTRA))}. Rename a column, or give the argument a default."
+        )
+
+
+def scores_one(function: RewardFunc) -> bool:
+    """Returns whether a function has verl's signature, which is called for one trajectory at a
+    time."""
+    return inspect.signature(function).parameters.keys() >= _OF_VERL
+
+
+def completion_ids(trajectory: Trajectory) -> list[int]:
+    """Returns the tokens that the policy sampled, end tokens included."""
+    return [token for step in trajectory.steps for token in _sampled(step)]
+
+
+def completion_text(trajectory: Trajectory, written_text: WrittenText) -> str:
+    """Returns what the agent wrote, markup included, a line break between two of its steps; no tool
+    results, no grafted steps."""
+    return "\n".join(_own_texts(trajectory, written_text).values())
+
+
+def completion_messages(trajectory: Trajectory, written_text: WrittenText) -> list[dict[str, Any]]:
+    """Returns the agent's turns and its tools' results as chat messages; no grafted steps.
+
+    The content of an assistant's message is all that the agent wrote in that step, the markup of
+    calls included; `tool_calls` holds the calls once more.
+    """
+    texts = _own_texts(trajectory, written_text)
+    messages: list[dict[str, Any]] = []
+    for step in trajectory.steps[1:]:
+        if step.id not in texts:
+            continue
+        content = step.content
+        turn: dict[str, Any] = {"role": "assistant", "content": texts[step.id]}
+        if content.calls:
+            turn["tool_calls"] = [_call(one.name, one.body) for one in content.calls]
+        messages.append(turn)
+        for call, seen in zip(content.calls, content.observations, strict=False):
+            messages.append({"role": "tool", "name": call.name, "content": seen.text})
+    # Functions of TRL read the first message, which a trajectory without any token has not.
+    return messages or [{"role": "assistant", "content": ""}]
+
+
+def _sampled(step: Step) -> list[int]:
+    pairs = zip(step.token_ids, step.origins, strict=True)
+    return [token for token, origin in pairs if origin is Origin.POLICY]
+
+
+def _own_texts(trajectory: Trajectory, written_text: WrittenText) -> dict[str, str]:
+    """The text of each step that the policy sampled, by the step's id."""
+    sampled = ((step.id, _sampled(step)) for step in trajectory.steps)
+    return {step_id: written_text(ids) for step_id, ids in sampled if ids}
+
+
+def _call(name: str, body: str) -> dict[str, Any]:
+    try:
+        arguments = json.loads(body)
+    except (ValueError, RecursionError):
+        arguments = body
+    # A tool that takes one text has that text, which may look like a number.
+    if not isinstance(arguments, dict):
+        arguments = body
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+class Arguments:
+    """The arguments of all reward functions for the trajectories of one tree."""
+
+    def __init__(
+        self, task: Task, trajectories: Sequence[Trajectory], written_text: WrittenText
+    ) -> None:
+        num = len(trajectories)
+        self._task = task
+        self._trajectories = trajectories
+        self._texts = [completion_text(path, written_text) for path in trajectories]
+        completions: Sequence[Any] = self._texts
+        prompt: Any = task.question
+        if task.messages:
+            prompt = [dict(message) for message in task.messages]
+            completions = [completion_messages(path, written_text) for path in trajectories]
+        columns = {_EXTRA: task.reference, **task.columns, "prompts": prompt}
+        self._by_name = {name: [value] * num for name, value in columns.items()} | {
+            "completions": completions,
+            "completion_ids": [completion_ids(path) for path in trajectories],
+            "trajectories": trajectories,
+        }
+
+    async def give_to(self, function: RewardFunc) -> list[Any]:
+        """Returns what a function says of the trajectories, in their order."""
+        if not scores_one(function):
+            return list(await _call_with(function, [self._by_name], _first))
+        return await _call_with(function, [*map(self._of_one, range(len(self._texts)))], _scores)
+
+    def _of_one(self, number: int) -> dict[str, Any]:
+        """verl's keywords for one trajectory."""
+        columns, turns = self._task.columns, self._trajectories[number].steps[1:]
+        model = columns.get("reward_model")
+        if isinstance(model, Mapping) and "ground_truth" in model:
+            truth = model["ground_truth"]
+        else:
+            reference = self._task.reference
+            truth = reference[0] if len(reference) == 1 else list(reference)
+        given = columns.get("extra_info")
+        # As verl counts them: the question, then the agent's turns and the results between.
+        num_turns = 2 * len(turns)
+        extra = {"num_turns": num_turns, "rollout_reward_scores": {}}
+        return {
+            **columns,
+            "solution_str": self._texts[number],
+            "ground_truth": columns.get("ground_truth", truth),
+            "extra_info": {**(given if isinstance(given, Mapping) else {}), **extra},
+        }
+
+
+def _first(returned: list[Any]) -> Any:
+    return returned[0]
+
+
+def _scores(returned: list[Any]) -> list[Any]:
+    """The scores among what a function of verl's returned, which may say more in a dict."""
+    return [one.get("score") if isinstance(one, Mapping) else one for one in returned]
+
+
+async def _call_with(
+    function: RewardFunc, calls: Sequence[Mapping[str, Any]], read: Callable[[list[Any]], Any]
+) -> Any:
+    """Calls a function with the arguments that it names, or with all where it takes **kwargs, once
+    for each of `calls`."""
+    parameters = inspect.signature(function).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        calls = [{name: call[name] for name in parameters if name in call} for call in calls]
+    # The method of an object that is called is not a coroutine function itself.
+    method = getattr(function, "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method):
+        return read(list(await asyncio.gather(*(function(**call) for call in calls))))
+    # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads, and
+    # the process could not end.
+    returned = await run_in_thread(lambda: [function(**call) for call in calls])
+    awaited = [await one if inspect.isawaitable(one) else one for one in returned]
+    return read(awaited)
