@@ -396,6 +396,32 @@ def test_neither_root_nor_an_ordinary_user_shows_a_home_that_holds_python(
     assert done.stdout == f"{user} value []\n42 {len(QUICK)} s3cret ['secret']\n", done.stderr
 
 
+@needs_bwrap
+@pytest.mark.parametrize("user", [0, 12_345] if os.geteuid() == 0 else [os.geteuid()])
+def test_the_systems_own_python_will_do(user: int, home: Path) -> None:
+    """Whose folder is the system's, and is shown with it."""
+    python = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+    if not python.exists():
+        pytest.skip(f"there is no {python}")
+    code = (
+        "from treegraft.tools.python.bwrap import Sandbox, SandboxLimits\n"
+        "box = Sandbox(SandboxLimits(max_duration_s=9, max_memory_mb=64, max_files_mb=1,"
+        " max_threads=4, max_output_chars=99), packages=())\n"
+        "print(box.run('import sys, ssl, sqlite3; sys.prefix').text)"
+    )
+    as_user: dict[str, Any] = {"user": user, "group": user, "extra_groups": []}
+    done = subprocess.run(
+        [python, "-B", "-c", code],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(home / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+        **(as_user if os.geteuid() == 0 else {}),
+    )
+    assert done.stdout == "'/usr'\n", done.stderr
+
+
 CHECKED = ("_CLONE", "_SOCKETPAIR", "_FLOCK", "_IOCTL", "_FCNTL", "_PRCTL")
 """System calls whose arguments the filter looks at."""
 

@@ -98,7 +98,8 @@ class BrowseToolSettings(Settings):
     passage_chars: int = setting(600, ge=50)
     """Length of a passage, in characters."""
     allow_private: bool = False
-    """Also fetch from loopback, private and link-local addresses."""
+    """Also fetch from addresses that are not global unicast: loopback, private, link-local, and
+    IPv6 that embeds an IPv4 address, which a network with NAT64 may need."""
     respect_robots: bool = True
     """Leave alone the pages that a site's robots.txt forbids."""
     user_agent: str = setting("Treegraft", min_length=1)

@@ -105,7 +105,7 @@ class Pipes:
                 text = f"the server's answer cannot be read: {reason_of(error)}"
                 await self._fail(line, text, incoming)
             return
-        self._asked.discard(getattr(message, "id", None))  # type: ignore[arg-type]
+        self._asked.discard(getattr(message, "id", None))
         await _send(incoming, SessionMessage(message))
 
     async def _fail(self, line: bytes, text: str, incoming: Any) -> None:
