@@ -4,16 +4,28 @@ Python, neither with a parent of ours."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.tiny import tiny
 
-from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
+from treegraft.assemble import assemble
+from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
 from treegraft.core.text import as_text
-from treegraft.core.types import Task
+from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
+from treegraft.policy.engine.scripted import ScriptedEngine
+from treegraft.policy.learn.sft import Demonstrations
+from treegraft.runs.record import read_metrics, read_trees
+from treegraft.settings.load import load_config
 from treegraft.settings.tools import EnvironmentSettings
+from treegraft.tasks.open import OpenTasks
 from treegraft.tools.environments.own import OVER, ClassEnvironments
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.train import train
 
 TASK = Task(id="t/0", question="Reach the goal.", reference=(), columns={"length": 3})
 
@@ -225,3 +237,238 @@ def test_what_makes_no_tools_is_named_with_its_class(
 def test_a_reset_that_asks_for_another_column_says_which() -> None:
     with pytest.raises(ToolUnavailable, match="'level', but task 't/0' has the columns reference,"):
         play(Broken, tools=["moveTo"])
+
+
+# ---------------------------------------------------------------------- whole runs
+
+
+class Walks(OpenTasks):
+    """One question for all tasks, as a game has: only the columns and the first observation tell
+    them apart. The expert walks to the goal; it writes every second result down."""
+
+    def __init__(self, *, seed: int, num_train: int, num_eval: int) -> None:
+        self.num_train, self.num_eval = num_train, num_eval
+
+    def _tasks(self, name: str, num: int) -> list[Task]:
+        question = "go ?"
+        return [
+            Task(id=f"{name}/{n}", question=question, reference=(), columns={"length": 1 + n % 3})
+            for n in range(num)
+        ]
+
+    def train_tasks(self) -> Sequence[Task]:
+        return self._tasks("train", self.num_train)
+
+    def eval_tasks(self) -> Sequence[Task]:
+        return self._tasks("eval", self.num_eval)
+
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
+        return self._tasks("warmup", num)
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        length = task.columns["length"]
+        steps = [
+            StepContent(
+                calls=(ToolCall("step", "1"),),
+                observations=(Observation(text=f"field {n}"),) if n % 2 else (),
+            )
+            for n in range(1, length + 1)
+        ]
+        return (*steps, StepContent(answer="done"))
+
+    def vocabulary(self) -> Sequence[str]:
+        return ["go", "?", "field", "done", *map(str, range(-2, 10))]
+
+
+class Drifting(Walks):
+    """Its expert believes that the last field is another one."""
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        *steps, last = super().expert(task, seed) or ()
+        if task.columns["length"] == 3:
+            steps[2] = replace(steps[2], observations=(Observation(text="field 9"),))
+        return (*steps, last)
+
+
+class Forgotten(Walks):
+    """Has an expert, but no tasks to warm up on."""
+
+    def warmup_tasks(self, num: int, seed: int) -> Sequence[Task]:
+        return ()
+
+
+def make_walker(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
+    """Agents that go right, but back with their second step; more and more unsure."""
+
+    def agent(path: str) -> str:
+        num = path.count("</result>")
+        if "over;" in path.rpartition("<result>")[2] or num > 4:
+            return "<answer> \\boxed{ done } </answer>"
+        return f"<step> {-1 if num == 1 else 1} </step>"
+
+    return ScriptedEngine(agent, tokenizer, entropy=lambda path: float(path.count("</result>")))
+
+
+def walk(folder: Path, name: str, explorers: list[str], **tables: Any) -> Path:
+    base = tiny(
+        run={"dir": str(folder), "name": name},
+        tasks={"kind": "tests.test_foreign_environments:Walks", "num_train": 6, "num_eval": 3},
+        environment={"kind": "tests.test_foreign_environments:Corridor", "tools": ["step"]},
+        engine={"kind": "tests.test_foreign_environments:make_walker"},
+        explore={
+            "explorers": explorers,
+            "num_leaves": 4,
+            "entropy": {"num_starts": 2, "probe_tokens": 2},
+            "graft": {"num_hybrid": 2, "probability": 1.0},
+        },
+        rollout={"max_completion_tokens": 80, "max_agent_steps": 8, "max_tool_calls": 7},
+        model={"tiny": {"max_context": 128}},
+        warmup={"num_steps": 2, "batch_size": 6, "decision_frac": 0.0},
+        buffer={"path": "expert", "encoder": "hashing"},
+        reward={"funcs": ["environment"]},
+        eval={"at_start": False, "num_samples": 0},
+    )
+    del base["reward"]["accuracy"], base["warmup"]["continue_prob"]
+    return train(merged(base, tables)).run_dir
+
+
+def merged(base: dict[str, Any], tables: dict[str, Any]) -> dict[str, Any]:
+    return {name: {**base.get(name, {}), **tables.get(name, {})} for name in {**base, **tables}}
+
+
+def outside(path: Any) -> tuple[list[str], float]:
+    """A trajectory's calls made anew on a plain object: what it tells, and what it pays."""
+    world, told, paid, is_over = Corridor(), [], 0.0, False
+    world.reset(length=path.task.columns["length"])
+    for content in path.contents:
+        for call in content.calls:
+            if is_over:
+                told.append(OVER)
+                continue
+            text, reward, is_there, is_late, _ = world.step(int(call.body))
+            paid, is_over = paid + reward, is_there or is_late
+            told.append(f"{text}\n[{OVER}]" if is_over else text)
+    return told, paid
+
+
+def check_outside(folder: Path) -> int:
+    """Every call of every recorded tree, made anew; returns how many."""
+    num = 0
+    for tree in read_trees(folder):
+        assert tree.task.question == "go ?\nfield 0"
+        for path in tree.trajectories():
+            told, paid = outside(path)
+            assert [one.text for step in path.contents for one in step.observations] == told
+            assert path.leaf.environment_reward == pytest.approx(paid) == path.reward
+            num += len(told)
+    return num
+
+
+def test_a_game_is_played_by_grpo(tmp_path: Path) -> None:
+    folder = walk(tmp_path, "grpo", ["independent"])
+    assert check_outside(folder) > 30
+    last = read_metrics(folder)[-1]
+    assert last["environment/num_opened"] == 12 and last["environment/num_failures"] == 0
+
+
+@pytest.mark.parametrize("capability", ["fork", "replay"])
+def test_a_game_is_branched(tmp_path: Path, capability: str) -> None:
+    folder = walk(tmp_path, capability, ["entropy"], environment={"capability": capability})
+    assert check_outside(folder) > 30
+    for line in read_metrics(folder)[1:]:
+        num = line["branch/num_branches"]
+        names = ("num_forks", "num_replays")
+        copies = [line[f"environment/{name}"] for name in names]
+        assert copies == ([num, 0] if capability == "fork" else [0, num]) and num > 0
+
+
+def test_rapo_takes_the_environments_reward_and_the_tasks_expert(tmp_path: Path) -> None:
+    """Demonstrations and traces hold the first observation and the results that came; what the
+    agent is shown of others is what its own world says."""
+    folder = walk(tmp_path, "rapo", ["graft"], environment={"capability": "fork"})
+    assert check_outside(folder) > 30
+    assert sum(line.get("graft/num_grafts", 0) for line in read_metrics(folder)) > 0
+    with TraceBuffer(folder / "buffer" / "traces.sqlite", "hashing") as buffer:
+        traces = list(buffer)
+    assert len(traces) == 2 * (1 + 2 + 3) + 6 and {one.reward for one in traces} == {1.0, 0.9, 0.8}
+    assert {one.key.split("\n")[0] for one in traces} == {"go ? field 0"}
+    ends = [
+        one.value.observations[0].text for one in traces if one.position == 2 and not one.terminal
+    ]
+    assert ends == [f"field 3\n[{OVER}]"] * 2
+    grafts = [line for line in read_metrics(folder) if "environment/num_rehearsals" in line]
+    assert all(
+        line["environment/num_graft_tries"] >= line["environment/num_rehearsals"] for line in grafts
+    )
+
+
+def test_demonstrations_hold_what_rollouts_hold(tmp_path: Path) -> None:
+    run = {"dir": str(tmp_path), "name": "none", "num_updates": 0, "seed": 3}
+    folder = walk(tmp_path, "none", ["independent"], run=run)
+    config = load_config(folder / "config.json")
+
+    async def work() -> list[Tree]:
+        async with assemble(config) as parts:
+            shown = Demonstrations(parts.source, parts.format, config.warmup, 3, parts.show)
+            await shown.prepare(0)
+            return shown.batch(0)
+
+    for tree in asyncio.run(work()):
+        assert tree.task.question == "go ?\nfield 0"
+        path = tree.trajectories()[0]
+        assert [one.text for step in path.contents for one in step.observations] == outside(path)[0]
+
+
+class Fixed(Corridor):
+    """Holds what no deep copy can copy."""
+
+    capability = "fork"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: Iterator[str] = iter("abc" for _ in range(3))
+
+
+class Priceless(Corridor):
+    def get_reward(self) -> None: ...
+
+
+class Leveled(Corridor):
+    def reset(self, level: int) -> None:  # type: ignore[override]
+        ...
+
+
+class Fallen(Corridor):
+    def reset(self, **row: Any) -> str:  # type: ignore[override]
+        raise OSError("no world today")
+
+
+HERE = "tests.test_foreign_environments"
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        (
+            {"tasks": {"kind": f"{HERE}:Drifting"}},
+            r"demonstration of task 'warmup/2' is .*: call 3 of 3, step '1', gave"
+            r" 'field 3\\n\[the episode is over; give your answer\]'; expected 'field 9' as it",
+        ),
+        ({"tasks": {"kind": f"{HERE}:Forgotten"}}, "but warmup_tasks.. of the tasks returns none"),
+        ({"environment": {"kind": f"{HERE}:Leveled"}}, "'train/0', it cannot be .*'level', but"),
+        ({"environment": {"kind": f"{HERE}:Fallen"}}, "reset: OSError: no world today. Correct"),
+        ({"environment": {"kind": f"{HERE}:Priceless"}}, "get_reward.. returned None, and reward"),
+        (
+            {"environment": {"kind": f"{HERE}:Fixed"}, "explorers": "entropy"},
+            "no branch can be opened: environment .*: fork: TypeError: cannot pickle 'generator'",
+        ),
+    ],
+)  # fmt: skip
+def test_what_would_fail_later_is_named_before_the_run(
+    tmp_path: Path, changes: dict[str, Any], part: str
+) -> None:
+    changes["environment"] = {"tools": ["step"], **changes.get("environment", {})}
+    changes["environment"].setdefault("kind", f"{HERE}:Corridor")
+    with pytest.raises((DataError, SettingError), match=part):
+        walk(tmp_path, "refused", [changes.pop("explorers", "independent")], **changes)
+    assert not (tmp_path / "refused").exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from treegraft.core.demonstration import Show
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import (
     Capability,
@@ -26,6 +28,7 @@ from treegraft.core.interfaces import (
 )
 from treegraft.core.interrupt import ctrl_c_ends_at_once
 from treegraft.core.plugins import make, pick
+from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Task
 from treegraft.explore.build import build_allocation, build_explorer
 from treegraft.rollout.formats.build import build_format
@@ -35,9 +38,11 @@ from treegraft.rollout.loop import Grower
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, WeightedReward, build_rewards, check_rewards
-from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.own import EnvironmentTool
+from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
+from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
@@ -45,9 +50,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Parts:
-    """The parts that sample and score: all that an evaluation needs, with one copy of the
-    model."""
+class Setup:
+    """The parts that need no weights: all that writes prompts, runs tools and scores."""
 
     config: Config
     source: TaskSource
@@ -56,7 +60,8 @@ class Parts:
     max_prompt: int | None
     """Longest prompt that leaves room for a completion, in tokens; None for no limit."""
     toolbox: Toolbox
-    engine: Engine
+    kind: EnvironmentKind | None
+    """Of the tasks' environments; None without."""
     rewards: Sequence[WeightedReward]
     scorer: TreeScorer
 
@@ -68,33 +73,38 @@ class Parts:
     def eval_tasks(self) -> Sequence[Task]:
         return list(self.source.eval_tasks())
 
-    def grower(
-        self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
-    ) -> Grower:
-        """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
-        return Grower(
-            self.engine,
-            self.format,
+    async def try_environment(self) -> Trial | None:
+        """Begins, copies and rewards an environment on the first task; None where the tasks have
+        no environment. Raises `SettingError` for what fails there."""
+        tasks = self.train_tasks or self.eval_tasks
+        if self.kind is None or not tasks:
+            return None
+        # Its kind alone matters, not the size of the vocabulary.
+        explorer = build_explorer(self.config.explore, vocab_size=2)
+        grafts = "graft" in self.config.explore.explorers
+        return await try_environment(
+            self.kind,
             self.toolbox,
-            explorer,
-            limits,
-            self.scorer,
-            retriever=retriever,
-            allocate=build_allocation(self.config.explore),
+            tasks[0],
+            branches=explorer.probe_tokens is not None or grafts,
+            needs_reward=self.config.reward.funcs == ["environment"],
         )
 
-    def num_trees_at_once(self, num_leaves: int) -> int:
-        """Returns how many trees of so many leaves the engine completes at the same time."""
-        return max(1, self.engine.capacity // num_leaves)
+    @property
+    def environments(self) -> SessionOpener | None:
+        """Opens environments for calls of other agents; None where the tasks have none."""
+        return None if self.kind is None else self.toolbox
+
+    @property
+    def show(self) -> Show | None:
+        """Plays demonstrations in environments and returns them as these show them; None where the
+        tasks have none. Raises `DataError` for one that an environment contradicts."""
+        return None if self.kind is None else functools.partial(show, self.toolbox)
 
     @property
     def notes(self) -> Sequence[str]:
         """Remarks on how parts came about that the user should see, one sentence each."""
         return tuple(getattr(self.format, "notes", ()))
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of tools and engine since the last call."""
-        return self.toolbox.take_metrics() | self.engine.take_metrics()
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Refuses tasks that rewards lack columns of, or whose prompt cannot be made.
@@ -133,12 +143,55 @@ class Parts:
 
 
 @dataclass(kw_only=True)
+class Parts(Setup):
+    """The same with what samples: all that an evaluation needs, with one copy of the model."""
+
+    engine: Engine
+
+    def grower(
+        self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
+    ) -> Grower:
+        """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
+        return Grower(
+            self.engine,
+            self.format,
+            self.toolbox,
+            explorer,
+            limits,
+            self.scorer,
+            retriever=retriever,
+            allocate=build_allocation(self.config.explore),
+        )
+
+    def num_trees_at_once(self, num_leaves: int) -> int:
+        """Returns how many trees of so many leaves the engine completes at the same time."""
+        return max(1, self.engine.capacity // num_leaves)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of tools and engine since the last call."""
+        return self.toolbox.take_metrics() | self.engine.take_metrics()
+
+
+@dataclass(kw_only=True)
 class TrainingParts(Parts):
     """The same with the parts that learn. The engine has a copy of the model of its own."""
 
     explorer: Explorer
     learner: Learner
     credit_rule: CreditRule | None
+
+
+@asynccontextmanager
+async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
+    """Holds the parts that need no weights; of the model, tokenizer and shape are read.
+
+    Raises:
+        TreegraftError: a part that cannot be made.
+    """
+    async with AsyncExitStack() as stack:
+        scenario = _Scenario(config, None)
+        model, tokenizer = scenario.load_model(None, has_weights=False)
+        yield scenario.setup(stack, model, tokenizer, is_ours=False)
 
 
 @asynccontextmanager
@@ -206,6 +259,7 @@ async def assemble_training(
                 config.learn,
                 config.loss,
                 length_constant=config.rollout.max_completion_tokens,
+                num_updates=config.run.num_updates,
             )
             if checkpoint is not None:
                 learner.load_state(load_checkpoint(checkpoint)[1])
@@ -243,12 +297,10 @@ class _Scenario:
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        # A closed vocabulary has a word for each tag, those of the user's own tools included.
-        tags = [f"<{slash}{tool.name}>" for tool in self.tools for slash in ("", "/")]
         words = self.tasks.vocabulary() if settings.path == "tiny" else ()
         model, tokenizer = load_model(
             settings,
-            vocabulary=[*words, *tags] if words else [],
+            vocabulary=[*words, *words_of(self.tools)] if words else [],
             seed=config.run.seed,
             has_weights=has_weights,
         )
@@ -270,36 +322,56 @@ class _Scenario:
             model: for its configuration alone.
             engine_model: the engine's own.
         """
-        from treegraft.policy.head import end_token_ids, max_context
-
         config = self.config
         engine = _build_engine(config, engine_model, tokenizer, model_path or config.model.path)
         stack.push_async_callback(engine.close)
-        # The learner packs whole paths, so its model's limit counts beside the engine's.
-        limits = [limit for limit in (max_context(model), engine.max_context) if limit is not None]
-        max_prompt = _room_for_prompts(config, min(limits)) if limits else None
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
-        if not is_ours:  # a checkpoint of ours holds the template already
+        setup = self.setup(stack, model, tokenizer, is_ours=is_ours, max_context=engine.max_context)
+        return Parts(**vars(setup), engine=engine)
+
+    def setup(
+        self,
+        stack: AsyncExitStack,
+        model: Any,
+        tokenizer: Any,
+        *,
+        is_ours: bool,
+        max_context: int | None = None,
+    ) -> Setup:
+        """Returns the parts that need no weights.
+
+        Args:
+            is_ours: the tokenizer comes from a checkpoint of ours, which holds the template
+                already.
+            max_context: of the engine, in tokens.
+        """
+        from treegraft.policy import head
+
+        config = self.config
+        # The learner packs whole paths, so its model's limit counts beside the engine's.
+        limits = [limit for limit in (head.max_context(model), max_context) if limit is not None]
+        max_prompt = _room_for_prompts(config, min(limits)) if limits else None
+        if not is_ours:
             use_template(config.format.chat_template, tokenizer)
         form = build_format(
             config.format,
             tokenizer,
             self.tools,
             max_context=max_prompt,
-            end_ids=end_token_ids(model, tokenizer),
+            end_ids=head.end_token_ids(model, tokenizer),
             mentions_retrieval="graft" in config.explore.explorers,
         )
         environments = None if self.kind is None else Environments(self.kind, config.environment)
         toolbox = Toolbox(self.tools, config.tools, environments)
         stack.push_async_callback(toolbox.close)
-        return Parts(
+        return Setup(
             config=config,
             source=self.tasks,
             tokenizer=tokenizer,
             format=form,
             max_prompt=max_prompt,
             toolbox=toolbox,
-            engine=engine,
+            kind=self.kind,
             rewards=self.rewards,
             scorer=RewardScorer(
                 self.rewards,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from treegraft.core.interfaces import Span
@@ -17,6 +17,10 @@ from treegraft.core.types import (
     Task,
     Tree,
 )
+
+Demonstration = tuple[Task, tuple[StepContent, ...]]
+Show = Callable[[Sequence[Demonstration]], Awaitable[list[Demonstration]]]
+"""Plays demonstrations in environments and returns them as these show them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import EnvironmentKind, Tool
 from treegraft.core.plugins import load_object, pick
 from treegraft.settings.tools import EnvironmentSettings, SearchToolSettings, ToolsSettings
-from treegraft.tools.environments.own import ClassEnvironments
+from treegraft.tools.environments.own import OVER, ClassEnvironments, EnvironmentTool, ended
 from treegraft.tools.function import FunctionTool
 
 if TYPE_CHECKING:
@@ -39,6 +39,14 @@ def build_tools(settings: ToolsSettings, own: Sequence[Tool]) -> list[Tool]:
 
         tools += open_servers(settings.mcp, taken=origins)
     return tools
+
+
+def words_of(tools: Sequence[Tool]) -> list[str]:
+    """Returns the words that tools add to a closed vocabulary: their tags, and those that tell the
+    end of an episode."""
+    tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
+    has_end = any(isinstance(tool, EnvironmentTool) for tool in tools)
+    return [*tags, *(f"{ended('')} {OVER}".split() if has_end else ())]
 
 
 def open_environments(settings: EnvironmentSettings) -> EnvironmentKind | None:

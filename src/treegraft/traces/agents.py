@@ -9,8 +9,10 @@ from typing import Protocol
 
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
+from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Status, StepContent, Task, Tree
 from treegraft.rollout.loop import Grower
+from treegraft.tools.environments.rehearsal import rehearse_all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,8 @@ class Attempt:
     """The agent could not be reached, so that the next attempt will probably fail too."""
     environment_reward: float | None = None
     """Of its environment, at the end; None without one."""
+    question: str | None = None
+    """With the environment's first observation; None for the task's own."""
 
 
 class Agent(Protocol):
@@ -46,19 +50,39 @@ class Agent(Protocol):
 class ScriptedAgent:
     """The scripted expert of a task source."""
 
-    def __init__(self, tasks: TaskSource, *, seed: int, source: str = "expert") -> None:
+    def __init__(
+        self,
+        tasks: TaskSource,
+        *,
+        seed: int,
+        source: str = "expert",
+        environments: SessionOpener | None = None,
+    ) -> None:
         """Args:
         seed: together with task and sample, the seed of the expert's own choices.
+        environments: where its calls are made; None where the tasks have no environment.
         """
         self.source = source
-        self._tasks = tasks
+        self._tasks, self._environments = tasks, environments
         self._seed = seed
 
+    def steps(self, task: Task, sample: int) -> tuple[StepContent, ...] | None:
+        """Returns the expert's solution as it is written; None for tasks that have none."""
+        return self._tasks.expert(task, keyed_int(self._seed, "expert", task.id, sample))
+
     async def solve(self, task: Task, sample: int) -> Attempt:
-        """Returns the expert's solution; failed for tasks that have none."""
-        contents = self._tasks.expert(task, keyed_int(self._seed, "expert", task.id, sample))
-        error = None if contents else "there is no scripted expert for the task"
-        return Attempt(contents=contents or (), error=error)
+        """Returns the expert's solution; failed for tasks that have none, and where the
+        environment has other results."""
+        contents = self.steps(task, sample)
+        if not contents:
+            return Attempt(error="there is no scripted expert for the task")
+        if self._environments is None:
+            return Attempt(contents=contents)
+        (one,) = await rehearse_all(self._environments, [(task, contents)])
+        if one.fault:
+            return Attempt(contents=contents, error="the environment contradicts the expert")
+        question = one.task.question
+        return Attempt(contents=one.contents, environment_reward=one.reward, question=question)
 
     async def close(self) -> None:
         """Has nothing to close."""
@@ -98,7 +122,9 @@ class CheckpointAgent:
         path = tree.trajectories()[sample]
         contents, last = tuple(path.contents), path.steps[-1]
         if path.status is Status.COMPLETED:
-            return Attempt(contents=contents, environment_reward=path.leaf.environment_reward)
+            reward = path.leaf.environment_reward
+            question = None if tree.task == task else tree.task.question
+            return Attempt(contents=contents, environment_reward=reward, question=question)
         if path.status is Status.FAILED:
             error = f"failed: {path.leaf.error}"
         elif last.violation is not None:

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import DataError, EngineError
@@ -101,19 +101,26 @@ class _Builder:
             async with self.gate:
                 return await self.agent.solve(task, sample)
 
+        # Training would refuse the task too; one such row must not end the whole build.
+        unfit = [Attempt(error="the task's prompt is too long, or holds a special token")]
         try:
             self.format.prompt_ids(task)
         except DataError:
-            # Training would refuse the task too; one such row must not end the whole build.
-            error = "the task's prompt is too long, or holds a special token"
-            return [Attempt(error=error)] * self.num_samples, None
+            return unfit * self.num_samples, None
         made = list(await asyncio.gather(*map(attempt, range(self.num_samples))))
         answered = [one for one in made if one.error is None]
         if not answered:
             return made, None
         contents = [one.contents for one in answered]
         rewards = [one.environment_reward for one in answered]
-        return made, await self.scorer(attempts_tree(self.format, task, contents, rewards))
+        # All samples of a task begin alike in its environment.
+        if answered[0].question is not None:
+            task = replace(task, question=answered[0].question)
+        try:
+            tree = attempts_tree(self.format, task, contents, rewards)
+        except DataError:
+            return unfit * self.num_samples, None
+        return made, await self.scorer(tree)
 
     def count_failures(self, attempts: Sequence[Attempt]) -> None:
         """Raises EngineError once OUTAGES attempts in a row did not reach the agent."""
@@ -162,7 +169,7 @@ class _Builder:
         split = [
             split_steps(
                 task.id,
-                task.question,
+                task.question if attempt.question is None else attempt.question,
                 attempt.contents,
                 reward=reward,
                 source=self.agent.source,

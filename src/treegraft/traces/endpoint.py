@@ -79,14 +79,15 @@ class EndpointAgent:
         the format, or there was no answer within the limits."""
         async with self._toolbox.sessions(task) as sessions:
             try:
-                task = await sessions.prepare(1)
+                shown = await sessions.prepare(1)
                 session = await sessions.start(0).open()
-                attempt = await self._play(task, sample, session)
+                attempt = await self._play(shown, sample, session)
                 # Asked before the sessions end; a failed attempt's state is worth nothing.
                 reward = await session.reward() if attempt.error is None else None
             except ToolUnavailable as error:
                 return Attempt(error=str(error))
-            return replace(attempt, environment_reward=reward)
+            question = None if shown is task else shown.question
+            return replace(attempt, environment_reward=reward, question=question)
 
     async def _play(self, task: Task, sample: int, session: Session) -> Attempt:
         settings, contents, num_calls = self._settings, tuple[StepContent, ...](), 0

@@ -25,7 +25,7 @@ from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import RewardScorer, build_rewards, check_rewards
-from treegraft.tools.build import build_tools, open_environments
+from treegraft.tools.build import build_tools, open_environments, words_of
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.toolbox import Toolbox
 from treegraft.traces.agents import Agent, CheckpointAgent, ScriptedAgent
@@ -148,7 +148,12 @@ class BufferBuild:
         try:
             agent: Agent
             if choice.kind == "expert":
-                agent = ScriptedAgent(tasks, seed=config.run.seed, source=choice.source or "expert")
+                agent = ScriptedAgent(
+                    tasks,
+                    seed=config.run.seed,
+                    source=choice.source or "expert",
+                    environments=toolbox if environments else None,
+                )
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools)
             format = build_format(config.format, tokenizer, tools)
@@ -238,8 +243,7 @@ def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     from treegraft.policy.tiny import build_word_tokenizer
 
     if config.model.path == "tiny":
-        tags = [f"<{slash}{tool.name}>" for tool in tools for slash in ("", "/")]
-        return build_word_tokenizer([*tasks.vocabulary(), *tags])
+        return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
     from transformers import AutoTokenizer
 
     folder, gguf = locate(config.model.path)

@@ -9,26 +9,34 @@ on and answering can be left out (skill without propensity) or shown with a chos
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from treegraft.core.demonstration import Written, plain_step, tree_of_paths
+from treegraft.core.demonstration import (
+    Demonstration,
+    Show,
+    Written,
+    plain_step,
+    tree_of_paths,
+)
 from treegraft.core.errors import DataError
 from treegraft.core.interfaces import Format, TaskSource
 from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import ROOT_ID, Origin, StepContent, Task, Tree
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.optimiser import decay
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
 from treegraft.settings.policy import WarmupSettings
 
-Demonstration = tuple[Task, tuple[StepContent, ...]]
 NUM_CHECKED = 1000
 """Traces of a file that are rendered before work starts, to find a misfit early; the others are
 when their turn comes."""
+MAX_KEPT = 4096
+"""Solutions of the expert that are kept: one that plays a game takes its time."""
 MIN_SHARED = 32
 """Shared prompt tokens from which joining demonstrations pays."""
 
@@ -37,30 +45,80 @@ class Demonstrations:
     """Yields the batch of each warm-up step, a function of seed and step alone."""
 
     def __init__(
-        self, source: TaskSource, format: Format, settings: WarmupSettings, seed: int
+        self,
+        source: TaskSource,
+        format: Format,
+        settings: WarmupSettings,
+        seed: int,
+        show: Show | None = None,
     ) -> None:
         """Reads the traces.
+
+        Args:
+            show: makes the expert's calls in environments, so that demonstrations hold what
+                rollouts hold; None where the tasks have no environment.
 
         Raises:
             DataError: the tasks have no expert, or the file of traces cannot be used.
         """
         self._source, self._format, self._settings, self._seed = source, format, settings, seed
+        self._show = show
+        self._solved: dict[str, Demonstration] = {}
+        """By the whole task, the latest last; of environments, as they showed it."""
         self._file = None if settings.traces == "expert" else read_traces(settings.traces)
         if self._file is not None:
             # Spread over the whole file: a misfit often stands in its later part.
             for number in range(0, len(self._file), max(1, len(self._file) // NUM_CHECKED)):
                 self._demonstrate(*self._file[number], (0, 0))
         elif not self._made(0, 1):
-            raise DataError(
-                'warmup.traces is "expert", but these tasks have no scripted expert; '
-                'name a JSONL file of {"question": ..., "steps": [...]} instead'
+            fault = (
+                "these tasks have no scripted expert; name a JSONL file of"
+                ' {"question": ..., "steps": [...]} instead'
             )
+            if any(source.expert(task, 0) for task in source.train_tasks()[:1]):
+                fault = (
+                    "warmup_tasks() of the tasks returns none that expert() solves; return tasks"
+                    " there that are neither trained nor evaluated on"
+                )
+            raise DataError(f'warmup.traces is "expert", but {fault}')
+
+    async def prepare(self, step: int) -> None:
+        """Makes the calls of a step's demonstrations in environments, where the tasks have one, so
+        that `batch` holds them as they are there. Raises `DataError` for one that its environment
+        contradicts."""
+        if self._show is None or self._file is not None:
+            return
+        todo: dict[str, Demonstration] = {}
+        for task in self._tasks(step, self._settings.batch_size):
+            # Ids and questions alone may repeat.
+            key = repr(task)
+            if key in self._solved:
+                self._solved[key] = self._solved.pop(key)
+            elif (one := self._solution(task)) is not None:
+                todo[key] = one
+        self._keep(dict(zip(todo, await self._show(list(todo.values())), strict=True)))
+
+    def _keep(self, solved: Mapping[str, Demonstration]) -> None:
+        self._solved |= solved
+        while len(self._solved) > MAX_KEPT:
+            del self._solved[next(iter(self._solved))]
+
+    def _tasks(self, step: int, num: int) -> Sequence[Task]:
+        return self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step))
+
+    def _solution(self, task: Task) -> Demonstration | None:
+        key = repr(task)
+        if key in self._solved:
+            return self._solved[key]
+        # By the task's id, not by the step: the expert shows a task in the same way each time.
+        steps = self._source.expert(task, keyed_int(self._seed, "expert", task.id))
+        if steps and self._show is None:
+            self._keep({key: (task, steps)})
+        return (task, steps) if steps else None
 
     def _made(self, step: int, num: int) -> list[Demonstration]:
-        tasks = self._source.warmup_tasks(num, keyed_int(self._seed, "warmup", step))
-        # By the task's id, not by the step: the expert shows a task in the same way each time.
-        pairs = ((t, self._source.expert(t, keyed_int(self._seed, "expert", t.id))) for t in tasks)
-        return [(task, steps) for task, steps in pairs if steps]
+        found = map(self._solution, self._tasks(step, num))
+        return [one for one in found if one is not None]
 
     def batch(self, step: int) -> list[Tree]:
         """Returns the demonstrations of warm-up step `step` as trees of one path."""
@@ -197,16 +255,16 @@ def read_traces(path: str) -> list[Demonstration]:
 
 
 def learning_rate(settings: WarmupSettings, step: int) -> float:
-    """Returns the rate of step 0, 1, ...: a linear rise, then a linear fall to final_lr_frac of the
+    """Returns the rate of step 0, 1, ...: a linear rise, then by `schedule` to final_lr_frac of the
     peak."""
     rise = settings.lr_warmup_steps
     if step < rise:
         return settings.lr * (step + 1) / rise
     left = (settings.num_steps - step) / max(1, settings.num_steps - rise)
-    return settings.lr * (settings.final_lr_frac + (1.0 - settings.final_lr_frac) * left)
+    return settings.lr * decay(settings.schedule, left, settings.final_lr_frac)
 
 
-def warm_up(
+async def warm_up(
     learner: Learner,
     demonstrations: Demonstrations,
     settings: WarmupSettings,
@@ -222,6 +280,7 @@ def warm_up(
         on_step: called with (steps done, loss); True asks to stop here.
     """
     for step in range(first_step, settings.num_steps):
+        await demonstrations.prepare(step)
         loss = imitation_step(learner, demonstrations.batch(step), learning_rate(settings, step))
         if on_step(step + 1, loss):
             return

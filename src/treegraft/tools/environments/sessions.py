@@ -15,18 +15,17 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self, TypeVar
 
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability, EnvironmentKind, LiveEnvironment
-from treegraft.core.sessions import Point, Runner, Session, Untrue
+from treegraft.core.sessions import Point, Runner, Session
 from treegraft.core.text import as_text, describe
 from treegraft.core.types import Observation, StepContent, Task, ToolCall
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tools.background import Background
-from treegraft.tools.environments.own import ended
+from treegraft.tools.environments.rehearsal import GraftCounts, enacted, first_true
 
 T = TypeVar("T")
 
@@ -45,10 +44,6 @@ class _Usage:
     num_replayed_calls: int = 0
     num_mismatches: int = 0
     num_failures: int = 0
-    num_rehearsals: int = 0
-    num_graft_tries: int = 0
-    num_graft_calls: int = 0
-    num_untrue_grafts: int = 0
 
 
 class _Action(NamedTuple):
@@ -66,7 +61,7 @@ class Environments:
 
     def __init__(self, kind: EnvironmentKind, settings: EnvironmentSettings) -> None:
         self.kind, self.settings = kind, settings
-        self.usage = _Usage()
+        self.usage, self.grafts = _Usage(), GraftCounts()
         self.num_copies = 0
         """Copies made, those that no branch took included: a matter of timing."""
         self.left_behind = Background()
@@ -77,13 +72,15 @@ class Environments:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the counts since the last take."""
-        usage, self.usage = self.usage, _Usage()
-        metrics = {f"environment/{name}": float(count) for name, count in asdict(usage).items()}
+        counts, grafts = asdict(self.usage), self.grafts
+        self.usage, self.grafts = _Usage(), GraftCounts()
+        counts |= asdict(grafts)
+        metrics = {f"environment/{name}": float(count) for name, count in counts.items()}
         if self.kind.capability is Capability.FORK:
             metrics["time/environment_copies"] = float(self.num_copies)
             self.num_copies = 0
-        if usage.num_rehearsals:
-            untrue_frac = usage.num_untrue_grafts / usage.num_rehearsals
+        if grafts.num_rehearsals:
+            untrue_frac = grafts.num_untrue_grafts / grafts.num_rehearsals
             metrics["environment/untrue_graft_frac"] = untrue_frac
         return metrics
 
@@ -320,7 +317,7 @@ class EnvironmentSession:
         self.history = (*self.history, _Action(call, digest, outcomes[0][:80]))
         return observation
 
-    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> _FreshPoint | _CopyPoint:
+    def mark(self, is_wanted: Callable[[], bool] = lambda: True) -> Point:
         """Returns the present state as a point; `is_wanted` as in `Session`."""
         if self.tree.kind.capability is not Capability.FORK:
             return _FreshPoint(self.tree, self.history)
@@ -363,90 +360,20 @@ class EnvironmentSession:
     ) -> tuple[int, Session] | None:
         """Returns the number of the first candidate whose results come true here, and a session in
         which its calls have been made; None where none does."""
-        usage, opened = self.tree.run.usage, list[EnvironmentSession]()
-        known: dict[tuple[ToolCall, ...], str] = {}
-        """Of calls one after another: the result of the last."""
-        copies: dict[tuple[ToolCall, ...], EnvironmentSession] = {}
-        """By the calls that were made in it."""
-        try:
-            for number, values in enumerate(candidates):
-                told = self._told(values)
-                if told == []:
-                    return number, self
-                if told is None or not self.can_branch:
-                    continue
-                usage.num_graft_tries += 1
-                calls = tuple(call for call, _ in told)
-                begun = [calls[:count] for count in range(1, len(calls) + 1)]
-                seen = {made: one.text for made, (_, one) in zip(begun, told, strict=True)}
-                # A copy is used only where no result so far contradicts the candidate.
-                if any(known.get(made, text) != text for made, text in seen.items()):
-                    continue
-                done = next((made for made in reversed(begun) if made in copies), ())
-                trial = copies.pop(done) if done else await self._trial(opened)
-                for made in begun[len(done) :]:
-                    usage.num_graft_calls += 1
-                    known[made], done = (await trial.call(made[-1])).text, made
-                    if known[made] != seen[made]:
-                        copies[made] = trial
-                        break
-                else:
-                    opened.remove(trial)
-                    usage.num_rehearsals += 1
-                    return number, trial
-        finally:
-            for trial in opened:
-                trial.release()
-        usage.num_rehearsals += 1
-        usage.num_untrue_grafts += 1
-        return None
+        tree = self.tree
+        copy = self._trial if self.can_branch else None
+        found = await first_true(candidates, tree.names, tree.run.grafts, copy)
+        return None if found is None else (found[0], found[1] or self)
 
-    async def _trial(self, opened: list[EnvironmentSession]) -> EnvironmentSession:
-        """A session in a copy of the present state; it is added to `opened`."""
+    async def _trial(self) -> Session:
         point = self.mark()
         point.reserve(1)
-        opened.append(await point.open())
-        return opened[-1]
-
-    def _told(
-        self, values: Sequence[str | StepContent]
-    ) -> list[tuple[ToolCall, Observation]] | None:
-        """The calls of another agent's steps in this environment with their results; None where
-        that cannot be known."""
-        told: list[tuple[ToolCall, Observation]] = []
-        for value in values:
-            if isinstance(value, str):
-                return None
-            for call, observation in zip_longest(value.calls, value.observations):
-                if call is not None and call.name in self.tree.names:
-                    if observation is None:
-                        return None
-                    told.append((call, observation))
-        return told
+        return await point.open()
 
     async def enact(self, contents: Sequence[StepContent]) -> tuple[StepContent, ...]:
-        """Makes the calls of a demonstration here and returns it with the results that came; calls
-        of other tools are made where the demonstration has no result. Raises as in `Session`."""
-        enacted, number, total = [], 0, sum(len(content.calls) for content in contents)
-        for content in contents:
-            results = list(content.observations)
-            for place, call in enumerate(content.calls):
-                number += 1
-                seen = results[place] if place < len(results) else None
-                if seen is not None and call.name not in self.tree.names:
-                    continue
-                came = await self.call(call)
-                fault = f"got {came.text!r:.200}, but the demonstration has " + (
-                    "no result" if seen is None else f"{seen.text!r:.200}"
-                )
-                # An error that nobody wrote down is a mistake of the demonstration.
-                if came.is_error if seen is None else came.text not in _as_shown(seen.text):
-                    raise Untrue(
-                        f"call {number} of {total}, {call.name} {call.body.strip()!r:.80}: {fault}"
-                    )
-                results[place : place + 1] = [came]
-            enacted.append(replace(content, observations=tuple(results)))
-        return tuple(enacted)
+        """Makes the calls of a demonstration here and returns it with the results that came. Raises
+        as in `Session`."""
+        return await enacted(self, contents, self.tree.names)
 
     async def reward(self) -> float | None:
         """Returns the environment's reward. Raises `ToolUnavailable` for a failure, and for
@@ -562,8 +489,3 @@ class _CopyPoint:
                 self.is_failed = True
                 raise
         return EnvironmentSession(tree, live, self.history)
-
-
-def _as_shown(text: str) -> tuple[str, str]:
-    """A result as the world gives it, and as the last one of an episode is shown."""
-    return text, ended(text)
