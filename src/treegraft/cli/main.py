@@ -466,7 +466,8 @@ def main() -> None:
             raise
         say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
         sys.exit(1)
-    except (KeyboardInterrupt, SystemExit) as error:
+    except KeyboardInterrupt as error:
+        sys.exit(exit_status(error))
+    except SystemExit as error:
         # Typer makes an exit with 130 of every interrupt.
-        is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == 130
-        sys.exit(exit_status(error) if is_interrupt else error.code)
+        sys.exit(exit_status(error) if error.code == 130 else error.code)

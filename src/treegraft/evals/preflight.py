@@ -102,7 +102,7 @@ class Preflight:
         thought = "" if self.is_closed else "I know."
         return StepContent(thought=thought, answer=answer)
 
-    def _spans(self, content: StepContent) -> Sequence[tuple[Sequence[int], Origin]]:
+    def _spans(self, content: StepContent) -> Sequence[tuple[tuple[int, ...], Origin]]:
         """The tokens of a step; none where the format cannot say it."""
         try:
             return self.setup.format.render_step(content)

@@ -218,12 +218,12 @@ def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
         # into texts.
         return Config.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        faults: dict[str, str] = {}
+        by_setting: dict[str, str] = {}
         for found in error.errors():
             fault = _type_fault(found["loc"], found["msg"], found["input"], where)
             # Members of a union fail one by one; the last, a list, is the general case.
-            faults[fault.partition(": got ")[0]] = fault
-        raise SettingError("\n".join(faults.values())) from error
+            by_setting[fault.partition(": got ")[0]] = fault
+        raise SettingError("\n".join(by_setting.values())) from error
 
 
 def _is_given(data: Mapping[str, Any], name: str) -> bool:
