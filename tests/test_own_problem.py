@@ -59,7 +59,7 @@ def test_the_data_are_100_problems_with_their_answers(folder: Path) -> None:
 
 
 def test_tool_and_reward_are_right_on_trajectories_by_hand(folder: Path) -> None:
-    import mine
+    import mine  # type: ignore[import-not-found]
 
     assert mine.calc("3 * 4 + 1") == "13" and mine.calc("(7 - 2) / 2") == "2.5"
     with pytest.raises(ValueError, match="only numbers"):

@@ -92,7 +92,7 @@ class Setup:
     @property
     def notes(self) -> Sequence[str]:
         """Remarks on how parts came about that the user should see, one sentence each."""
-        return tuple(getattr(self.format, "notes", ()))
+        return self.format.notes
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Refuses tasks that rewards lack columns of, or whose prompt cannot be made.

@@ -15,8 +15,8 @@ from typing import Any
 from treegraft.assemble import Setup
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.finding import Finding
-from treegraft.core.interfaces import Tool, signature_of
-from treegraft.core.types import Leaf, Observation, Origin, StepContent, Task, ToolCall
+from treegraft.core.interfaces import Span, Tool, signature_of
+from treegraft.core.types import Leaf, Observation, StepContent, Task, ToolCall
 
 WRONG = "no idea"
 """An answer that no reference holds."""
@@ -102,7 +102,7 @@ class Preflight:
         thought = "" if self.is_closed else "I know."
         return StepContent(thought=thought, answer=answer)
 
-    def _spans(self, content: StepContent) -> Sequence[tuple[tuple[int, ...], Origin]]:
+    def _spans(self, content: StepContent) -> Sequence[Span]:
         """The tokens of a step; none where the format cannot say it."""
         try:
             return self.setup.format.render_step(content)
