@@ -350,3 +350,48 @@ def test_an_empty_question_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="question: got an empty text"):
         answer_question(tmp_path / "nothing", "  ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("train de", ["demo"]),
+        ("config smollm2_a", ["smollm2_arithmetic"]),
+        ("train demo learn.max_g", ["learn.max_grad_norm="]),
+        ("train demo max_grad", ["max_grad_norm="]),
+        ("train --resume runs/f", ["runs/first"]),
+        ("train mi", ["mine.toml", "mixed/"]),
+        ("prof", ["profile"]),
+    ],
+)
+def test_the_shell_completes(
+    typed: str,
+    offered: list[str],
+    treegraft: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the protocol that the scripts of --install-completion speak."""
+    for folder in ("runs/first", "mixed"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "mine.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    words = f"treegraft {typed}"
+    # The program's name is that of the command, not of pytest.
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+    monkeypatch.setenv("_TREEGRAFT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    treegraft()
+    assert capsys.readouterr().out.split() == offered
+
+
+def test_an_unknown_command_leads_to_a_known_one(
+    treegraft: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert treegraft("bench", "engine") == 2
+    assert "python -m benchmarks.speed engine" in capsys.readouterr().err
+    assert treegraft("trian", "demo") == 2
+    assert "there is no command 'trian'" in (said := capsys.readouterr().err)
+    assert said.rstrip().endswith("Did you mean 'train'?")
