@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.tiny import tiny, write_recipe
+from transformers.utils import logging
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import DataError, SettingError
@@ -131,6 +132,50 @@ def test_a_model_folder_without_weights(
         (f"model '{folder}'", "weights could not be read", "expected"),
         model={"path": str(folder)},
     )
+
+
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Without transformers' own report, as on the command line."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    yield
+    logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_model_folder_with_pickled_weights_of_another_model(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good.checkpoint_dir, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"other": torch.ones(1)}, folder / "pytorch_model.bin")
+    limits = {"max_completion_tokens": 64}
+    parts = ("model.path", f"model '{folder}'", "its files lack", "weights, such as")
+    refused(treegraft, tmp_path, 2, parts, model={"path": str(folder)}, rollout=limits)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_model_folder_with_another_width(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good.checkpoint_dir, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["hidden_size"] *= 2
+    (folder / "config.json").write_text(json.dumps(settings))
+    limits = {"max_completion_tokens": 64}
+    parts = ("model.path", "the weights do not fit the shapes of its config.json")
+    refused(treegraft, tmp_path, 2, parts, model={"path": str(folder)}, rollout=limits)
+
+
+def test_a_recipe_without_a_name_resumes_a_run_whose_name_was_typed(
+    treegraft: Command, tmp_path: Path
+) -> None:
+    settings = tiny(run={"dir": str(tmp_path / "runs"), "num_updates": 0}, eval={"at_start": False})
+    settings["run"].pop("name", None)
+    recipe = write_recipe(tmp_path / "r.json", settings)
+    assert treegraft("train", recipe, "run.name=first")[0] == 0
+    assert treegraft("train", recipe, "--resume", tmp_path / "runs" / "first")[0] == 0
 
 
 def test_a_folder_that_is_no_model(treegraft: Command, tmp_path: Path) -> None:

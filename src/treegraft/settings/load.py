@@ -206,13 +206,13 @@ def _type_fault(
 def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
     # Before the types, since pydantic cannot say which known name is the nearest.
     if unknown := list(unknown_settings(data)):
-        faults = [
+        lines = [
             f"{where(name)}: unknown setting '{shortened(name)}'.{suggestion(name, value)}"
             for name, value in unknown[:MOST_UNKNOWN]
         ]
         if len(unknown) > MOST_UNKNOWN:
-            faults.append(f"There are {len(unknown) - MOST_UNKNOWN:,} more unknown settings.")
-        raise SettingError("\n".join(faults))
+            lines.append(f"There are {len(unknown) - MOST_UNKNOWN:,} more unknown settings.")
+        raise SettingError("\n".join(lines))
     try:
         # Through JSON, where strict types and lists for tuples go together; `default` turns dates
         # into texts.
