@@ -39,11 +39,10 @@ with flat keys: `num_` is a count, `_frac` a share from 0 to 1, `_s` seconds; na
 on the recipe. `time/*` is not reproducible."""
 NAMES_HEAD = """# Names of other frameworks
 
-Settings of TRL and verl with their names in Treegraft, generated from the settings. If you type one
-of their names, the error message gives ours.
-
-| TRL or verl | Treegraft |
-|---|---|"""
+Every setting of {versions} with what it is in Treegraft, generated from
+`src/treegraft/settings/names.toml`. If you type one of their names in a recipe or on the command
+line, the error message says the same. `x.*` stands for all settings below `x` that have no line of
+their own."""
 COMMANDS_HEAD = """# Commands
 
 Generated from the program; `treegraft COMMAND --help` prints the same. Exit codes: 0 success; 1
@@ -177,13 +176,28 @@ def metrics_page() -> str:
 
 
 def names_page() -> str:
-    """Returns settings of other frameworks with their names here."""
-    from treegraft.settings.config import foreign_names
+    """Returns every setting of other frameworks with what it is here, a table for each."""
+    from treegraft.settings.names import FRAMEWORKS, answers, versions
 
-    lines = [NAMES_HEAD]
-    for there, here in foreign_names().items():
-        ours = " ".join(word if word in ("and", "or") else code(word) for word in here.split())
-        lines.append(f"| `{there}` | {ours} |")
+    pinned = {FRAMEWORKS[key]: version for key, version in versions().items()}
+    said = " and ".join(f"{name} {version}" for name, version in pinned.items())
+    lines = [NAMES_HEAD.format(versions=said)]
+    for key, framework in FRAMEWORKS.items():
+        lines += [
+            "",
+            f"## {framework}",
+            "",
+            f"| {framework} | Treegraft | remarks |",
+            "|---|---|---|",
+        ]
+        pairs = sorted((name, answer) for answer in answers() for name in getattr(answer, key))
+        for name, answer in pairs:
+            ours = " ".join(
+                word if word in ("and", "or") else code(word) for word in answer.ours.split()
+            )
+            values = [f"`{value}`: {said}" for value, said in answer.values.items()]
+            remarks = " ".join([answer.note, "; ".join(values)]).strip()
+            lines.append(f"| `{name}` | {ours or 'none'} | {cell(remarks)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,3 +168,23 @@ def chain_model(chain: Sequence[int], size: int) -> Any:
         for token, follower in itertools.pairwise(chain):
             model.lm_head.weight[follower, token] = 1.0
     return model
+
+
+def byte_model(folder: Path) -> str:
+    """Saves a tiny Llama of random weights with the byte tokenizer, without a chat template;
+    returns its folder."""
+    tokenizer = byte_tokenizer()
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 16,
+        "max_position_embeddings": 4096,
+    }
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=len(tokenizer), **shape, **ends)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -16,6 +16,7 @@ import torch
 from tests.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
+from treegraft.core.errors import SettingError
 from treegraft.core.types import Status
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.train import RunResult, train
@@ -299,7 +300,7 @@ def test_settings_that_lead_nowhere(
 
 
 def test_a_tracker_that_fails_leaves_no_run_behind(tmp_path: Path) -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(SettingError, match=r"track\.trackers: 'builtins:object'"):
         train(
             tiny(
                 run={"name": "a", "dir": str(tmp_path / "runs")},
@@ -397,7 +398,7 @@ def test_foreign_folders(treegraft: Command, tmp_path: Path, copy: Path) -> None
     state = copy / "checkpoints" / "update-000002" / "treegraft" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format_version": 99}))
     code, text = treegraft("train", "--resume", copy, "run.num_updates=3")
-    assert code == 3 and "got format version 99, expected 1" in text
+    assert code == 3 and "got format version 99, expected 2 or 1" in text
 
 
 def test_metrics_that_were_cut_by_hand(treegraft: Command, copy: Path) -> None:

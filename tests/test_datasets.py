@@ -61,8 +61,13 @@ def test_evaluation_files_leave_all_rows_to_training(tmp_path: Path) -> None:
 
 
 def test_too_few_rows_to_hold_out(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="too few to hold out"):
-        load(write(tmp_path / "a.jsonl", rows(2))).train_tasks()
+    with pytest.raises(DataError, match="one usable row is too few"):
+        load(write(tmp_path / "a.jsonl", rows(1))).train_tasks()
+    # The default of num_eval is larger than many a first file: a fifth is held out, and said.
+    source = load(write(tmp_path / "b.jsonl", rows(10)), num_eval=200)
+    assert [task.id for task in source.eval_tasks()] == ["b/8", "b/9"]
+    assert [task.id for task in source.train_tasks()] == [f"b/{n}" for n in range(8)]
+    assert "only 10 usable rows: the last 2 are held out, and 8 train" in source.report()[0]
 
 
 def test_every_kind_of_reference(tmp_path: Path) -> None:

@@ -174,7 +174,8 @@ def test_every_page_has_its_place(builder: ModuleType) -> None:
 
 def test_references_hold_everything(builder: ModuleType) -> None:
     from treegraft.runs.metrics import METRICS
-    from treegraft.settings.config import foreign_names, known_settings
+    from treegraft.settings.config import known_settings
+    from treegraft.settings.names import answers
 
     pages = builder.references()
     for name in known_settings():
@@ -182,7 +183,12 @@ def test_references_hold_everything(builder: ModuleType) -> None:
         section = pages["settings"].split(f"## [{table}]\n")[1].split("\n## ")[0]
         assert f"| `{last}` |" in section
     assert [key for key in METRICS if f"| `{key}` |" not in pages["metrics"]] == []
-    assert [name for name in foreign_names() if f"| `{name}` |" not in pages["names"]] == []
+    for answer in answers():
+        for name in (*answer.trl, *answer.verl):
+            [line] = re.findall(rf"^\| `{re.escape(name)}` \| .*", pages["names"], re.M)
+            assert all(f"`{ours}`" in line for ours in answer.here) and (
+                answer.here or "none" in line
+            )
     for command in ("train", "eval", "view", "buffer build", "data check", "serve search"):
         assert f"## treegraft {command}\n" in pages["commands"]
     assert (

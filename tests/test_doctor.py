@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from treegraft.cli import doctor
+from treegraft.cli import doctor, memory
 from treegraft.cli import main as cli
+from treegraft.cli.machine import num_cpus
 from treegraft.core.errors import ModelError
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -35,7 +36,7 @@ def test_doctor_without_and_with_a_recipe(
     recipe.write_text("[run]\nseed = 5\n[warmup]\nnum_steps = 2\n")
     assert run(monkeypatch, recipe, "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["memory estimate"]["sum"]["is_good"] and "learner" in found["what runs where"]
+    assert found["memory"]["sum"]["is_good"] and "learner" in found["what runs where"]
 
 
 def test_doctor_finds_what_is_missing(
@@ -82,12 +83,12 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
             "learn": {"max_pack_tokens": 64, "vocab_chunk": 1},
         }
     )
-    shape = doctor.model_shape(config)
+    shape = memory.model_shape(config)
     assert shape is not None
     # Query 8*8, key and value 2 * 8*4, output 8*8, feed-forward 3 * 8*16, two norms of 8.
     layer = 64 + 2 * 32 + 64 + 3 * 128 + 16
     assert shape.num_weights == layer + 2 * shape.vocab_size * 8 + 8
-    parts = doctor.memory_estimate(config, shape)
+    parts = memory.memory_estimate(config, shape)
     copies = (parts["engine's copy"], parts["engine's packed weights"])
     assert parts["weights"] == parts["gradients"] == copies[0] == copies[1] == 4 * shape.num_weights
     assert parts["AdamW"] == 8 * shape.num_weights
@@ -98,7 +99,7 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
     half = config.model_copy(
         update={"model": config.model.model_copy(update={"dtype": "bfloat16"})}
     )
-    parts = doctor.memory_estimate(half, shape)
+    parts = memory.memory_estimate(half, shape)
     assert (
         parts["weights"]
         == parts["engine's copy"]
@@ -106,6 +107,9 @@ def test_memory_is_the_sum_of_its_parts_by_hand() -> None:
         == 2 * shape.num_weights
     )
     assert parts["float32 master weights"] == 4 * shape.num_weights
+    # The optimiser sums in float32, beside the gradients of the pass under way.
+    assert parts["gradients"] == 2 * shape.num_weights
+    assert parts["float32 gradients"] == 4 * shape.num_weights
 
 
 def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
@@ -117,8 +121,8 @@ def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
             {"num_attention_heads": 2, "num_hidden_layers": 5, "hidden_size": 6, "vocab_size": 9}
         )
     )
-    shape = doctor.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert shape == doctor.ModelShape(
+    shape = memory.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    assert shape == memory.ModelShape(
         num_weights=12, num_layers=5, num_kv_heads=2, head_dim=3, hidden_size=6, vocab_size=9
     )
 
@@ -131,28 +135,96 @@ def test_unusable_models_are_named(tmp_path: Path) -> None:
     )
     for path, part in unusable:
         with pytest.raises(ModelError, match=part):
-            doctor.model_shape(Config.model_validate({"model": {"path": path}}))
+            memory.model_shape(Config.model_validate({"model": {"path": path}}))
 
 
 def test_sizes_for_people() -> None:
-    assert doctor.gigabytes(2.14e9) == "2.1 GB" and doctor.gigabytes(512e6) == "512 MB"
+    assert memory.gigabytes(2.14e9) == "2.1 GB" and memory.gigabytes(512e6) == "512 MB"
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_fits_in_24_gigabytes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "memory_bytes", lambda: 24 * 2**30)
-    monkeypatch.setattr(doctor, "gpus", list)
-    parts, total = doctor.recipe_memory(load_config(path))
+    monkeypatch.setattr(memory, "memory_room", lambda: room(24))
+    monkeypatch.setattr(memory, "gpu_room", lambda: None)
+    parts, total = memory.recipe_memory(load_config(path))
     assert parts and total.is_good and total.value.endswith(("MB", "GB"))
+
+
+def room(free_gb: float, whole_gb: float = 24) -> memory.Room:
+    return memory.Room(int(free_gb * 2**30), int(whole_gb * 2**30), "this machine")
 
 
 def test_too_little_memory_is_said_with_the_settings_that_help(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(doctor, "memory_bytes", lambda: 2**28)
-    monkeypatch.setattr(doctor, "gpus", list)
-    _, total = doctor.recipe_memory(Config())
-    assert not total.is_good and "lower learn.max_pack_tokens" in total.note
+    monkeypatch.setattr(memory, "gpu_room", lambda: None)
+    # What is free counts, not what there is.
+    monkeypatch.setattr(memory, "memory_room", lambda: room(0.25))
+    _, total = memory.recipe_memory(Config())
+    assert not total.is_good and "268 MB of 25.8 GB" in total.note
+    assert "learn.max_pack_tokens=2048" in total.note and "smaller model" in total.note
+    # A model of 1.5 B weights in 24 GB: adapters are named, as settings that can be typed.
+    monkeypatch.setattr(memory, "memory_room", lambda: room(22))
+    shape = memory.ModelShape(
+        num_weights=1_540_000_000,
+        num_layers=28,
+        num_kv_heads=2,
+        head_dim=128,
+        hidden_size=1536,
+        vocab_size=151_936,
+    )
+    monkeypatch.setattr(memory, "model_shape", lambda config: shape)
+    _, total = memory.recipe_memory(load_config({"model": {"path": "a/b"}}))
+    advice = total.note.partition("It would fit")[2]
+    overrides = [one for one in advice.split() if "=" in one]
+    assert "model.lora.rank=16" in overrides
+    fixed = load_config({"model": {"path": "a/b"}}, overrides)
+    assert memory.recipe_memory(fixed)[1].is_good
+
+
+def test_a_huge_model_is_told_that_no_setting_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "gpu_room", lambda: None)
+    monkeypatch.setattr(memory, "memory_room", lambda: room(22))
+    shape = memory.ModelShape(
+        num_weights=70_000_000_000,
+        num_layers=80,
+        num_kv_heads=8,
+        head_dim=128,
+        hidden_size=8192,
+        vocab_size=128_256,
+    )
+    monkeypatch.setattr(memory, "model_shape", lambda config: shape)
+    _, total = memory.recipe_memory(load_config({"model": {"path": "a/b"}}))
+    assert not total.is_good and "take a smaller model" in total.note
+
+
+def test_the_gpu_s_own_memory_counts_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_nvidia_smi", lambda *_: ["1024, 81559"])
+    found = memory.gpu_room()
+    assert found == memory.Room(2**30, 81559 * 2**20, "the GPU")
+    monkeypatch.setattr(memory, "_nvidia_smi", lambda *_: [])
+    assert memory.gpu_room() is None
+
+
+def test_the_limit_of_a_control_group_counts(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 400000\nfile 1\n")
+    # 300,000 bytes are left, and files that were read give 400,000 back.
+    assert memory.memory_room(tmp_path) == memory.Room(700_000, 1_000_000, "this control group")
+    (tmp_path / "memory.max").write_text("max\n")
+    found = memory.memory_room(tmp_path)
+    assert found is not None and found.place == "this machine" and 0 < found.free <= found.whole
+
+
+def test_threads_are_those_that_torch_will_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1,1")
+    assert doctor.num_threads() == doctor.num_threads(Config()) == 1
+    found = {one.name: one for one in doctor.placement(Config())}
+    assert found["learner"].value == "CPU, 1 thread, float32"
+    assert doctor.num_threads(load_config({"run": {"num_threads": 3}})) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert doctor.num_threads() == num_cpus()
 
 
 def test_a_model_of_another_architecture_is_read_from_its_gguf_file(tmp_path: Path) -> None:
@@ -169,8 +241,8 @@ def test_a_model_of_another_architecture_is_read_from_its_gguf_file(tmp_path: Pa
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    shape = doctor.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
-    assert shape == doctor.ModelShape(
+    shape = memory.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
+    assert shape == memory.ModelShape(
         num_weights=48, num_layers=3, num_kv_heads=2, head_dim=2, hidden_size=8, vocab_size=5
     )
 

@@ -443,7 +443,7 @@ def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
 
 def test_several_samples_need_a_temperature() -> None:
     with pytest.raises(SettingError, match="would give the same trajectory 4 times"):
-        SuitePlan(suite="gsm8k", num_samples=4, temperature=0.0).settled_temperature()
+        SuitePlan(suite="gsm8k", num_samples=4, temperature=0.0).settled_temperature(1.0)
     assert SuitePlan(suite="gsm8k").settled_temperature() == 0.0
     assert SuitePlan(suite="gsm8k", num_samples=4).settled_temperature() == 1.0
 

@@ -120,6 +120,53 @@ def test_adamw_by_hand() -> None:
     assert optimiser.num_steps == 2
 
 
+def rates(learn: LearnSettings, num_planned: int, num_taken: int) -> list[float]:
+    """The learning rates of the first steps, by a model of one weight."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    found, optimiser = [], MasterAdamW(model, learn, num_planned=num_planned)
+    for taken in range(num_taken):
+        if taken == 3:  # a resumed run
+            state = {name: tensor.clone() for name, tensor in optimiser.state().items()}
+            optimiser = MasterAdamW(model, learn, num_planned=num_planned)
+            optimiser.load_state(state)
+        model.weight.grad = torch.ones(1, 1)
+        optimiser.step()
+        found.append(optimiser.last_lr)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, [8, 8, 8, 8, 8, 8]),
+        ({"lr_warmup_steps": 4}, [2, 4, 6, 8, 8, 8]),
+        ({"schedule": "linear"}, [8, 6, 4, 2, 0, 0]),
+        ({"schedule": "linear", "lr_warmup_steps": 2}, [4, 8, 8, 4, 0, 0]),
+        ({"schedule": "linear", "final_lr_frac": 0.5}, [8, 7, 6, 5, 4, 4]),
+        # (1 + cos(0, 45, 90, 135 degrees)) / 2
+        ({"schedule": "cosine"}, [8, 4 + 8**0.5, 4, 4 - 8**0.5, 0, 0]),
+        ({"schedule": "cosine", "final_lr_frac": 0.25}, [8, 5 + 4.5**0.5, 5, 5 - 4.5**0.5, 2, 2]),
+    ],
+)
+def test_schedules_by_hand(settings: dict, expected: list[float]) -> None:
+    """Four steps are planned, and two more are taken, as by a run that was prolonged."""
+    assert rates(LearnSettings(lr=8.0, **settings), 4, 6) == pytest.approx(expected, abs=1e-12)
+
+
+def test_weights_decay_but_norms_and_biases_do_not() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(2.0)
+    optimiser = MasterAdamW(model, LearnSettings(lr=0.1, weight_decay=0.5))
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    optimiser.step()  # without a gradient only the decay moves: 2 (1 - 0.1 · 0.5)
+    assert [float(weight.detach().flatten()[0]) for weight in model.parameters()] == pytest.approx(
+        [1.9, 2.0, 2.0, 2.0]
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_optimiser_goes_on_from_its_state(dtype: torch.dtype) -> None:
     trees = example_trees(3)

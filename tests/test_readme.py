@@ -23,7 +23,7 @@ from treegraft.runs.record import read_trees
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.tasks.build import build_tasks
-from treegraft.tasks.rewards import build_rewards
+from treegraft.tasks.rewards import build_rewards, check_rewards
 from treegraft.tools.build import build_tools
 
 PAGE = README.read_text(encoding="utf-8")
@@ -89,7 +89,17 @@ def read_the_tasks(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    rows = [{"question": f"{n} + 1?", "extra_info": {"answer": str(n + 1)}} for n in range(3)]
+    rows = [
+        {
+            "question": f"{n} + 1?",
+            "prompt": [{"role": "user", "content": f"{n} + 1?"}],
+            "solution": n + 1,
+            "data_source": "sums",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 1)},
+            "extra_info": {"answer": str(n + 1)},
+        }
+        for n in range(3)
+    ]
     pq.write_table(pa.Table.from_pylist(rows[:2]), folder / "train.parquet")
     (folder / "train.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows[:2]), encoding="utf-8"
@@ -97,8 +107,9 @@ def read_the_tasks(recipe: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     (folder / "test.jsonl").write_text(json.dumps(rows[2]) + "\n", encoding="utf-8")
     monkeypatch.setenv("MY_DATA", str(folder))
     config = load_config(recipe)
-    assert build_tools(config.tools, ()) and build_rewards(config.reward)
+    assert build_tools(config.tools, ())
     source = build_tasks(config.tasks, 0)
+    check_rewards(build_rewards(config.reward), source.train_tasks())
     assert [(task.question, task.reference) for task in source.train_tasks()] == [
         ("0 + 1?", ("1",)),
         ("1 + 1?", ("2",)),

@@ -87,8 +87,8 @@ def test_a_model_without_a_template_gets_the_one_that_fits(name: str) -> None:
     form = build_format(settings(), tokenizer, TOOLS)
     assert tokenizer.chat_template == shipped_template(name)
     assert form.notes == (
-        "chat template: the model's tokenizer has no chat template; ours named"
-        f" '{name}' takes its place (format.chat_template).",
+        f"the model's tokenizer has no chat template. Treegraft's own template '{name}' takes its"
+        " place; format.chat_template can name another.",
     )
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,13 +145,15 @@ def test_a_rewritten_file_is_read_anew(tmp_path: Path) -> None:
 
 def test_warnings_say_what_is_wrong() -> None:
     lines = [{"update": n, **metrics_of(n)} for n in range(5)]
-    found = page_warnings([recorded(line) for line in lines])
+    known = [recorded(line) for line in lines]
+    found = page_warnings(known, [[], *known[:-1]])
     assert [bool(some) for some in found] == [False, False, False, True, False]
     assert [(one["name"], one["text"], one["is_new"]) for one in found[3]] == [
         ("failed", "trajectories lost to failures of ours: 25.0%", True)
     ]
     held = [{"update": n, "health/tool_failing_search": 0.75} for n in range(5)]
-    told = page_warnings([recorded(line) for line in held])
+    known = [recorded(line) for line in held]
+    told = page_warnings(known, [[], *known[:-1]])
     assert [one["text"] for one in told[0]] == [
         "the tool search fails more than usual: 75% of its calls"
     ]
@@ -588,3 +591,26 @@ def test_a_graft_of_the_same_question_is_named(client: TestClient, tmp_path: Pat
         ]
         is True
     )
+
+
+def test_many_metrics_are_read_in_the_background_and_thinned(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "long", num_updates=0, with_buffer=False)
+    # Line 0 was there; every 1,000th line has an evaluation, line 7,777 a warning.
+    with (path / "metrics.jsonl").open("a") as file:
+        for n in range(1, 50_000):
+            more = ', "eval/accuracy": 0.5' if n % 1000 == 0 else ""
+            more += ', "health/truncated": 0.9' if n in (7777, 7778) else ""
+            file.write(f'{{"update": {n}, "reward/mean": {n / 100}, "time/update_s": 1.5{more}}}\n')
+    client = TestClient(build_app(open_runs([path])), base_url="http://127.0.0.1:8000")
+    deadline = time.monotonic() + 60
+    while (got := client.get("/api/runs/long/metrics").json())["read_frac"] < 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert got["stride"] == 13  # 50,000 / 4,000 = 12.5
+    by = {line["update"]: line for line in got["lines"]}
+    assert {*range(0, 50_000, 13), *range(1000, 50_000, 1000), 7777, 7778, 49_999} == set(by)
+    assert by[26]["reward/mean"] == 0.26 and by[3000]["eval/accuracy"] == 0.5
+    assert [by[n]["warnings"][0]["is_new"] for n in (7777, 7778)] == [True, False]
+    assert client.get("/api/runs").json()[0]["num_lines"] == 50_000
+    # The report reads all of them.
+    assert len(Run(path).metrics()[1]) == 50_000

@@ -103,6 +103,8 @@ def contents(run_dir: Path) -> dict[str, Any]:
             state = json.loads(file.read_text())
             # The length of metrics.jsonl and the settings hold times and names.
             del state["metrics_size"], state["checksums"]["treegraft/config.json"]
+            state.pop("checksum", None)
+            (state.get("beside") or {}).pop("metrics.jsonl", None)
             state["pending"] = {
                 key: value for key, value in state["pending"].items() if not is_timing(key)
             }

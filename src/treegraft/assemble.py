@@ -50,9 +50,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Parts:
-    """The parts that sample and score: all that an evaluation needs, with one copy of the
-    model."""
+class Setup:
+    """The parts that need no weights: all that writes prompts, runs tools and scores."""
 
     config: Config
     source: TaskSource
@@ -63,7 +62,6 @@ class Parts:
     toolbox: Toolbox
     kind: EnvironmentKind | None
     """Of the tasks' environments; None without."""
-    engine: Engine
     rewards: Sequence[WeightedReward]
     scorer: TreeScorer
 
@@ -75,25 +73,22 @@ class Parts:
     def eval_tasks(self) -> Sequence[Task]:
         return list(self.source.eval_tasks())
 
-    def grower(
-        self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
-    ) -> Grower:
-        """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
-        return Grower(
-            self.engine,
-            self.format,
-            self.toolbox,
-            explorer,
-            limits,
-            self.scorer,
-            retriever=retriever,
-            allocate=build_allocation(self.config.explore),
-        )
-
     async def try_environment(self) -> Trial | None:
         """Begins, copies and rewards an environment on the first task; None where the tasks have
         no environment. Raises `SettingError` for what fails there."""
-        return await _trial(self.config, self.kind, self.toolbox, self.source)
+        tasks = self.train_tasks or self.eval_tasks
+        if self.kind is None or not tasks:
+            return None
+        # Its kind alone matters, not the size of the vocabulary.
+        explorers = self.config.explore
+        can_branch = build_explorer(explorers, vocab_size=2).probe_tokens is not None
+        return await try_environment(
+            self.kind,
+            self.toolbox,
+            tasks[0],
+            branches=can_branch or "graft" in explorers.explorers,
+            needs_reward=self.config.reward.funcs == ["environment"],
+        )
 
     @property
     def environments(self) -> SessionOpener | None:
@@ -106,18 +101,10 @@ class Parts:
         tasks have none. Raises `DataError` for one that an environment contradicts."""
         return None if self.kind is None else functools.partial(show, self.toolbox)
 
-    def num_trees_at_once(self, num_leaves: int) -> int:
-        """Returns how many trees of so many leaves the engine completes at the same time."""
-        return max(1, self.engine.capacity // num_leaves)
-
     @property
     def notes(self) -> Sequence[str]:
         """Remarks on how parts came about that the user should see, one sentence each."""
         return tuple(getattr(self.format, "notes", ()))
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of tools and engine since the last call."""
-        return self.toolbox.take_metrics() | self.engine.take_metrics()
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Refuses tasks that rewards lack columns of, or whose prompt cannot be made.
@@ -156,12 +143,55 @@ class Parts:
 
 
 @dataclass(kw_only=True)
+class Parts(Setup):
+    """The same with what samples: all that an evaluation needs, with one copy of the model."""
+
+    engine: Engine
+
+    def grower(
+        self, explorer: Explorer, limits: Limits, retriever: Retriever | None = None
+    ) -> Grower:
+        """Returns a grower of trees within `limits`; without a retriever nothing is grafted."""
+        return Grower(
+            self.engine,
+            self.format,
+            self.toolbox,
+            explorer,
+            limits,
+            self.scorer,
+            retriever=retriever,
+            allocate=build_allocation(self.config.explore),
+        )
+
+    def num_trees_at_once(self, num_leaves: int) -> int:
+        """Returns how many trees of so many leaves the engine completes at the same time."""
+        return max(1, self.engine.capacity // num_leaves)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of tools and engine since the last call."""
+        return self.toolbox.take_metrics() | self.engine.take_metrics()
+
+
+@dataclass(kw_only=True)
 class TrainingParts(Parts):
     """The same with the parts that learn. The engine has a copy of the model of its own."""
 
     explorer: Explorer
     learner: Learner
     credit_rule: CreditRule | None
+
+
+@asynccontextmanager
+async def assemble_setup(config: Config) -> AsyncIterator[Setup]:
+    """Holds the parts that need no weights; of the model, tokenizer and shape are read.
+
+    Raises:
+        TreegraftError: a part that cannot be made.
+    """
+    async with AsyncExitStack() as stack:
+        scenario = _Scenario(config, None)
+        model, tokenizer = scenario.load_model(None, has_weights=False)
+        yield scenario.setup(stack, model, tokenizer, is_ours=False)
 
 
 @asynccontextmanager
@@ -229,6 +259,7 @@ async def assemble_training(
                 config.learn,
                 config.loss,
                 length_constant=config.rollout.max_completion_tokens,
+                num_updates=config.run.num_updates,
             )
             if checkpoint is not None:
                 learner.load_state(load_checkpoint(checkpoint)[1])
@@ -238,45 +269,6 @@ async def assemble_training(
             learner=learner,
             credit_rule=credit_rule,
         )
-
-
-async def try_environment_of(config: Config) -> Trial | None:
-    """Begins, copies and rewards an environment of a recipe on the first task, and plays the
-    expert's demonstration of it; no model is loaded. None where the tasks have no environment.
-
-    Raises:
-        TreegraftError: a part that cannot be made, or what fails there.
-    """
-    scenario = _Scenario(config, None)
-    if scenario.kind is None:
-        return None
-    environments = Environments(scenario.kind, config.environment)
-    toolbox = Toolbox(scenario.tools, config.tools, environments)
-    try:
-        trial = await _trial(config, scenario.kind, toolbox, scenario.tasks)
-        first = scenario.tasks.train_tasks()[:1]
-        solved = [(task, steps) for task in first if (steps := scenario.tasks.expert(task, 0))]
-        await show(toolbox, solved)
-        return trial
-    finally:
-        await toolbox.close()
-
-
-async def _trial(
-    config: Config, kind: EnvironmentKind | None, toolbox: Toolbox, source: TaskSource
-) -> Trial | None:
-    tasks = source.train_tasks() or source.eval_tasks()
-    if kind is None or not tasks:
-        return None
-    # Its kind alone matters, not the size of the vocabulary.
-    explorer = build_explorer(config.explore, vocab_size=2)
-    return await try_environment(
-        kind,
-        toolbox,
-        tasks[0],
-        branches=explorer.probe_tokens is not None or "graft" in config.explore.explorers,
-        needs_reward=config.reward.funcs == ["environment"],
-    )
 
 
 class _Scenario:
@@ -305,7 +297,7 @@ class _Scenario:
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        words = self.tasks.vocabulary()
+        words = self.tasks.vocabulary() if settings.path == "tiny" else ()
         model, tokenizer = load_model(
             settings,
             vocabulary=[*words, *words_of(self.tools)] if words else [],
@@ -330,29 +322,49 @@ class _Scenario:
             model: for its configuration alone.
             engine_model: the engine's own.
         """
-        from treegraft.policy.head import end_token_ids, max_context
-
         config = self.config
         engine = _build_engine(config, engine_model, tokenizer, model_path or config.model.path)
         stack.push_async_callback(engine.close)
-        # The learner packs whole paths, so its model's limit counts beside the engine's.
-        limits = [limit for limit in (max_context(model), engine.max_context) if limit is not None]
-        max_prompt = _room_for_prompts(config, min(limits)) if limits else None
         is_ours = model_path is not None and (Path(model_path) / "treegraft").is_dir()
-        if not is_ours:  # a checkpoint of ours holds the template already
+        setup = self.setup(stack, model, tokenizer, is_ours=is_ours, max_context=engine.max_context)
+        return Parts(**vars(setup), engine=engine)
+
+    def setup(
+        self,
+        stack: AsyncExitStack,
+        model: Any,
+        tokenizer: Any,
+        *,
+        is_ours: bool,
+        max_context: int | None = None,
+    ) -> Setup:
+        """Returns the parts that need no weights.
+
+        Args:
+            is_ours: the tokenizer comes from a checkpoint of ours, which holds the template
+                already.
+            max_context: of the engine, in tokens.
+        """
+        from treegraft.policy import head
+
+        config = self.config
+        # The learner packs whole paths, so its model's limit counts beside the engine's.
+        limits = [limit for limit in (head.max_context(model), max_context) if limit is not None]
+        max_prompt = _room_for_prompts(config, min(limits)) if limits else None
+        if not is_ours:
             use_template(config.format.chat_template, tokenizer)
         form = build_format(
             config.format,
             tokenizer,
             self.tools,
             max_context=max_prompt,
-            end_ids=end_token_ids(model, tokenizer),
+            end_ids=head.end_token_ids(model, tokenizer),
             mentions_retrieval="graft" in config.explore.explorers,
         )
         environments = None if self.kind is None else Environments(self.kind, config.environment)
         toolbox = Toolbox(self.tools, config.tools, environments)
         stack.push_async_callback(toolbox.close)
-        return Parts(
+        return Setup(
             config=config,
             source=self.tasks,
             tokenizer=tokenizer,
@@ -360,7 +372,6 @@ class _Scenario:
             max_prompt=max_prompt,
             toolbox=toolbox,
             kind=self.kind,
-            engine=engine,
             rewards=self.rewards,
             scorer=RewardScorer(
                 self.rewards,

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
-from treegraft.core.errors import DataError
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Display
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
 from treegraft.evals.evaluate import Evaluation, evaluate
+from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
 from treegraft.policy.learn.learner import Learner
@@ -30,7 +31,7 @@ from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import shown
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
-from treegraft.runs.start import Source, new_start, resumed_start
+from treegraft.runs.start import Source, Start, new_start, resumed_start
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 from treegraft.tasks.build import build_tasks
@@ -42,6 +43,7 @@ def train(
     *,
     recipe: str | None = None,
     resume: Path | None = None,
+    accepts_changes: bool = False,
     display: Display | bool | None = None,
 ) -> RunResult:
     """Trains an agent and returns where the results are.
@@ -51,14 +53,17 @@ def train(
             takes the run's own, or differ from those in the settings that a resume may change.
         recipe: name of the recipe, for the run folder's default name.
         resume: a run folder to continue from its latest checkpoint.
+        accepts_changes: with `resume`: go on although metrics, recorded evaluations or the buffer
+            have changed since that checkpoint; the run is then another than it would have been.
         display: True shows progress on standard output, False nothing, None progress where that is
             a terminal or a notebook; or a display of your own (`core.interfaces.Display`).
 
     Raises:
         TreegraftError: bad input, before any work starts where that can be known.
-        KeyboardInterrupt: after Ctrl-C, with everything saved.
+        KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
+            SIGHUP or SIGUSR1.
     """
-    start = new_start(config, recipe) if resume is None else resumed_start(Path(resume), config)
+    start = _start(config, recipe, resume, accepts_changes)
     with shown(display) as progress:
         run = Run(start, progress, "train")
         if start.is_finished and start.checkpoint is not None:
@@ -71,14 +76,25 @@ def sft(
     *,
     recipe: str | None = None,
     resume: Path | None = None,
+    accepts_changes: bool = False,
     display: Display | bool | None = None,
 ) -> RunResult:
     """Runs the warm-up alone and returns where the results are; arguments and errors as in
     `train`."""
-    start = new_start(config, recipe) if resume is None else resumed_start(Path(resume), config)
+    start = _start(config, recipe, resume, accepts_changes)
     with shown(display) as progress:
         run = Run(start, progress, "sft")
         return run.carry_out(story(run, only_warms_up=True))
+
+
+def _start(config: Source, recipe: str | None, resume: Path | None, accepts: bool) -> Start:
+    if resume is not None:
+        return resumed_start(Path(resume), config, accepts_changes=accepts)
+    if accepts:
+        raise SettingError(
+            "accepts_changes: got True for a new run; expected a run to resume. Leave it out."
+        )
+    return new_start(config, recipe)
 
 
 async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
@@ -96,7 +112,8 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)
-        buffer = RunBuffer(config, source, run.path)
+        buffer = RunBuffer(config, source, run.path, run.start)
+        run.more_beside = buffer.checksums
         demonstrations = None
         if state.warmup_steps < config.warmup.num_steps:
             demonstrations = Demonstrations(
@@ -108,6 +125,10 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         with run.opened(checkpoint_writer(config, parts), source.report()):
             for text in parts.notes:
                 run.display.note(text)
+            if run.start.checkpoint is None:
+                for one in await Preflight(parts).findings():
+                    if one.is_doubtful or not one.is_good:
+                        run.display.warn(str(one))
             if buffer.is_used and not only_warms_up:
                 run.display.phase("buffer", 0, 1, config.buffer.path)
                 # Before the warm-up: an expert whose steps earn nothing shows here.
@@ -226,10 +247,14 @@ def gain_since_start(run: Run, evaluation: Evaluation) -> dict[str, float]:
     """Returns how much better the end is than the start, where both were recorded."""
     metrics: dict[str, float] = {}
     for kind, after in evaluation.passes.items():
-        before = run.folder.trees_path(0, kind)
-        if before.exists() and run.state.update > 0:
+        path = run.folder.trees_path(0, kind)
+        if path.exists() and run.state.update > 0:
             name = "eval/gain" if kind == "greedy" else "eval/gain_sampled"
-            gain, low, high = paired_gain(read_trees(before), after)
+            before = read_trees(path)
+            if {tree.task.id for tree in before} != {tree.task.id for tree in after}:
+                run.display.warn(f"{path} has other tasks than this evaluation: no {name}")
+                continue
+            gain, low, high = paired_gain(before, after)
             metrics |= {name: gain, f"{name}_low": low, f"{name}_high": high}
     return metrics
 

@@ -1,5 +1,5 @@
-"""The command line: `treegraft train | sft | eval | run | view | compare | data | buffer | serve |
-profile | config | doctor`.
+"""The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
+serve | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -24,6 +24,7 @@ from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
+from treegraft.cli.init import init
 from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
@@ -33,6 +34,7 @@ from treegraft.core.errors import (
     SettingError,
     TreegraftError,
 )
+from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
 from treegraft.core.text import plain
 from treegraft.core.types import Status
@@ -81,6 +83,13 @@ Resume = Annotated[
     Path | None,
     typer.Option(metavar="RUN_DIR", help="Run folder to continue from its latest checkpoint."),
 ]
+AcceptChanges = Annotated[
+    bool | None,
+    typer.Option(
+        "--accept-changes",
+        help="With --resume: go on although metrics, evaluations or the buffer have changed.",
+    ),
+]
 
 
 def _print_version(is_wanted: bool) -> None:
@@ -122,25 +131,48 @@ def _settings(
     return load_config(recipe, typed)
 
 
+app.command()(init)
+
+
 @app.command()
 def train(
-    recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
 ) -> None:
     """Train an agent with a recipe.
 
     Writes a run folder with metrics, trees and checkpoints.
     """
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
     config = _settings(recipe, overrides, resume, "train")
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
     with display_on(None) as display:
-        run_training(config, recipe=recipe, resume=resume, display=display)
+        run_training(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )
 
 
 @app.command()
-def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resume = None) -> None:
+def sft(
+    context: typer.Context,
+    recipe: RecipeOrResume = None,
+    overrides: Overrides = None,
+    resume: Resume = None,
+    accept_changes: AcceptChanges = None,
+) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup]."""
+    if resume is None:
+        refuse_idle(context, "without --resume", "--accept-changes")
     config = _settings(recipe, overrides, resume, "sft")
     if config.warmup.num_steps == 0:
         raise SettingError(
@@ -150,7 +182,13 @@ def sft(recipe: RecipeOrResume = None, overrides: Overrides = None, resume: Resu
     from treegraft.train import sft as run_fine_tuning
 
     with display_on(None) as display:
-        run_fine_tuning(config, recipe=recipe, resume=resume, display=display)
+        run_fine_tuning(
+            config,
+            recipe=recipe,
+            resume=resume,
+            accepts_changes=bool(accept_changes),
+            display=display,
+        )
 
 
 app.command("eval")(evaluate)
@@ -323,39 +361,18 @@ def doctor(
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
-    The exit code is 2 if something is missing.
+    With a recipe, its first tasks are written as the agent will see them, and their references are
+    scored as its answers. The exit code is 2 if something has to be corrected.
     """
-    from treegraft.cli import doctor as checks
+    from treegraft.cli.doctor import examine, print_examination
+    from treegraft.settings.load import load_config
 
-    sections = {"installed": list(checks.installed()), "machine": list(checks.machine())}
-    if recipe is not None:
-        from treegraft.settings.load import load_config
-
-        config = load_config(recipe, overrides or [])
-        try:
-            parts, total = checks.recipe_memory(config)
-        except ModelError as error:
-            parts, total = [], checks.Finding("model.path", config.model.path, False, str(error))
-        sections["memory estimate"] = [*parts, total]
-        sections["data and own parts"] = [
-            *checks.data_files(config),
-            *checks.services(config),
-            *checks.import_paths(config),
-        ]
-        sections["environment"] = list(checks.environment(config))
-        sections["what runs where"] = list(checks.placement(config))
+    found = examine(None if recipe is None else load_config(recipe, overrides or []))
     if as_json:
-        values = {title: checks.as_dict(findings) for title, findings in sections.items()}
-        print(json.dumps(values, indent=2))
-    for title, findings in () if as_json else sections.items():
-        shown = table(title=title, title_justify="left", title_style="bold", show_header=False)
-        for one in findings:
-            mark = Text("ok", "green") if one.is_good else Text("!!", "bold red")
-            note = Text(one.note, "dim" if one.is_good else "red")
-            shown.add_row(mark, Text(one.name), Text(one.value), note)
-        if findings:
-            Console().print(shown)
-    if not all(finding.is_good for findings in sections.values() for finding in findings):
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print_examination(found)
+    if not found.verdict.is_good:
         raise typer.Exit(2)
 
 
@@ -412,6 +429,11 @@ def main() -> None:
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
+    except OSError as error:
+        if not (fault := storage_fault(error)):
+            raise
+        say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
+        sys.exit(1)
     except (KeyboardInterrupt, SystemExit) as error:
         # Typer makes an exit with 130 of every interrupt.
         is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == 130

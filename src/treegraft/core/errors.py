@@ -9,6 +9,7 @@
     │   └── ToolUnavailable               the service behind a tool is down: not the agent's fault
     ├── EngineError       (RuntimeError)  an engine that died, lost a request or cannot do it
     ├── KernelError       (RuntimeError)  C kernels that do not compile or load; torch takes over
+    ├── StorageError      (RuntimeError)  files that could not be written: disk full, read-only
     ├── DeadlineExceeded  (TimeoutError)  a wait that ran out, with its owner
     └── DriftError        (RuntimeError)  engine and learner no longer hold the same policy
 
@@ -57,6 +58,10 @@ class EngineError(TreegraftError, RuntimeError):
 
 class KernelError(TreegraftError, RuntimeError):
     """Our own kernels cannot be made or loaded on this machine."""
+
+
+class StorageError(TreegraftError, RuntimeError):
+    """Files could not be written or read: the disk is full, the folder is read-only."""
 
 
 class DeadlineExceeded(TreegraftError, TimeoutError):

@@ -1,10 +1,75 @@
-"""Atomic writes: a file is complete or absent."""
+"""Files: written whole or not at all, read with limits, and the system's reasons against either."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
 import os
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+_OF_STORAGE = {
+    getattr(errno, name)
+    for name in [
+        "EACCES",
+        "EBUSY",
+        "EDQUOT",
+        "EEXIST",
+        "EFBIG",
+        "EIO",
+        "EISDIR",
+        "ELOOP",
+        "EMFILE",
+        "ENAMETOOLONG",
+        "ENOENT",
+        "ENOSPC",
+        "ENOTDIR",
+        "ENOTEMPTY",
+        "EPERM",
+        "EROFS",
+        "ESTALE",
+        "ETXTBSY",
+        "EXDEV",
+    ]
+    if hasattr(errno, name)
+}
+"""Of an OSError about files; others are of networks and processes."""
+
+
+def storage_fault(error: BaseException) -> str:
+    """Returns the reason why a file could not be written or read, such as "No space left on device:
+    '/data/x'"; "" for an error of another kind."""
+    number, place = None, ""
+    if isinstance(error, OSError):
+        number, name = error.errno, error.filename
+        place = f": '{os.fsdecode(name)}'" if isinstance(name, str | bytes) else ""
+    # Libraries in Rust (safetensors, tokenizers) have the number in their text only.
+    elif found := re.search(r"\(os error (\d+)\)", str(error)):
+        number = int(found[1])
+    return f"{os.strerror(number)}{place}" if number in _OF_STORAGE else ""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Returns the value of a JSON text. Raises ValueError for any text that has none, also for one
+    that is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def file_checksum(path: Path, size: int | None = None) -> str:
+    """Returns a checksum of a file's bytes, of the first `size` where that is given."""
+    digest, left = hashlib.blake2b(digest_size=16), size
+    with path.open("rb") as file:
+        while part := file.read(1 << 20 if left is None else min(left, 1 << 20)):
+            digest.update(part)
+            left = None if left is None else left - len(part)
+    return digest.hexdigest()
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -12,21 +77,35 @@ def write_atomically(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # In the same folder, since a rename is atomic only within a file system.
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        # Else a power cut may leave the new name with no contents.
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            # Else a power cut may leave the new name with no contents.
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        # On a full disk its room is needed.
+        with suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def append_line(path: Path, line: str) -> None:
-    """Adds a line to a file; it is on the disk when this returns."""
+    """Adds a line to a file; it is on the disk when this returns, and not there at all where it
+    could not be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(line.encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("ab", buffering=0) as file:
+        size, data = file.seek(0, os.SEEK_END), line.encode() + b"\n"
+        try:
+            # A disk that fills up takes a part of it.
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(file.fileno())
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 def whole_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -430,11 +430,31 @@ it. Failed leaves keep None.
 
 
 class Tracker(Protocol):
-    """Takes the metrics of each update."""
+    """Takes the metrics of each update; made once for a run, from the path of its folder. It may
+    have the methods of `TrackerMore` too. What it raises never ends the run."""
 
-    def log(self, update: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, update: int, metrics: Mapping[str, float]) -> None:
+        """Update 0 is the state before the first. Warnings that stand are metrics
+        "health/NAME"."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """The process goes on without it; the run may be resumed with another one."""
+
+
+class TrackerMore(Protocol):
+    """Methods that a tracker may have besides, each of them on its own."""
+
+    place: str
+    """Where its records are found, shown when the run starts."""
+
+    def sample(self, update: int, trees: Sequence[Tree]) -> None:
+        """The trees of an update after learning, before its metrics."""
+
+    def warn(self, update: int, name: str, text: str) -> None:
+        """A warning begins with this update; `text` has several lines."""
+
+    def finish(self, latest: Mapping[str, float]) -> None:
+        """The run has done all its work; the latest value of every metric."""
 
 
 class TreeScorer(Protocol):

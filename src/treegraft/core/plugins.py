@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from inspect import get_annotations
 from typing import Any
 
-from treegraft.core.errors import SettingError, nearest
+from treegraft.core.errors import SettingError, TreegraftError, nearest
 
 
 def unknown_name(name: str, known: Iterable[str], setting: str) -> str:
@@ -49,14 +52,26 @@ def make(maker: Any, protocol: type, path: str, setting: str, **arguments: Any) 
         setting: dotted name of the setting, for errors.
 
     Raises:
-        SettingError: it cannot be called so, or members are missing.
+        SettingError: it cannot be called so, it raises, or members are missing.
     """
     try:
-        found = maker(**arguments)
+        # Bound first, so that a TypeError of the user's own code is told as such.
+        with suppress(ValueError):  # some built-in callables have no signature
+            inspect.signature(maker).bind(**arguments)
     except TypeError as error:
         raise SettingError(
             f"{setting}: '{path}' could not be called with"
             f" {', '.join(arguments) or 'no arguments'}: {error}"
+        ) from error
+    try:
+        found = maker(**arguments)
+    except TreegraftError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise SettingError(
+            f"{setting}: '{path}' raised {type(error).__name__}: {error} ({last.filename}, line"
+            f" {last.lineno}); mend it there."
         ) from error
     members = {name for base in protocol.__mro__ for name in (*vars(base), *get_annotations(base))}
     missing = sorted(

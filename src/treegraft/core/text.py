@@ -42,9 +42,11 @@ def describe(error: BaseException | None) -> str:
 
 _VISIBLE = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 _VISIBLE |= {127: "\u2421"} | dict.fromkeys(
-    [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"
+    [*range(128, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)],
+    "\ufffd",
 )
-"""Control characters, C1 codes and direction overrides -> a visible stand-in."""
+"""Control characters, C1 codes, direction overrides and half surrogate pairs -> a visible
+stand-in."""
 
 
 def plain(text: str, limit: int | None = None) -> str:

@@ -244,6 +244,24 @@ def _repr_for_hash(content: StepContent) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """Which tokens may be drawn, and how those of the path are held back. The defaults leave the
+    policy's distribution as it is; `policy.engine.filters` has the definitions and their order."""
+
+    top_k: int = 0
+    """The so many most likely tokens; 0 for all."""
+    top_p: float = 1.0
+    """The fewest tokens with at least this probability together, 0..1."""
+    min_p: float = 0.0
+    """Tokens with at least this share of the most likely one's probability, 0..1."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of the path's tokens, and multiplies negative ones."""
+
+
+NO_FILTERS = Filters()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a completion is sampled. Sampling(max_new_tokens=64, stop=("</search>",),
     final=("</answer>",))"""
@@ -252,6 +270,8 @@ class Sampling:
     """Limit of this request, in tokens; at least 1."""
     temperature: float = 1.0
     """0 is greedy, with log-probabilities and entropies of temperature 1."""
+    filters: Filters = NO_FILTERS
+    """With other than the default, log-probabilities and entropies are of what remains."""
     stop: tuple[str, ...] = ()
     """Texts that end the completion; the token that closes one is kept whole."""
     final: tuple[str, ...] = ()
@@ -364,7 +384,8 @@ class Step:
     """[tokens] nats, of the distribution the token was drawn from; 0.0 where it was not sampled."""
     entropy_kind: EntropyKind = EntropyKind.EXACT
     temperature: float = 1.0
-    """Of its sampled tokens; scores are of softmax(logits / temperature), at 0 of temperature 1."""
+    """Of its sampled tokens; scores are of softmax(logits / temperature), at 0 of temperature 1. In
+    evaluations with top-k and the like, of the tokens that these leave."""
     content: StepContent = StepContent()
     """The step's content; for the root its thought is the question."""
     stop_reason: StopReason | None = None

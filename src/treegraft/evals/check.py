@@ -25,9 +25,11 @@ from treegraft.tasks.fields import (
     after_mark,
     control_places,
     find_value,
+    is_nested,
     nested_columns,
     question_text,
 )
+from treegraft.tasks.messages import are_messages
 from treegraft.tasks.readers import BadRow, check_is_there, read_rows
 
 NEAR = 0.7
@@ -196,9 +198,13 @@ def _read(name: str, question: str | None, reference: str | None) -> tuple[FileD
         text = question_text(asked[1]) if asked else ""
         answers = accepted_answers(accepted[1]) if accepted else ()
         answers = after_mark(answers, rule.after if rule else None)
-        if not text.strip():
+        if asked and is_nested(asked[1]) and not are_messages(asked[1]):
+            found.add("question that is a list or an object", row.number, repr(asked[1]))
+        elif not text.strip():
             found.add("blank question", row.number, repr(answers))
-        if not answers:
+        if accepted and is_nested(accepted[1], may_be_list=True):
+            found.add("reference that is a list or an object", row.number, repr(accepted[1]))
+        elif not answers:
             found.add("blank reference", row.number, text)
         for answer in answers:
             if odd := _odd(answer):
@@ -382,7 +388,7 @@ def view_file(name: str, *, first: int = 0, num: int = 3) -> FileView:
         for column, value in nested_columns(row.values):
             if isinstance(value, Mapping):
                 continue
-            kind = type(value).__name__
+            kind = "chat messages" if are_messages(value) else type(value).__name__
             kinds.setdefault(column, {})[_KINDS.get(kind, kind)] = None
             filled = lengths.setdefault(column, [])
             if value not in (None, "", [], ()):

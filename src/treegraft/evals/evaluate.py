@@ -20,6 +20,7 @@ from treegraft.runs.display import shown
 from treegraft.runs.record import write_trees
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config
+from treegraft.settings.load import refuse_sampling
 from treegraft.tasks.build import build_tasks
 
 
@@ -30,7 +31,7 @@ class Evaluation:
     greedy: list[Tree] | None
     """One greedy trajectory per task; None where eval.greedy is off."""
     sampled: list[Tree] | None
-    """eval.num_samples trajectories per task at temperature 1; None where that is 0."""
+    """eval.num_samples trajectories per task at eval.temperature; None where that is 0."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -72,9 +73,8 @@ async def evaluate(
     watch = Watch() if watch is None else watch
     settings, seed = parts.config.eval, parts.config.run.seed
     passes = [("greedy", 0.0, 1)] if settings.greedy else []
-    # Temperature 1: pass@k is that of the policy itself.
     if settings.num_samples:
-        passes.append(("sampled", 1.0, settings.num_samples))
+        passes.append(("sampled", settings.temperature, settings.num_samples))
     found: dict[str, list[Tree]] = {}
     for number, (kind, temperature, num_leaves) in enumerate(passes):
         limits = eval_limits(parts.config, temperature=temperature, num_leaves=num_leaves)
@@ -139,12 +139,17 @@ def evaluate_checkpoint(
 def answer_question(
     checkpoint: Path | str, question: str, overrides: Sequence[str] = ()
 ) -> tuple[Trajectory, Tokenizer]:
-    """Returns one greedy trajectory that answers `question`, unscored, and the tokenizer of its
-    tokens. Raises DataError where the question is empty."""
+    """Returns one trajectory that answers `question`, unscored, and the tokenizer of its tokens.
+
+    It is greedy, and with eval.greedy = false sampled as in an evaluation; run.seed gives another.
+    Raises DataError where the question is empty."""
     if not question.strip():
         raise DataError("question: got an empty text; expected a question to the agent.")
     config, model_path = open_checkpoint(checkpoint, None, overrides)
-    limits = eval_limits(config, temperature=0.0, num_leaves=1)
+    if config.eval.greedy:
+        refuse_sampling(overrides, "the answer is greedy; add eval.greedy=false")
+    temperature = 0.0 if config.eval.greedy else config.eval.temperature
+    limits = eval_limits(config, temperature=temperature, num_leaves=1)
 
     async def unscored(tree: Tree) -> Tree:
         return tree
@@ -153,7 +158,9 @@ def answer_question(
         async with assemble(config, model_path=model_path) as parts:
             task = Task(id="question", question=question, reference=())
             grower = replace(parts, scorer=unscored).grower(Independent(), limits)
-            tree = await grower.grow(task, noise_key=(0, "run"), group_id="run/question")
+            tree = await grower.grow(
+                task, noise_key=(config.run.seed, "run"), group_id="run/question"
+            )
             return tree.trajectories()[0], parts.tokenizer
 
     return run_to_end(run())

@@ -24,6 +24,7 @@ from treegraft.rollout.loop import Watch
 from treegraft.runs.display import NoDisplay
 from treegraft.runs.start import open_checkpoint
 from treegraft.settings.config import Config, settings_with
+from treegraft.settings.load import refuse_sampling
 from treegraft.tasks.fields import nested_columns
 from treegraft.tasks.rewards import answer_of
 
@@ -46,21 +47,21 @@ class SuitePlan:
     num_samples: int = 1
     """Trajectories per item."""
     temperature: float | None = None
-    """None is 0 (greedy) for one sample and 1 for several."""
+    """None is 0 (greedy) for one sample and eval.temperature for several."""
     judge: JudgeSettings | None = None
     """None scores by rule alone."""
     into: Path | None = None
     """The folder of the evaluation; None makes one beside the checkpoint, or under evals/ for a
     model that is no run."""
 
-    def settled_temperature(self) -> float:
-        """Returns the temperature.
+    def settled_temperature(self, default: float) -> float:
+        """Returns the temperature; `default` is that of several samples where none is named.
 
         Raises:
             SettingError: several samples at temperature 0, which would all be the same.
         """
         if self.temperature is None:
-            return 0.0 if self.num_samples == 1 else 1.0
+            return 0.0 if self.num_samples == 1 else default
         if self.temperature == 0 and self.num_samples > 1:
             raise SettingError(
                 f"--samples {self.num_samples} at --temperature 0 would give the same trajectory"
@@ -114,11 +115,13 @@ def evaluate_suite(
             is kept.
     """
     # All that can be refused comes before the folder is made and the model loaded.
-    temperature = plan.settled_temperature()
     names = parse_names(plan.suite)
     judge = None if plan.judge is None else Judge(plan.judge)
     sets = load_sets(names, data_dir=plan.data_dir, num=plan.num, shuffle_seed=plan.shuffle_seed)
     config, place = open_checkpoint(checkpoint, config, overrides)
+    temperature = plan.settled_temperature(config.eval.temperature)
+    if temperature == 0:
+        refuse_sampling(overrides, "trajectories are greedy; add --samples or --temperature")
     if plan.num_samples > config.engine.max_rows:
         raise SettingError(
             f"--samples: got {plan.num_samples}, expected at most engine.max_rows, which is"
@@ -157,7 +160,7 @@ def _asked(
     config: Config, place: Path | str, plan: SuitePlan, temperature: float
 ) -> dict[str, Any]:
     """Returns everything that a trajectory depends on, by name."""
-    from treegraft.runs.checkpoint import file_checksum
+    from treegraft.core.files import file_checksum
 
     no_matter = settings_with("ignored_by_eval", "same_answers")
     values = {

@@ -15,11 +15,9 @@ aside first. So whenever the process is killed, every folder with its proper nam
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +28,12 @@ from torch import Tensor
 from treegraft.policy.head import base_model
 from treegraft.runs.checkpoint import (
     ASIDE,
-    FORMAT_VERSION,
     PARTIAL,
     TrainState,
     _unreadable,
     checksums_of,
     read_state,
+    state_json,
 )
 
 ADAPTER = "adapter"
@@ -63,6 +61,39 @@ def save_checkpoint(
     logging.disable_progress_bar()
     partial = folder.with_name(f".{folder.name}{PARTIAL}")
     shutil.rmtree(partial, ignore_errors=True)
+    try:
+        _write_parts(partial, model, tokenizer, weights, optimiser, config_json, keep_adapter)
+        # Last, since it holds the checksums of all others.
+        text = state_json(state, checksums_of(partial))
+        (partial / "treegraft" / "state.json").write_text(text, encoding="utf-8")
+        # On disk before the rename: after a loss of power, a name without its content would be
+        # worse than the old checkpoint.
+        for file in partial.rglob("*"):
+            if file.is_file():
+                with file.open("rb") as handle:
+                    os.fsync(handle.fileno())
+    except BaseException:
+        # On a full disk its room is needed.
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    aside = folder.with_name(f".{folder.name}{ASIDE}")
+    shutil.rmtree(aside, ignore_errors=True)
+    # A folder cannot be renamed onto one that is not empty.
+    if folder.exists():
+        folder.replace(aside)
+    partial.replace(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _write_parts(
+    partial: Path,
+    model: Any,
+    tokenizer: Any,
+    weights: Mapping[str, Tensor],
+    optimiser: Mapping[str, Tensor],
+    config_json: str,
+    keep_adapter: bool,
+) -> None:
     inside = partial / "treegraft"
     inside.mkdir(parents=True)
     inner = base_model(model)
@@ -91,22 +122,6 @@ def save_checkpoint(
     }
     save_file(tensors, inside / "optimiser.safetensors")
     (inside / "config.json").write_text(config_json, encoding="utf-8")
-    data = {"format_version": FORMAT_VERSION, **asdict(state), "checksums": checksums_of(partial)}
-    # Last, since it holds the checksums of all others.
-    (inside / "state.json").write_text(json.dumps(data, indent=1), encoding="utf-8")
-    # On disk before the rename: after a loss of power, a name without its content would be worse
-    # than the old checkpoint.
-    for file in partial.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
-    aside = folder.with_name(f".{folder.name}{ASIDE}")
-    shutil.rmtree(aside, ignore_errors=True)
-    # A folder cannot be renamed onto one that is not empty.
-    if folder.exists():
-        folder.replace(aside)
-    partial.replace(folder)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:

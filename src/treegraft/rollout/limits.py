@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from treegraft.core.types import NO_FILTERS, Filters
 from treegraft.settings.config import Config
 
 
@@ -15,6 +16,8 @@ class Limits:
     """Leaves of a tree."""
     temperature: float
     """0 is greedy."""
+    filters: Filters = NO_FILTERS
+    """In evaluations alone: the log-probabilities of training have to be those of the policy."""
     max_completion_tokens: int
     """After the prompt, tool results included."""
     max_agent_steps: int
@@ -38,10 +41,15 @@ def training_limits(config: Config) -> Limits:
 
 def eval_limits(config: Config, *, temperature: float, num_leaves: int) -> Limits:
     """Returns the limits of a trajectory in an evaluation, which samples as its own table says."""
-    limits = training_limits(config)
+    limits, own = training_limits(config), config.eval
+    filters = Filters(repetition_penalty=own.repetition_penalty)
+    # The most likely token stays whatever else is left out.
+    if temperature > 0:
+        filters = replace(filters, top_k=own.top_k, top_p=own.top_p, min_p=own.min_p)
     return replace(
         limits,
         num_leaves=num_leaves,
         temperature=temperature,
-        max_completion_tokens=config.eval.max_completion_tokens or limits.max_completion_tokens,
+        filters=filters,
+        max_completion_tokens=own.max_completion_tokens or limits.max_completion_tokens,
     )

@@ -368,6 +368,7 @@ class _Growth:
         sampling = Sampling(
             max_new_tokens=room,
             temperature=limits.temperature,
+            filters=limits.filters,
             stop=format.stop,
             final=format.final,
         )

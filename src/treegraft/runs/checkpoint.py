@@ -6,14 +6,17 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from treegraft.core.errors import CheckpointError
+from treegraft.core.files import file_checksum, parse_json
 
-FORMAT_VERSION = 1
-
-
+FORMAT_VERSION = 2
+"""Of state.json. 1 is that of 0.6: without `TrainState.beside`, without a checksum of its own."""
 PARTIAL, ASIDE = ".partial", ".aside"
 """Endings of folders that are half written or half removed, and of one that is being replaced."""
 
@@ -38,11 +41,21 @@ class TrainState:
     """learn/engine_gap of the first update that learned."""
     num_breaches: int = 0
     """Updates in a row whose gap was too large."""
+    beside: Mapping[str, str] | None = None
+    """Checksums of what lies beside the checkpoint and a resume depends on, by path in the run
+    folder, see `runs.beside`; None in checkpoints of 0.6."""
+
+    def __post_init__(self) -> None:
+        if min(self.update, self.warmup_steps, self.metrics_size, self.num_breaches) < 0:
+            raise ValueError("a count below 0")
 
     @classmethod
     def fresh(cls) -> TrainState:
         """Returns the state in which nothing is done."""
         return cls(update=0, warmup_steps=0, metrics_size=0)
+
+
+_STATE = TypeAdapter(TrainState)
 
 
 def checksums_of(folder: Path) -> dict[str, str]:
@@ -51,10 +64,15 @@ def checksums_of(folder: Path) -> dict[str, str]:
     return {file.relative_to(folder).as_posix(): file_checksum(file) for file in files}
 
 
-def file_checksum(path: Path) -> str:
-    """Returns a checksum of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def state_json(state: TrainState, checksums: Mapping[str, str]) -> str:
+    """Returns the text of state.json; `checksums` are those of the checkpoint's other files."""
+    data = {"format_version": FORMAT_VERSION, **asdict(state), "checksums": checksums}
+    return json.dumps(data | {"checksum": _own_checksum(data)}, indent=1)
+
+
+def _own_checksum(data: Mapping[str, Any]) -> str:
+    text = json.dumps(data, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def read_state(folder: Path) -> TrainState:
@@ -71,24 +89,32 @@ def read_state(folder: Path) -> TrainState:
             f" resumed).{_way_out(folder)}"
         )
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        version, checksums = data.pop("format_version"), data.pop("checksums")
-        if version != FORMAT_VERSION:
+        data = parse_json(path.read_bytes())
+        own = data.pop("checksum", None)
+        version = data["format_version"]
+        if version not in (1, FORMAT_VERSION) or isinstance(version, str | bool):
             raise CheckpointError(
-                f"checkpoint '{folder}': got format version {version}, expected {FORMAT_VERSION};"
-                " another version of Treegraft wrote it. Resume it with that one, or start from"
-                " its weights with model.path."
+                f"checkpoint '{folder}': got format version {version!r}, expected {FORMAT_VERSION}"
+                " or 1; another version of Treegraft wrote it. Resume it with that one, or start"
+                " from its weights with model.path."
             )
-        state = TrainState(**data)
+        if version > 1 and own != _own_checksum(data):
+            raise CheckpointError(
+                f"checkpoint '{folder}' is damaged: treegraft/state.json is different from what was"
+                f" written.{_way_out(folder)}"
+            )
+        del data["format_version"]
+        checksums = data.pop("checksums")
+        state = _STATE.validate_json(json.dumps(data), strict=True)
         missing = [name for name in checksums if not (folder / name).is_file()]
         damaged = [
             name
             for name, sum in checksums.items()
             if name not in missing and file_checksum(folder / name) != sum
         ]
+    except CheckpointError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckpointError):
-            raise
         raise _unreadable(folder, error) from error
     for names, what in ((missing, "missing"), (damaged, "different from what was written")):
         if names:
@@ -100,9 +126,12 @@ def read_state(folder: Path) -> TrainState:
 
 
 def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    text = f"{type(error).__name__}: {error}"
+    # Of many faults the first.
+    reason = " ".join(text.split()) if len(text) < 300 else f"{' '.join(text[:300].split())} …"
     return CheckpointError(
-        f"checkpoint '{folder}': it could not be read ({type(error).__name__}: {error}); it is"
-        f" damaged or of another program.{_way_out(folder)}"
+        f"checkpoint '{folder}': it could not be read ({reason}); it is damaged or of another"
+        f" program.{_way_out(folder)}"
     )
 
 
@@ -152,7 +181,8 @@ def tidy(checkpoints_dir: Path) -> None:
     removed."""
     for aside in checkpoints_dir.glob(f".*{ASIDE}"):
         proper = aside.with_name(aside.name[1 : -len(ASIDE)])
-        if proper.exists():
+        # One that was moved aside was whole; anything else there is a leftover.
+        if proper.exists() or not (aside / "treegraft" / "state.json").is_file():
             shutil.rmtree(aside)
         else:
             aside.replace(proper)

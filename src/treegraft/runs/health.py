@@ -53,11 +53,12 @@ class HealthWarning:
 
 def recorded(line: MetricsLine) -> list[HealthWarning]:
     """Returns the warnings that were written into a line of metrics, in the order of `RULES`."""
+    keys = sorted(key for key in line if key.startswith(PREFIX))
     return [
         HealthWarning(rule, key.removeprefix(begin).removeprefix("_"), value)
-        for rule in RULES
+        for rule in (RULES if keys else ())
         for begin in (f"{PREFIX}{rule.name}",)
-        for key in sorted(line)
+        for key in keys
         if f"{key}_".startswith(f"{begin}_") and (value := number(line, key)) is not None
     ]
 

@@ -19,7 +19,7 @@ METRICS: Mapping[str, str] = {
     "reward/std": "mean over groups of the standard deviation of rewards within the group",
     "reward/{func}": "mean unweighted reward by this function over scored leaves",
     "eval/accuracy": "share of held-out tasks that one greedy trajectory answers correctly, 0..1",
-    "eval/accuracy_sampled": "share of correct held-out trajectories at temperature 1, 0..1",
+    "eval/accuracy_sampled": "share of correct held-out trajectories, sampled as [eval] says, 0..1",
     "eval/pass_at_{k}": "share of tasks that one of k sampled trajectories solves (unbiased), 0..1",
     "eval/accuracy_{category}": "eval/accuracy of this category, 0..1",
     "rollout/num_trajectories": "trajectories grown in this update",

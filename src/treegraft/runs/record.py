@@ -14,6 +14,7 @@ reader finds half of one.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -26,8 +27,9 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import append_line, write_atomically
+from treegraft.core.files import append_line, parse_json, storage_fault, write_atomically
 from treegraft.core.steps import observation_from
+from treegraft.core.text import plain
 from treegraft.core.types import (
     BranchCause,
     BranchDecision,
@@ -94,10 +96,11 @@ def _texts(tree: Tree) -> tuple[str, list[str]]:
         "steps": [],
     }
     data = [head, *map(step_to_dict, tree.steps)]
-    texts = [json.dumps(part, ensure_ascii=False, separators=(",", ":")) for part in data]
+    write = functools.partial(json.dumps, separators=(",", ":"), default=str)
+    texts = [write(part, ensure_ascii=False) for part in data]
     # Lone surrogates, which data sets may hold, exist in no encoding; escaped they do.
     if any(re.search("[\ud800-\udfff]", text) for text in texts):
-        texts = [json.dumps(part, separators=(",", ":")) for part in data]
+        texts = [write(part) for part in data]
     return texts[0].removesuffix("]}"), texts[1:]
 
 
@@ -138,7 +141,7 @@ def step_to_dict(step: Step) -> dict[str, Any]:
 
 def tree_from_json(line: str | bytes) -> Tree:
     """Returns the tree that `tree_to_json` wrote."""
-    return _tree_from_dict(json.loads(line))
+    return _tree_from_dict(parse_json(line))
 
 
 def parse_tree(line: bytes, where: str) -> Tree:
@@ -272,7 +275,7 @@ def read_places(path: Path) -> list[TreePlace]:
     if (index := _index_path(path)) is not None:
         # Runs of 0.6 have no index, and one may be damaged: parsing is slow but always possible.
         with suppress(OSError, *DAMAGE):
-            data = json.loads(index.read_bytes())
+            data = parse_json(index.read_bytes())
             if data["size"] == path.stat().st_size:
                 return [TreePlace(**place) for place in data["trees"]]
     places, end = list[TreePlace](), 0
@@ -281,7 +284,7 @@ def read_places(path: Path) -> list[TreePlace]:
             task_id = ""
             # A damaged line keeps its number, so that the trees behind it keep theirs.
             with suppress(*DAMAGE):
-                task_id = str(json.loads(line)["task"]["id"])
+                task_id = str(parse_json(line)["task"]["id"])
             begin, end = end, end + len(line)
             places.append(TreePlace(task_id=task_id, begin=begin, end=end, steps={}))
     return places
@@ -303,7 +306,7 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             # With an index, only the head and the steps of one path are read: a line may be of
             # many megabytes, and a page shows one path.
             head_end = min((begin for begin, _ in place.steps.values()), default=place.end)
-            data = json.loads(part(place.begin, head_end) + (b"]}" if place.steps else b""))
+            data = parse_json(part(place.begin, head_end) + (b"]}" if place.steps else b""))
             if not 0 <= leaf < len(data["leaves"]):
                 raise DataError(f"{where}: {len(data['leaves'])} leaves; there is no leaf {leaf}")
             chosen = data["leaves"][leaf]
@@ -312,7 +315,7 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             known = {step["id"]: step for step in data["steps"]}
             data["leaves"] = [chosen]
             data["steps"] = [
-                json.loads(part(*place.steps[one])) if place.steps else known[one] for one in ids
+                parse_json(part(*place.steps[one])) if place.steps else known[one] for one in ids
             ]
             return _tree_from_dict(data).trajectories()[0]
         except DAMAGE as error:
@@ -362,23 +365,49 @@ class RunFolder:
         Raises:
             CheckpointError: the folder exists.
         """
-        cls.refuse_existing(path)
+        cls.refuse_unusable(path)
         # Made aside and renamed: a killed process leaves no folder that looks like a run.
         partial = path.with_name(f".{path.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        for folder in ("trees", "checkpoints"):
-            (partial / folder).mkdir(parents=True)
-        write_atomically(partial / "config.json", config_json)
-        partial.replace(path)
+        above = [one for one in path.parents if not one.exists()]
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            for folder in ("trees", "checkpoints"):
+                (partial / folder).mkdir(parents=True)
+            write_atomically(partial / "config.json", config_json)
+            partial.replace(path)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            for one in above:
+                with suppress(OSError):
+                    one.rmdir()
+            raise CheckpointError(
+                f"run folder '{path}' could not be made ({storage_fault(error) or error}); expected"
+                " a folder that can be written to and has room. Choose another run.dir."
+            ) from error
         return cls(path)
 
     @staticmethod
-    def refuse_existing(path: Path) -> None:
-        """Raises CheckpointError where there is something at `path` already."""
-        if path.exists():
+    def refuse_unusable(path: Path) -> None:
+        """Raises CheckpointError where no folder can be made at `path`, or something is there."""
+        fault = ""
+        if os.path.lexists(path):
             raise CheckpointError(
                 f"run folder '{path}' exists; expected a new name. Choose another run.name, or"
                 f" continue that run with: treegraft train --resume {path}"
+            )
+        above = next(one for one in path.absolute().parents if os.path.lexists(one))
+        if not above.is_dir():
+            fault = f"'{above}' is not a folder"
+        elif not os.access(above, os.W_OK | os.X_OK):
+            fault = f"'{above}' cannot be written to"
+        else:
+            # ".NAME.partial" stands there while the folder is made.
+            longest = os.pathconf(above, "PC_NAME_MAX") - len("..partial")
+            if any(len(os.fsencode(part)) > longest for part in path.parts):
+                fault = f"a name in it has more than {longest} bytes"
+        if fault:
+            raise CheckpointError(
+                f"run folder '{path}' cannot be made: {fault}. Choose another run.dir or run.name."
             )
 
     @classmethod
@@ -405,7 +434,13 @@ class RunFolder:
             import fcntl
         except ImportError:  # not a Unix: no protection there
             return
-        lock = (self.path / ".lock").open("w")
+        try:
+            lock = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise CheckpointError(
+                f"run folder '{self.path}' cannot be worked in ({storage_fault(error) or error});"
+                " expected a folder that can be written to, with a file .lock or none in it."
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -438,13 +473,6 @@ class RunFolder:
 
     def cut_to(self, update: int, metrics_size: int) -> None:
         """Removes all metrics and trees written after the checkpoint of `update`."""
-        size = self.metrics_size()
-        if size < metrics_size:
-            raise CheckpointError(
-                f"run folder '{self.path}': metrics.jsonl has {size} bytes, the"
-                f" checkpoint of update {update} saw {metrics_size}; the file was changed or"
-                " removed by hand. Put it back, or start a new run."
-            )
         if self.metrics_path.exists():
             os.truncate(self.metrics_path, metrics_size)
         for file in (*self.trees_dir.glob("*.jsonl"), *self.index_dir.glob("*.json")):
@@ -454,8 +482,36 @@ class RunFolder:
 
 
 def read_metrics(run_dir: Path | str) -> list[dict[str, float]]:
-    """Returns the lines of a run's metrics.jsonl."""
+    """Returns the lines of a run's metrics.jsonl, without a last one that is being written.
+
+    Raises:
+        DataError: there is no such file, or a line is not one of metrics.
+    """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
         raise DataError(f"'{run_dir}' has no metrics.jsonl; expected a run folder")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except OSError as error:
+        raise DataError(f"'{path}' could not be read ({storage_fault(error) or error})") from error
+    return [_metrics_line(line, f"'{path}', line {n}") for n, line in enumerate(lines, start=1)]
+
+
+def _metrics_line(line: bytes, where: str) -> dict[str, float]:
+    try:
+        found = parse_json(line)
+        if not isinstance(found, dict) or not isinstance(found.get("update"), int | float):
+            raise ValueError('expected an object with "update"')
+        for key, value in found.items():
+            if not isinstance(value, int | float):
+                raise ValueError(f"{key} is not a number")
+            float(value)  # refuses integers beyond a float's range
+        # Neither NaN nor infinite.
+        if not 0 <= found["update"] < 1 << 53:
+            raise ValueError("its update is out of range")
+        return found
+    except (ValueError, OverflowError) as error:
+        raise DataError(
+            f"{where}: not a line of metrics ({plain(str(error), 200)}); the file was damaged or"
+            " changed by hand. Put back a copy of it, or remove the line to look at the rest"
+        ) from error

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from treegraft.core.errors import TreegraftError
-from treegraft.core.interfaces import Display, Tracker
+from treegraft.core.errors import StorageError, TreegraftError
+from treegraft.core.files import storage_fault
+from treegraft.core.interfaces import Display
 from treegraft.core.interrupt import Ended, Interrupted, Stop, run_to_end
 from treegraft.core.types import Status, Tree
+from treegraft.runs.beside import Beside
 from treegraft.runs.checkpoint import TrainState, checkpoint_name, prune_checkpoints
 from treegraft.runs.health import Monitor, explained
 from treegraft.runs.record import write_trees
 from treegraft.runs.start import Start, update_latest
-from treegraft.runs.trackers import find_trackers
+from treegraft.runs.trackers import Trackers, find_trackers
 
 Result = TypeVar("Result")
 
@@ -65,13 +67,15 @@ class Run:
         self.state, self.path = start.state, start.path
         self.display: Display = LastingDisplay(display)
         self.stop = Stop()
+        self.more_beside: Callable[[], Mapping[str, str]] = dict
+        """Gives the checksums of what else a resume depends on, see `runs.beside`."""
+        self._beside = Beside(start.path)
         self.latest: dict[str, float] = {}
         """The latest value of every metric."""
         self._resume_command = f"treegraft {command} --resume {start.path}"
         # A run that goes on from a checkpoint has nothing to save before something changes.
         self._saved = None if start.checkpoint is None else start.state
         self._is_opened = False
-        self._trackers: list[Tracker] = []
         try:
             self._make_trackers = find_trackers(self.config.track.trackers)
         except BaseException:
@@ -116,31 +120,39 @@ class Run:
             KeyboardInterrupt: after Ctrl-C; Ended, which is one, after another signal.
         """
         self.folder = self.start.open_folder()
-        try:
-            with self.stop.on_signals(
+        with ExitStack() as ends:
+            ends.callback(self.folder.release)
+            signals = self.stop.on_signals(
                 self.display.warn, "stopping and saving", "Ctrl-C again to stop without saving"
-            ):
-                try:
-                    self._begin(write_checkpoint, defects)
-                except BaseException:
-                    self.start.give_up(self.folder)
-                    raise
-                self._is_opened = True
-                with self._told_ends():
-                    yield
-        finally:
-            for tracker in self._trackers:
-                tracker.close()
-            self.folder.release()
+            )
+            ends.enter_context(signals)
+            try:
+                self._begin(write_checkpoint, defects, ends)
+            except BaseException:
+                self.start.give_up(self.folder)
+                raise
+            self._is_opened = True
+            with self._told_ends():
+                yield
 
     def _begin(
-        self, write_checkpoint: Callable[[Path, TrainState], None], defects: Sequence[str]
+        self,
+        write_checkpoint: Callable[[Path, TrainState], None],
+        defects: Sequence[str],
+        ends: ExitStack,
     ) -> None:
-        self._trackers = [make(self.path) for make in self._make_trackers]
+        self._trackers = Trackers(
+            self._make_trackers,
+            self.path,
+            self.start.history(),
+            self.display.warn,
+            self.display.note,
+        )
+        ends.callback(self._trackers.close)
         self._write_checkpoint = write_checkpoint
         self.latest = self.start.latest_metrics()
         self.health = Monitor(self.config.health, self.start.history())
-        for text in defects:
+        for text in (*self.start.notices, *defects):
             self.display.warn(text)
         title = f"{self.config.model.path} on {self.config.tasks.kind}"
         self.display.started(self.path, title, self.config.run.num_updates)
@@ -165,11 +177,17 @@ class Run:
             )
             self.display.interrupted(self._resume_command, False)
             raise
-        except Exception:
+        except Exception as error:
             self.display.warn(
                 "the run has failed; once the cause is mended, go on from its last checkpoint with:"
                 f" {self._resume_command}"
             )
+            if fault := storage_fault(error):
+                raise StorageError(
+                    f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
+                    f" checkpoint is safe. Make room or mend the folder, then go on with:"
+                    f" {self._resume_command}"
+                ) from error
             raise
 
     async def interruptible(self, work: Coroutine[Any, Any, Result], *, waits_on: object) -> Result:
@@ -185,6 +203,7 @@ class Run:
     def result(self) -> RunResult:
         """Returns where the results are, after a last checkpoint."""
         self.save()
+        self._trackers.finish(self.latest)
         return self._finished(self._checkpoint_path(), self.latest)
 
     def already_finished(self, checkpoint: Path) -> RunResult:
@@ -229,6 +248,7 @@ class Run:
             )
         self.record(update, trees)
         self.display.sample(trees[0])
+        self._trackers.sample(update, trees)
         self.state = replace(
             self.state, update=update, is_closed=False, pending=metrics, **more_state
         )
@@ -268,8 +288,7 @@ class Run:
         full |= {warning.key: warning.value for warning in found}
         self.folder.append_metrics(update, full)
         self.latest = update_latest(self.latest, full)
-        for tracker in self._trackers:
-            tracker.log(update, full)
+        self._trackers.log(update, full, began)
         # Update 0 is the evaluation before the first update: no progress to show.
         if update:
             self.display.update(update, self.config.run.num_updates, full)
@@ -291,7 +310,9 @@ class Run:
 
     def _write(self, place: Path) -> None:
         # A resume cuts the metrics to this length.
-        self.state = replace(self.state, metrics_size=self.folder.metrics_size())
+        state = replace(self.state, metrics_size=self.folder.metrics_size())
+        beside = self._beside.checksums(state) | self.more_beside()
+        self.state = replace(state, beside=beside)
         with self.stop.shielded():
             self._write_checkpoint(place, self.state)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
-from treegraft.core.files import write_atomically
+from treegraft.core.files import storage_fault, write_atomically
+from treegraft.runs.beside import refuse_changes, refuse_other_settings
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
 from treegraft.runs.record import RunFolder, read_metrics
 from treegraft.settings.config import Config, settings_with
@@ -31,6 +33,10 @@ class Start:
     checkpoint: Path | None
     """The checkpoint to go on from; None starts at the beginning."""
     state: TrainState
+    notices: Sequence[str] = ()
+    """What the user is told when the run begins, one sentence each."""
+    accepts_changes: bool = False
+    """Whether what lies beside the checkpoint is taken as it is, see `runs.beside`."""
 
     @property
     def is_finished(self) -> bool:
@@ -102,20 +108,23 @@ def new_start(config: Source, recipe: str | None) -> Start:
     if settings.run.name is None:
         # Two runs that start within one second would have one name.
         others = (path.with_name(f"{name}-{n}") for n in range(2, 1000))
-        path = next(one for one in (path, *others) if not one.exists())
-    RunFolder.refuse_existing(path)
+        path = next(one for one in (path, *others) if not os.path.lexists(one))
+    RunFolder.refuse_unusable(path)
     return Start(config=settings, path=path, folder=None, checkpoint=None, state=TrainState.fresh())
 
 
-def resumed_start(run_dir: Path, config: Source) -> Start:
+def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = False) -> Start:
     """Returns where a run goes on: at its latest checkpoint, or at its beginning where it has none.
 
     Args:
         config: the settings it was started with; only those declared as resumable may differ. None
             takes its own.
+        accepts_changes: go on although metrics, evaluations or the buffer have changed since the
+            checkpoint was written.
 
     Raises:
-        CheckpointError: no run folder, a damaged checkpoint, or other settings.
+        CheckpointError: no run folder, a damaged checkpoint, other settings, or something else that
+            has changed.
     """
     own = own_config(run_dir)
     settings = own if config is None else load_config(config)
@@ -133,18 +142,47 @@ def resumed_start(run_dir: Path, config: Source) -> Start:
     try:
         tidy(folder.checkpoints_dir)
         checkpoint = latest_checkpoint(folder.checkpoints_dir)
-        state = TrainState.fresh() if checkpoint is None else read_state(checkpoint)
+        state, notices = TrainState.fresh(), [*_of_the_beginning(folder, checkpoint)]
+        if checkpoint is not None:
+            state = read_state(checkpoint)
+            refuse_other_settings(run_dir, own, checkpoint)
+            notices += refuse_changes(run_dir, state, checkpoint, accepts=accepts_changes)
         if settings.run.num_updates < state.update:
             raise CheckpointError(
                 f"run folder '{run_dir}' has done {state.update} updates; run.num_updates is"
                 f" {settings.run.num_updates}, expected at least {state.update}."
             )
+    except OSError as error:
+        folder.release()
+        raise CheckpointError(
+            f"run folder '{run_dir}' cannot be worked in ({storage_fault(error) or error})."
+        ) from error
     except BaseException:
         folder.release()
         raise
     return Start(
-        config=settings, path=folder.path, folder=folder, checkpoint=checkpoint, state=state
+        config=settings,
+        path=folder.path,
+        folder=folder,
+        checkpoint=checkpoint,
+        state=state,
+        notices=notices,
+        accepts_changes=accepts_changes,
     )
+
+
+def _of_the_beginning(folder: RunFolder, checkpoint: Path | None) -> Iterator[str]:
+    """What is lost where a run without a checkpoint begins anew."""
+    if os.path.lexists(folder.checkpoints_dir) and not folder.checkpoints_dir.is_dir():
+        raise CheckpointError(
+            f"run folder '{folder.path}': checkpoints is not a folder; expected the one that"
+            " `treegraft train` made. Put it back."
+        )
+    if checkpoint is None and folder.metrics_size():
+        yield (
+            f"{folder.path} has no checkpoint; the run begins anew, and its metrics and trees so"
+            " far are removed"
+        )
 
 
 def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
@@ -164,7 +202,7 @@ def own_config(run_dir: Path, overrides: Sequence[str] = ()) -> Config:
     # Without the overrides at first, so that an error in one of them does not blame the folder.
     try:
         load_config(path)
-    except (SettingError, OSError) as error:
+    except (SettingError, OSError, RecursionError) as error:
         first, *more = str(error).splitlines()
         others = f" and {len(more)} more" if more else ""
         raise CheckpointError(

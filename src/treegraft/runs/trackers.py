@@ -1,28 +1,199 @@
-"""From names in a recipe to trackers."""
+"""From names in a recipe to trackers, and their faults kept away from the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from treegraft.core.errors import SettingError
 from treegraft.core.interfaces import Tracker
-from treegraft.core.plugins import pick
+from treegraft.core.plugins import make, pick
+from treegraft.core.text import plain
+from treegraft.core.types import Tree
+from treegraft.runs.health import HealthWarning, explained
+from treegraft.runs.tracked import Tracked
+
+TRACKERS: Mapping[str, tuple[str, str, str]] = {
+    "tensorboard": ("TensorBoardTracker", "track", "torch.utils.tensorboard"),
+    "trackio": ("TrackioTracker", "trackio", "trackio"),
+    "wandb": ("WandbTracker", "wandb", "wandb"),
+    "mlflow": ("MlflowTracker", "mlflow", "mlflow"),
+}
+"""Name -> class in the module of that name here, extra of the package, module that it needs."""
+Maker = Callable[[Path], Tracker]
+SETTING = "track.trackers"
 
 
-def find_trackers(names: Sequence[str]) -> list[Callable[[Path], Tracker]]:
-    """Returns the makers of a recipe's trackers, each called with the run folder.
+def find_trackers(names: Sequence[str]) -> dict[str, Maker]:
+    """Returns the makers of a recipe's trackers by name, each called with the run folder.
 
     Raises:
         SettingError: an unknown name, or an extra that is not installed.
     """
-    found = [pick(name, TRACKERS, "track.trackers") for name in names]
-    return [make() if name in TRACKERS else make for name, make in zip(names, found, strict=True)]
+    return {name: _find(name) for name in names}
 
 
-def _tensorboard() -> Callable[[Path], Tracker]:
-    from treegraft.runs.tensorboard import find_tensorboard
+def _find(name: str) -> Maker:
+    found = pick(name, TRACKERS, SETTING)
+    if name not in TRACKERS:
+        return partial(_make_own, found, name)
+    class_name, extra, needed = found
+    try:
+        importlib.import_module(needed)
+    except ImportError as error:
+        raise SettingError(
+            f'track.trackers names "{name}", which is not installed; run: pip install'
+            f' "treegraft[{extra}]"'
+        ) from error
+    maker: Maker = getattr(importlib.import_module(f"treegraft.runs.{name}"), class_name)
+    return maker
 
-    return find_tensorboard()
+
+def _make_own(found: Any, name: str, run_dir: Path) -> Tracker:
+    try:
+        tracker = found(run_dir)
+    except TypeError as error:
+        raise SettingError(
+            f"{SETTING}: '{name}' could not be called with the run folder: {error}"
+        ) from error
+    checked: Tracker = make(lambda: tracker, Tracker, name, SETTING)
+    return checked
 
 
-TRACKERS = {"tensorboard": _tensorboard}
+Entry = tuple[int, Mapping[str, float], Sequence[HealthWarning]]
+
+
+@dataclass(slots=True)
+class _Member:
+    """One tracker with what it has yet to get."""
+
+    name: str
+    maker: Maker
+    tracker: Tracker | None = None
+    """None before it could be made."""
+    missed: deque[Entry] = field(default_factory=deque)
+    pause: int = 0
+    """Updates between its last two tries; 0 while it works."""
+    next_try: int = -1
+    """Update before which it is left alone."""
+
+
+class Trackers:
+    """The trackers of a run.
+
+    Each gets every update once, whether the run is resumed or not. One that fails is named in a
+    sentence and tried again after 1, 2, 4, ... updates, with all that it has missed.
+    """
+
+    def __init__(
+        self,
+        makers: Mapping[str, Maker],
+        run_dir: Path,
+        history: Sequence[Mapping[str, float]],
+        warn: Callable[[str], None],
+        note: Callable[[str], None],
+    ) -> None:
+        """Args:
+            history: the lines of metrics logged so far; those that a tracker lacks go to it.
+            warn, note: take a sentence for the terminal.
+
+        Raises:
+            SettingError: a tracker of the user's own cannot be called or lacks a method.
+            CheckpointError: `trackers.json` is damaged.
+        """
+        self._run_dir, self._warn, self._note = run_dir, warn, note
+        self._members = [_Member(name, maker) for name, maker in makers.items()]
+        if not self._members:
+            return
+        self._tracked = Tracked.of(run_dir)
+        self._tracked.write()
+        for member in self._members:
+            for line in history:
+                metrics = {key: value for key, value in line.items() if key != "update"}
+                self._miss(member, (int(line["update"]), metrics, ()))
+            last = int(history[-1]["update"]) if history else -1
+            self._try(member, last, self._catch_up)
+
+    def sample(self, update: int, trees: Sequence[Tree]) -> None:
+        """Takes the trees of an update that is learned."""
+        for member in self._members:
+            if not self._tracked.has_had(member.name, update):
+                self._try(member, update, lambda m: _call(m.tracker, "sample", update, trees))
+
+    def log(
+        self, update: int, metrics: Mapping[str, float], warnings: Sequence[HealthWarning]
+    ) -> None:
+        """Takes the metrics of an update, and the warnings that begin with it."""
+        for member in self._members:
+            self._miss(member, (update, metrics, warnings))
+            self._try(member, update, self._catch_up)
+
+    def finish(self, latest: Mapping[str, float]) -> None:
+        """Takes the latest value of every metric at the end of a run that has done its work."""
+        for member in self._members:
+            # The last chance for what was missed.
+            member.next_try = 0
+            self._try(member, 0, self._catch_up)
+            self._try(member, 0, lambda m: _call(m.tracker, "finish", latest))
+
+    def close(self) -> None:
+        """Closes them all; never raises."""
+        for member in self._members:
+            if member.tracker is not None:
+                member.next_try = 0
+                self._try(member, 0, lambda m: _call(m.tracker, "close"))
+
+    def _miss(self, member: _Member, entry: Entry) -> None:
+        # A resumed run repeats updates; the repetitions are equal.
+        if not self._tracked.has_had(member.name, entry[0]):
+            member.missed.append(entry)
+
+    def _catch_up(self, member: _Member) -> None:
+        assert member.tracker is not None
+        while member.missed:
+            update, metrics, warnings = member.missed[0]
+            member.tracker.log(update, metrics)
+            member.missed.popleft()
+            self._tracked.updates[member.name] = update
+            self._tracked.write()
+            for warning in warnings:
+                _call(member.tracker, "warn", update, warning.name, explained(warning, update))
+
+    def _try(self, member: _Member, update: int, work: Callable[[_Member], None]) -> None:
+        if update < member.next_try:
+            return
+        try:
+            if member.tracker is None:
+                member.tracker = member.maker(self._run_dir)
+                if place := getattr(member.tracker, "place", ""):
+                    self._note(f"{member.name}: {plain(place)}")
+            work(member)
+        except SettingError:
+            raise
+        # Whatever a tracker of others raises: no network, no login, a full disk at its side.
+        except Exception as error:
+            is_first = member.pause == 0
+            member.pause = 2 * member.pause or 1
+            member.next_try = update + member.pause
+            if is_first:
+                text = plain(str(error).strip().partition("\n")[0], 300)
+                self._warn(
+                    f"tracker '{member.name}' failed ({type(error).__name__}: {text}); the run goes"
+                    " on, metrics.jsonl has everything, and later updates try again"
+                )
+            return
+        if member.pause and not member.missed:
+            member.pause = 0
+            self._note(f"tracker '{member.name}' works again and has all updates")
+
+
+def _call(tracker: Any, method: str, *arguments: Any) -> None:
+    """Calls a method that a tracker may lack."""
+    found = getattr(tracker, method, None)
+    if found is not None:
+        found(*arguments)

@@ -28,19 +28,13 @@ class RunSettings(Settings):
     name: str | None = setting(None, ignored_by_eval=True, labels_run=True)
     """Folder name of the run; None makes one from recipe, seed and time. One that exists is refused
     unless resuming."""
-    dir: str = setting("runs", aliases=("output_dir",), same_answers=True, labels_run=True)
+    dir: str = setting("runs", same_answers=True, labels_run=True)
     """Where run folders are made."""
     seed: int = setting(0, ge=0, labels_run=True)
     """Seed of everything: tasks, noise, weights of a fresh tiny model."""
-    num_updates: int = setting(
-        20,
-        ge=0,
-        aliases=("max_steps", "total_training_steps"),
-        resumable=True,
-        ignored_by_eval=True,
-    )
+    num_updates: int = setting(20, ge=0, resumable=True, ignored_by_eval=True)
     """Updates to train; 0 warms up and evaluates only."""
-    tasks_per_update: int = setting(12, ge=1, aliases=("train_batch_size",), ignored_by_eval=True)
+    tasks_per_update: int = setting(12, ge=1, ignored_by_eval=True)
     """Trees grown in one update."""
     num_threads: int | None = setting(None, ge=1)
     """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
@@ -53,14 +47,13 @@ class RolloutSettings(Settings):
     max_completion_tokens: int = setting(
         96,
         ge=1,
-        aliases=("max_completion_length", "max_response_length"),
         default_of=by_model(tiny=96, full=512),
     )
     """Limit of a trajectory after its prompt, tool results included, in tokens; by default 96 for
     the "tiny" model, 512 for a language model."""
-    max_agent_steps: int = setting(8, ge=1, aliases=("max_steps", "max_turns"))
+    max_agent_steps: int = setting(8, ge=1)
     """Limit of a trajectory, in steps."""
-    max_tool_calls: int = setting(6, ge=0, aliases=("max_tool_calling_iterations",))
+    max_tool_calls: int = setting(6, ge=0)
     """Limit of a trajectory, in tool calls."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest life of one trajectory, in seconds; past it its leaf has failed."""
@@ -69,7 +62,7 @@ class RolloutSettings(Settings):
 
 
 class EvalSettings(Settings):
-    every: int = setting(5, ge=0, aliases=("eval_steps",), resumable=True, ignored_by_eval=True)
+    every: int = setting(5, ge=0, resumable=True, ignored_by_eval=True)
     """Evaluate after each so many updates; 0 only where `at_start` and `at_end` say so."""
     at_start: bool = setting(True, ignored_by_eval=True)
     """Evaluate before the first update."""
@@ -78,24 +71,44 @@ class EvalSettings(Settings):
     greedy: bool = setting(True, same_answers=True)
     """Measure eval/accuracy: one greedy trajectory per task."""
     num_samples: int = setting(1, ge=0, same_answers=True)
-    """Trajectories per task at temperature 1, for eval/accuracy_sampled and eval/pass_at_k with k
-    up to this; 0 for none."""
+    """Sampled trajectories per task, for eval/accuracy_sampled and eval/pass_at_k with k up to
+    this; 0 for none."""
+    temperature: float = setting(1.0, gt=0, idle_unless=when("eval.num_samples"))
+    """Temperature of the sampled trajectories; 1 measures the policy itself."""
+    top_k: int = setting(0, ge=0, idle_unless=when("eval.num_samples"))
+    """Sample from the so many most likely tokens; 0 takes all. First of the three limits."""
+    top_p: float = setting(1.0, gt=0, le=1, idle_unless=when("eval.num_samples"))
+    """Sample from the fewest tokens that have this probability together, after `top_k`; 1 takes
+    all."""
+    min_p: float = setting(0.0, ge=0, le=1, idle_unless=when("eval.num_samples"))
+    """Sample from tokens with at least this share of the most likely one's probability; 0 takes
+    all."""
+    repetition_penalty: float = setting(1.0, gt=0)
+    """Divides the positive logits of tokens that the path already holds, and multiplies the
+    negative ones; in greedy trajectories too. 1 for none."""
     max_completion_tokens: int | None = setting(None, ge=1)
     """As in [rollout]; None takes its value."""
 
 
 class CheckpointSettings(Settings):
-    every: int = setting(5, ge=1, aliases=("save_steps",), resumable=True)
+    every: int = setting(5, ge=1, resumable=True)
     """Write a checkpoint after each so many updates, and at the end."""
-    keep: int = setting(2, ge=1, aliases=("save_total_limit",), resumable=True)
+    keep: int = setting(2, ge=1, resumable=True)
     """How many of the latest to keep; the best by held-out accuracy is kept besides."""
 
 
 class TrackSettings(Settings):
     trackers: list[str] = setting(
-        [], built_in=("tensorboard",), aliases=("report_to",), ignored_by_eval=True
+        [],
+        built_in=("tensorboard", "trackio", "wandb", "mlflow"),
+        resumable=True,
+        ignored_by_eval=True,
     )
-    """"tensorboard" or import paths "package.module:Tracker"; metrics.jsonl is always written."""
+    """Any of "tensorboard", "trackio", "wandb" and "mlflow", or import paths
+    "package.module:Tracker"; metrics.jsonl is always written."""
+    project: str | None = setting(None, resumable=True, ignored_by_eval=True)
+    """Project of trackio and Weights & Biases, experiment of MLflow; None takes their environment
+    variables, else "treegraft"."""
     record_trees: bool = True
     """Write whole trees to trees/."""
 
@@ -159,23 +172,6 @@ def settings_with(*facts: Fact) -> tuple[str, ...]:
         for name, found in tables_and_settings().items()
         if any(getattr(found.facts, fact) for fact in facts)
     )
-
-
-@functools.cache
-def foreign_names() -> Mapping[str, str]:
-    """Returns the names in other frameworks, and ours, such as "loss.clip_low and loss.clip_high",
-    in alphabetical order."""
-    ours: dict[str, list[str]] = {}
-    for name, found in known_settings().items():
-        for alias in found.facts.aliases:
-            ours.setdefault(alias, []).append(name)
-
-    def joined(names: list[str]) -> str:
-        # Settings of one table are meant together, those of several are alternatives.
-        is_one_table = len({name.rpartition(".")[0] for name in names}) == 1
-        return (" and " if is_one_table else " or ").join(names)
-
-    return {alias: joined(names) for alias, names in sorted(ours.items())}
 
 
 @functools.cache

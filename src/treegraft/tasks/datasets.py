@@ -67,9 +67,17 @@ class DatasetSource(OpenTasks):
         training rows.
 
         Raises:
-            DataError: as `train_tasks`, or there are too few training rows to hold any out.
+            DataError: as `train_tasks`, or there is a single training row.
         """
         return self._eval.tasks if self._settings.eval else self._train[1]
+
+    def vocabulary(self) -> Sequence[str]:
+        """Returns the words of the rows, for the tiny model: of questions, references and columns
+        of text. Reads the files; raises as `train_tasks` does."""
+        tasks = [*(self.train_tasks() if self._settings.train else ()), *self.eval_tasks()]
+        rows = ((task.question, *task.reference, *task.columns.values()) for task in tasks)
+        texts = (value for row in rows for value in row if isinstance(value, str))
+        return sorted({word for text in texts for word in text.split()})
 
     def report(self) -> Sequence[str]:
         """Returns the defects found, one sentence each. Reads the files; raises as `train_tasks`
@@ -82,6 +90,12 @@ class DatasetSource(OpenTasks):
             for spec, defects in scan.defects.items()
             for sentence in defects.summary(spec)
         ]
+        if self._settings.train and self._has_too_few:
+            num_train, num_eval = map(len, self._train)
+            sentences.append(
+                f"tasks.num_eval is {self._num_eval}, but there are only {num_train + num_eval}"
+                f" usable rows: the last {num_eval} are held out, and {num_train} train"
+            )
         if len(scans) == 2 and (num_shared := len(scans[0].questions & scans[1].questions)):
             sentences.append(
                 "questions of the evaluation files that also occur in the training files:"
@@ -103,14 +117,21 @@ class DatasetSource(OpenTasks):
     def _train(self) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Training and held-out tasks of the training files."""
         scan = self._training
-        num_left = scan.num_usable - len(scan.last)
+        held_out = tuple(scan.last)
+        if self._has_too_few:
+            held_out = held_out[-max(1, scan.num_usable // 5) :]
+        num_left = scan.num_usable - len(held_out)
         if num_left < 1:
             raise DataError(
-                f"{', '.join(self._settings.train)}: {scan.num_usable} usable rows are too few to"
-                f" hold out tasks.num_eval = {self._num_eval} of them; lower it, or name evaluation"
-                " files in tasks.dataset.eval"
+                f"{', '.join(self._settings.train)}: one usable row is too few to train and to"
+                " evaluate; name evaluation files in tasks.dataset.eval"
             )
-        return tuple(scan.tasks[:num_left]), tuple(scan.last)
+        return tuple(scan.tasks[:num_left]), held_out
+
+    @property
+    def _has_too_few(self) -> bool:
+        """Whether all training rows would be held out."""
+        return 0 < self._training.num_usable <= len(self._training.last)
 
     def _scan(self, specs: Sequence[str], num_first: int, num_last: int) -> _Scan:
         settings, scan = self._settings, _Scan(last=deque(maxlen=num_last))
@@ -224,8 +245,7 @@ def _read_row(row: Row, name: str, settings: DatasetSettings, defects: _FileDefe
             defects.add(f"with {error}", row.number)
             return None
         question = last_question(messages)
-    accepted = reference if isinstance(reference, (list, tuple)) else [reference]
-    if is_nested(question) or is_nested(category) or any(map(is_nested, accepted)):
+    if is_nested(question) or is_nested(category) or is_nested(reference, may_be_list=True):
         defects.add(_NESTED, row.number)
         defects.values = defects.values or row.values
         return None
@@ -278,11 +298,9 @@ def _refuse_nested(spec: str, row: Mapping[str, Any], settings: DatasetSettings)
         column = getattr(settings, setting)
         found = find_value(row, [column]) if column else None
         value = found[1] if found is not None else None
-        if setting == "reference_column" and isinstance(value, (list, tuple)):
-            is_bad = any(map(is_nested, value))
-        else:
-            is_bad = is_nested(value) and not (setting == "question_column" and are_messages(value))
-        if is_bad:
+        if setting == "question_column" and are_messages(value):
+            continue
+        if is_nested(value, may_be_list=setting == "reference_column"):
             raise DataError(
                 f"'{spec}': column '{column}' (tasks.dataset.{setting}) holds"
                 f" {'an object' if isinstance(value, Mapping) else 'a list'}, {value!r:.80};"

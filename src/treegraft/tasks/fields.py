@@ -82,8 +82,11 @@ def accepted_answers(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(text for text in texts if text))
 
 
-def is_nested(value: Any) -> bool:
-    """Returns whether a value is a list or an object, which has no text."""
+def is_nested(value: Any, *, may_be_list: bool = False) -> bool:
+    """Returns whether a value is a list or an object, which has no text; a list of plain values is
+    not where `may_be_list`."""
+    if may_be_list and isinstance(value, (list, tuple)):
+        return any(map(is_nested, value))
     return isinstance(value, (Mapping, list, tuple))
 
 
@@ -104,14 +107,13 @@ def after_mark(answers: Sequence[str], mark: str | None) -> tuple[str, ...]:
 
 
 def question_text(value: Any) -> str:
-    """Returns a question as text: of chat messages the last one by the user, of any other list or
-    object nothing.
-
-    Raises:
-        ValueError: messages whose content is not text.
-    """
+    """Returns a question as text: of chat messages the last one by the user; empty where it is
+    another list or object, or messages that are not text."""
     if are_messages(value):
-        return last_question(value)
+        try:
+            return last_question(value)
+        except ValueError:
+            return ""
     return "" if value is None or is_nested(value) else str(value)
 
 

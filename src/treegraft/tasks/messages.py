@@ -43,8 +43,8 @@ def last_question(messages: Any) -> str:
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     # A parquet file has every field in every message, None where it was not given.
     message = {key: one for key, one in given.items() if one is not None}
-    if message["role"] not in ROLES:
-        raise ValueError(f"a message with the role {message['role']!r}")
+    if message.get("role") not in ROLES:
+        raise ValueError(f"a message with the role {message.get('role')!r}")
     message["content"] = _text(message.get("content"))
     calls = message.pop("tool_calls", None)
     if calls:
@@ -55,11 +55,11 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 def _text(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    parts = content if isinstance(content, (list, tuple)) else [content]
-    texts = [one.get("text") if isinstance(one, Mapping) else one for one in parts]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a message whose content holds more than text")
-    return "".join(texts)
+    parts = content if isinstance(content, (list, tuple)) else []
+    texts = [one.get("text") for one in parts if isinstance(one, Mapping)]
+    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a message whose content holds something other than text")
+    return "".join(map(str, texts))
 
 
 def _call(given: Any) -> dict[str, Any]:

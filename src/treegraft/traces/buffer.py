@@ -100,6 +100,7 @@ class TraceBuffer:
             # Before the file is made, so that a misspelt encoder leaves none behind.
             self._encoder = build_encoder(name)
         self._is_checked = False
+        self._digested = (-1, hashlib.blake2b(digest_size=16))
         self._file = TraceFile(self.path, create=encoder is not None)
         try:
             self.encoder_name, self.dim, self._probe = self._agree(name)
@@ -268,6 +269,7 @@ class TraceBuffer:
                     "UPDATE traces SET evicted_at = NULL WHERE evicted_at > ?",
                 ):
                     connection.execute(statement, (update,))
+            self._digested = (-1, hashlib.blake2b(digest_size=16))
             # Filled before it is put in place: a search meanwhile sees the old rows or the new.
             table = RowTable(self.dim)
             self._catch_up(table)
@@ -451,16 +453,36 @@ class TraceBuffer:
             digest.update(content_hash.encode())
         return digest.hexdigest()
 
+    def checksum(self, update: int | None = None) -> str:
+        """Returns a checksum of all that a search depends on - traces in their order, vectors,
+        trajectories, evictions, encoder -, as it was after an update; None: as it is."""
+        now = (1 << 62) if update is None else update
+        # Traces and vectors never change once they are there, so only new ones are read.
+        last, digest = self._digested if update is None else (-1, hashlib.blake2b(digest_size=16))
+        last = self._file.digest_traces(digest, last, now)
+        if update is None:
+            self._digested = (last, digest)
+        whole = hashlib.blake2b(digest.digest(), digest_size=16)
+        whole.update(f"{self.encoder_name} {self.dim}".encode())
+        self._file.digest_marks(whole, now)
+        return whole.hexdigest()
+
     # ------------------------------------------------------------------ files and threads
 
     def copy_to(self, path: str | Path) -> None:
-        """Writes a copy, whole or not at all, over whatever is at `path`."""
+        """Writes a copy, whole or not at all, over whatever is at `path`. The marks of updates stay
+        behind: `roll_back` of the copy does not undo what another run has done."""
         target = Path(path).expanduser()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.partial")
-        partial.unlink(missing_ok=True)
-        self._file.back_up(partial)
-        os.replace(partial, target)
+        try:
+            for leftover in target.parent.glob(f"{partial.name}*"):
+                leftover.unlink()
+            self._file.back_up(partial)
+            os.replace(partial, target)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
 
     def close(self) -> None:
         """Closes the file."""

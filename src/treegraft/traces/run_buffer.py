@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import compress
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
 from treegraft.core.sessions import SessionOpener
 from treegraft.core.types import Origin, Status, Trace, Tree
+from treegraft.runs.beside import ways_out
+from treegraft.runs.start import Start
 from treegraft.settings.config import Config
 from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.search.encoders import Encoder, build_encoder
@@ -35,6 +37,8 @@ NUM_CHECKED = 8
 """Tasks whose expert is tried in their environments before the run."""
 OWN_FILE = Path("buffer") / "traces.sqlite"
 """Where a run keeps its copy."""
+BESIDE = "buffer"
+"""Its name among `TrainState.beside`, wherever it lies."""
 
 
 def buffer_file(path: Path) -> Path:
@@ -62,20 +66,25 @@ class RunBuffer:
     """The buffer that a run's rollouts retrieve from; none where the recipe's explorers do
     not retrieve."""
 
-    def __init__(self, config: Config, source: TaskSource, run_dir: Path) -> None:
+    def __init__(
+        self, config: Config, source: TaskSource, run_dir: Path, start: Start | None = None
+    ) -> None:
         """Checks the buffer and loads its encoder.
 
         Args:
             source: the tasks, whose expert can fill the buffer.
             run_dir: where the run keeps its copy, if it has one; the original is then no longer
                 needed.
+            start: of a run that is resumed; the buffer has to be that of its checkpoint.
 
         Raises:
+            CheckpointError: the buffer is not the one that the checkpoint was trained with.
             DataError: no such file, an empty buffer, another encoder, no expert, nothing from the
                 sources named.
             SettingError, ModelError: no such encoder, or one that cannot be loaded.
         """
         self._config, self._source, self._run_dir = config, source, run_dir
+        self._start, self._checksum = start, ""
         self.buffer: TraceBuffer | None = None
         self.retriever: BufferRetriever | None = None
         """None, like `buffer`, unless the buffer is used and open."""
@@ -93,6 +102,7 @@ class RunBuffer:
 
     def _checked_encoder(self) -> Encoder:
         settings, own = self._config.buffer, self._run_dir / OWN_FILE
+        self._refuse_lost(own)
         if not own.exists() and settings.path == EXPERT:
             encoder = build_encoder(settings.encoder)
             # One task is enough: a source has an expert for all of its tasks or for none.
@@ -111,6 +121,7 @@ class RunBuffer:
             )
         with TraceBuffer(path, settings.encoder) as buffer:
             self._refuse_empty(buffer)
+            self._refuse_changed(buffer, own)
             return buffer.load_encoder()
 
     async def check_expert(self, environments: SessionOpener | None) -> None:
@@ -143,6 +154,53 @@ class RunBuffer:
         is_expert = self.is_used and self._config.buffer.path == EXPERT
         return is_expert and not (self._run_dir / OWN_FILE).exists()
 
+    @property
+    def _is_own(self) -> bool:
+        """Whether the run works on a copy."""
+        return self._config.buffer.path == EXPERT or self._config.buffer.grow.num_best > 0
+
+    def _refuse_lost(self, own: Path) -> None:
+        """Refuses to go on with a fresh copy where the checkpoint was trained with one."""
+        start = self._start
+        if start is None or start.checkpoint is None or own.exists() or not self._is_own:
+            return
+        # Checkpoints of 0.6 have no checksums; they have buffer.json from the first update on.
+        is_noted = (
+            (self._run_dir / "buffer.json").exists()
+            if start.state.beside is None
+            else BESIDE in start.state.beside
+        )
+        if is_noted and not start.accepts_changes:
+            raise CheckpointError(
+                f"run folder '{self._run_dir}': its Step-Trace Buffer {OWN_FILE} is missing, which"
+                f" {start.checkpoint.name} was trained with."
+                f" {ways_out(self._run_dir, start.checkpoint)}"
+            )
+
+    def _refuse_changed(self, buffer: TraceBuffer, own: Path) -> None:
+        """Refuses another content than the one that the checkpoint was trained with."""
+        start = self._start
+        if start is None or start.checkpoint is None or not start.state.beside:
+            return
+        noted = start.state.beside.get(BESIDE)
+        # What later updates have added is undone when the run goes on.
+        update = start.state.update if buffer.path == own else None
+        if noted is None or start.accepts_changes or buffer.checksum(update) == noted:
+            return
+        raise CheckpointError(
+            f"run folder '{self._run_dir}': the Step-Trace Buffer '{buffer.path}' (traces, vectors"
+            f" or evictions) has changed since {start.checkpoint.name} was written, so the resumed"
+            " run would not equal an undisturbed one."
+            f" {ways_out(self._run_dir, start.checkpoint)}"
+        )
+
+    def checksums(self) -> dict[str, str]:
+        """Returns the buffer's checksum for a checkpoint; empty where none is used."""
+        # A buffer that is only read is hashed once; a growing one costs its new traces.
+        if self.buffer is not None and (not self._checksum or self._config.buffer.grow.num_best):
+            self._checksum = self.buffer.checksum()
+        return {BESIDE: self._checksum} if self._checksum else {}
+
     @asynccontextmanager
     async def opened(
         self,
@@ -164,7 +222,7 @@ class RunBuffer:
             yield
             return
         own, settings = self._run_dir / OWN_FILE, self._config.buffer
-        is_own = settings.path == EXPERT or settings.grow.num_best > 0
+        is_own = self._is_own
         is_new = is_own and not own.exists()
         if is_new:
             await self._make_copy(own, self._encoder, scorer, format, environments)
@@ -173,14 +231,19 @@ class RunBuffer:
                 # Later updates are run again, and add and evict the same traces again. A new copy
                 # may hold the marks of another run's updates, which must stay.
                 buffer.roll_back(update)
+            is_accepted = self._start is not None and self._start.accepts_changes
             self._refuse_empty(buffer)
-            self._note(buffer, is_own)
+            self._note(buffer, is_own or is_accepted)
             has_world = bool(self._config.environment.kind)
             self.buffer = buffer
             self.retriever = BufferRetriever(buffer, settings, is_tried=has_world)
             try:
                 yield
             finally:
+                # A run that is stopped writes its checkpoint after this.
+                with suppress(DataError):
+                    self.checksums()
+                self.buffer = None
                 self.retriever.close()
 
     async def _make_copy(

@@ -245,10 +245,40 @@ class TraceFile:
         )
 
     def back_up(self, path: Path) -> None:
-        """Copies the file, also while others read and write it."""
-        target = closing(sqlite3.connect(path))
-        with self._lock, self._translated_errors(), target as copy:
+        """Copies the file without the marks of updates, also while others read and write it."""
+        with self._lock, self._translated_errors(), closing(sqlite3.connect(path)) as copy:
             self._connection.backup(copy)
+            with copy:
+                copy.execute("UPDATE traces SET evicted_at = -1 WHERE evicted_at IS NOT NULL")
+                copy.execute("UPDATE traces SET added_at = NULL")
+                copy.execute("UPDATE members SET added_at = NULL")
+
+    def digest_traces(self, digest: Any, after: int, update: int) -> int:
+        """Feeds the traces and vectors behind row `after` that were there after an update to a
+        hash object; returns the last row."""
+        columns = f"t.id, hash, {COLUMNS}, added_at, vector"
+        with self._lock, self._translated_errors():
+            for row in self._connection.execute(
+                f"SELECT {columns} FROM traces t LEFT JOIN vectors v ON v.id = t.id WHERE t.id > ?"
+                " AND (added_at IS NULL OR added_at <= ?) ORDER BY t.id",
+                (after, update),
+            ):
+                after = row[0]
+                digest.update(repr(row[:-1]).encode("utf-8", "surrogatepass"))
+                digest.update(row[-1] or b"")
+        return after
+
+    def digest_marks(self, digest: Any, update: int) -> None:
+        """Feeds the evictions and the trajectories that there were after an update to a hash
+        object."""
+        with self._lock, self._translated_errors():
+            for sql in (
+                "SELECT id, evicted_at FROM traces WHERE evicted_at <= ? ORDER BY id",
+                "SELECT * FROM members WHERE added_at IS NULL OR added_at <= ? ORDER BY source,"
+                " task_id, trajectory, position, trace",
+            ):
+                for row in self._connection.execute(sql, (update,)):
+                    digest.update(repr(row).encode("utf-8", "surrogatepass"))
 
     def close(self) -> None:
         """Folds the write-ahead log into the file and closes it. A second call does nothing."""

@@ -305,21 +305,28 @@ def texts(tree: Tree) -> Iterator[str]:
 # ---------------------------------------------------------------------- warnings
 
 
-def page_warnings(found: Sequence[Sequence[HealthWarning]]) -> list[list[dict[str, Any]]]:
+def page_warnings(
+    found: Sequence[Sequence[HealthWarning]], before: Sequence[Sequence[HealthWarning]]
+) -> list[list[dict[str, Any]]]:
     """Returns the warnings of each line of metrics: name, rule, text, and whether the warning
-    begins with this line."""
-    names = [{one.name for one in warnings} for warnings in found]
+    begins with this line.
+
+    Args:
+        found: the warnings of each line.
+        before: those of the line before each of them.
+    """
+    names = [{one.name for one in warnings} for warnings in before]
     return [
         [
             {
                 "name": one.name,
                 "rule": one.rule.name,
                 "text": one.text,
-                "is_new": one.name not in before,
+                "is_new": one.name not in stood,
             }
             for one in warnings
         ]
-        for warnings, before in zip(found, [set[str](), *names], strict=False)
+        for warnings, stood in zip(found, names, strict=True)
     ]
 
 

@@ -8,13 +8,11 @@ The places of trees and the summaries of the last few files stay in memory.
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
@@ -24,6 +22,7 @@ from treegraft.core.errors import DataError
 from treegraft.core.files import leads_outside
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.record import RunFolder, TreePlace, parse_tree, read_places, read_trajectory
+from treegraft.view.metrics import MAX_COUNT, MetricsTable
 from treegraft.view.pages import summarise
 
 T = TypeVar("T")
@@ -31,8 +30,6 @@ FILE_NAME = re.compile(r"(update|eval)-([0-9]{6,12})(?:-([a-z]{1,20}))?")
 """The stem of a file of trees; nothing else is served."""
 _LIVE_S = 600.0
 """A run that wrote within this time and has updates left counts as running."""
-MAX_COUNT = 10**12
-"""Whole numbers beyond it, which no run has, are taken for damage."""
 _KEPT_FILES = 24
 """Files whose places and summaries stay in memory."""
 
@@ -59,8 +56,7 @@ class Run:
         self.path = path.resolve()
         self.name = name or self.path.name
         self._lock = threading.Lock()
-        self._metrics: list[dict[str, Any]] = []
-        self._read_to, self._era = 0, 0
+        self._metrics = MetricsTable()
         self._places: OrderedDict[tuple[str, int, int], list[TreePlace]] = OrderedDict()
         self._summaries: OrderedDict[tuple[str, int, int], list[dict[str, Any]]] = OrderedDict()
 
@@ -96,43 +92,31 @@ class Run:
 
     # ------------------------------------------------------------------ metrics
 
-    def metrics(self) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the era and all whole lines of metrics.jsonl so far.
+    def table(self, *, waits: bool = False) -> tuple[MetricsTable, float]:
+        """Returns the metrics so far, and the share of their file that has been read; `waits` reads
+        all of it first."""
+        return self._metrics, self._metrics.refresh(self._inside("metrics.jsonl"), waits=waits)
 
-        The era grows when the file was cut or replaced (a resume), so that earlier lines no longer
-        hold.
-        """
-        path = self._inside("metrics.jsonl")
-        with self._lock:
-            size = path.stat().st_size if path.exists() else 0
-            if size < self._read_to:
-                self._metrics, self._read_to, self._era = [], 0, self._era + 1
-            if size > self._read_to:
-                with path.open("rb") as file:
-                    file.seek(self._read_to)
-                    data = file.read(size - self._read_to)
-                # A line that is being written is left for the next time.
-                whole = data[: data.rfind(b"\n") + 1]
-                self._read_to += len(whole)
-                self._metrics += [
-                    line for raw in whole.splitlines() if (line := _metrics_line(raw)) is not None
-                ]
-            return self._era, list(self._metrics)
+    def metrics(self) -> tuple[int, list[dict[str, Any]]]:
+        """Returns the era and all whole lines of metrics.jsonl so far."""
+        table, _ = self.table(waits=True)
+        return table.era, table.lines(range(table.num_lines))
 
     def state(self) -> dict[str, Any]:
         """Returns the numbers that change when the run has written; cheap enough to be polled."""
         metrics = self._inside("metrics.jsonl")
         files = self.files()
-        era, lines = self.metrics()
+        table, read_frac = self.table()
         times = [file.mtime_ns for file in files]
         newest = max([*times, metrics.stat().st_mtime_ns if metrics.exists() else 0])
         total = self.setting("run", "num_updates") or 0
-        done = int(lines[-1]["update"]) if lines else 0
+        done = table.last_update()
         # By time rather than by the lock, which says nothing of a run on another machine.
         is_live = done < total and time.time() - newest / 1e9 < _LIVE_S
         return {
-            "era": era,
-            "num_lines": len(lines),
+            "era": table.era,
+            "num_lines": table.num_lines,
+            "read_frac": read_frac,
             "num_files": len(files),
             "newest": newest,
             "update": done,
@@ -253,24 +237,6 @@ class Run:
             for number, place in enumerate(self._places_of(file.name))
             if place.task_id == task_id
         ]
-
-
-def _metrics_line(raw: bytes) -> dict[str, Any] | None:
-    """Returns the numbers of a line, infinite ones and NaN (a loss that diverged) as text; None for
-    a line without the number of its update."""
-    line = None
-    with suppress(ValueError, RecursionError):
-        line = json.loads(raw)
-    if not isinstance(line, dict):
-        return None
-    update = line.get("update")
-    if not isinstance(update, int | float) or not 0 <= update <= MAX_COUNT:
-        return None
-    return {
-        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in line.items()
-        if isinstance(value, int | float)
-    }
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, Run]:

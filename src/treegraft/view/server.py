@@ -26,9 +26,10 @@ from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
 from treegraft.view.buffer import BufferView
+from treegraft.view.metrics import MAX_COUNT
 from treegraft.view.pages import draw, explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
-from treegraft.view.runs import MAX_COUNT, Run
+from treegraft.view.runs import Run
 from treegraft.view.tokens import TokenTexts
 
 _log = logging.getLogger(__name__)
@@ -53,7 +54,9 @@ _DAMAGE = (
     ValueError,
 )
 """Errors that reading a damaged file may raise."""
-_NO_STATE = dict.fromkeys(("era", "num_lines", "num_files", "newest", "update", "num_updates"), 0)
+_NO_STATE = dict.fromkeys(
+    ("era", "num_lines", "read_frac", "num_files", "newest", "update", "num_updates", "is_live"), 0
+)
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -208,26 +211,35 @@ class Api:
         }
 
     def metrics(self, request: Request) -> Any:
-        """Metrics from line `first` on, with warnings; all of them where the era is another."""
+        """Metrics from line `first` on, with warnings; all of them where the era is another, and
+        where they are too many for one page, which then gets every stride-th."""
         run = self._run(request)
-        era, lines = run.metrics()
-        found = [recorded(line) for line in lines]
-        warnings = page_warnings(found)
+        table, read_frac = run.table()
+        numbers, stride = table.chosen()
         first = _whole(request, "first") or 0
         # After a resume the lines that the page has may no longer hold.
-        if _whole(request, "era") not in (None, era):
+        if stride > 1 or _whole(request, "era") not in (None, table.era):
             first = 0
+        lines = table.lines(numbers[first:])
+        found = [recorded(line) for line in lines]
+        # The line before each is needed where a warning may begin.
+        warned = [number for number, some in zip(numbers[first:], found, strict=True) if some]
+        earlier = dict(zip(warned, table.lines([max(0, n - 1) for n in warned]), strict=True))
+        before = [recorded(earlier[n]) if n in earlier and n else [] for n in numbers[first:]]
         # The trees tell how many tasks were held out; a source may have fewer than asked.
         evaluations = [file for file in run.files() if file.kind != "update"]
         num_eval = run.num_trees(evaluations[0].name) if evaluations else None
+        every = dict.fromkeys(table.names(), 0.0)
         return {
-            "era": era,
+            "era": table.era,
             "first": first,
+            "stride": stride,
+            "read_frac": read_frac,
             "lines": [
                 line | {"warnings": some}
-                for line, some in zip(lines[first:], warnings[first:], strict=True)
+                for line, some in zip(lines, page_warnings(found, before), strict=True)
             ],
-            "rules": explanations(found),
+            "rules": explanations([recorded(every)]),
             "num_eval": num_eval or run.setting("tasks", "num_eval"),
         }
 

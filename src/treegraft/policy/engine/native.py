@@ -25,8 +25,9 @@ from torch.nn import functional
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
-from treegraft.core.types import Completion, Sampling, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
 from treegraft.policy.engine.blocks import BlockPool, PathCache, Row, common_length
+from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
 from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
@@ -404,10 +405,29 @@ class NativeEngine:
                 # repeated request changes a token.
                 seeds[row] = keyed_seed(request.noise_key, len(request.sampled))
         columns = sample_tokens(logits, temperatures, seeds, self._forward.kernels)
+        self._draw_filtered(requests, logits, seeds, columns)
         # One copy a column; zip ends with the requests, before the padding.
         found = zip(*(column.tolist() for column in columns), strict=True)
         for request, (token, logprob, entropy) in zip(requests, found, strict=False):
             self._append(request, token, logprob, entropy)
+
+    def _draw_filtered(
+        self,
+        requests: list[Request],
+        logits: Tensor,
+        seeds: list[int | None],
+        columns: tuple[Tensor, Tensor, Tensor],
+    ) -> None:
+        """Draws anew, into `columns`, for the requests that filter their tokens."""
+        for row, request in enumerate(requests):
+            sampling = request.sampling
+            if sampling.filters == NO_FILTERS:
+                continue
+            path = [*request.prefix_ids, *request.sampled]
+            left = filtered(logits[row], sampling.temperature, sampling.filters, path)
+            drawn = sample_tokens(left[None], [1.0], [seeds[row]])
+            for column, value in zip(columns, drawn, strict=True):
+                column[row] = value[0]
 
     def _append(self, request: Request, token: int, logprob: float, entropy: float) -> None:
         request.sampled.append(token)

@@ -88,13 +88,20 @@ class Learner:
     """Owns the trained weights and their optimiser."""
 
     def __init__(
-        self, model: Any, learn: LearnSettings, loss: LossSettings, *, length_constant: int
+        self,
+        model: Any,
+        learn: LearnSettings,
+        loss: LossSettings,
+        *,
+        length_constant: int,
+        num_updates: int = 0,
     ) -> None:
         """Takes over `model`, which must not be trained elsewhere.
 
         Args:
             length_constant: divisor of "sequence-sum" in tokens, used where loss.length_constant is
                 None.
+            num_updates: those of the whole run, for a schedule of the learning rate.
 
         Raises:
             ModelError: its logits cannot be had from hidden states and output embeddings.
@@ -110,7 +117,9 @@ class Learner:
         if self.packing_problem is None:
             install_attention(model)
         self._head = Head(model)
-        self.optimiser = MasterAdamW(model, learn)
+        self.optimiser = MasterAdamW(
+            model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
+        )
         self._reference: Reference | None = None
 
     @property

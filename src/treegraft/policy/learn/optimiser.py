@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from treegraft.settings.policy import LearnSettings
+from treegraft.settings.policy import LearnSettings, Schedule
+
+
+def decay(schedule: Schedule, left: float, final: float) -> float:
+    """Returns the share of the peak learning rate.
+
+    final + (1 - final) · shape(left),  with shape 1 (constant), left (linear) or
+    (1 - cos(π left)) / 2 (cosine)
+
+    Args:
+        left: share of the decay that is still to come, 1 at its first step, 0 behind its last.
+        final: share of the peak that it falls to, 0..1.
+    """
+    if schedule == "constant":
+        return 1.0
+    shape = left if schedule == "linear" else (1.0 - math.cos(math.pi * left)) / 2.0
+    return final + (1.0 - final) * shape
 
 
 class MasterAdamW:
@@ -19,8 +36,15 @@ class MasterAdamW:
     model gets its rounding. A step of 1e-6 would vanish in bfloat16.
     """
 
-    def __init__(self, model: Any, settings: LearnSettings) -> None:
+    def __init__(self, model: Any, settings: LearnSettings, *, num_planned: int = 0) -> None:
+        """Takes the weights of `model` that require gradients.
+
+        Args:
+            num_planned: optimiser steps of the whole run, at which a schedule's decay ends; only a
+                constant one does without.
+        """
         self._settings = settings
+        self._num_planned = num_planned
         self._names = [name for name, weight in model.named_parameters() if weight.requires_grad]
         self._weights = [weight for weight in model.parameters() if weight.requires_grad]
         is_float32 = all(weight.dtype == torch.float32 for weight in self._weights)
@@ -28,11 +52,17 @@ class MasterAdamW:
         if not is_float32:
             # Cloned also where a weight is float32 already: a mixed model has masters throughout.
             self._masters = [torch.nn.Parameter(w.detach().float().clone()) for w in self._weights]
+        # As transformers' Trainer does; norms and biases are the weights with one dimension.
+        matrices = [master for master in self._masters if master.ndim > 1]
+        vectors = [master for master in self._masters if master.ndim <= 1]
         self._adam = torch.optim.AdamW(
-            self._masters,
+            [
+                {"params": group, "weight_decay": rate}
+                for group, rate in ((matrices, settings.weight_decay), (vectors, 0.0))
+                if group
+            ],
             lr=settings.lr,
             betas=settings.betas,
-            weight_decay=settings.weight_decay,
             fused=True,
         )
         self.num_steps = 0
@@ -57,12 +87,9 @@ class MasterAdamW:
         """Returns the gradient's norm before clipping, after one AdamW step; without any gradient
         nothing moves.
 
-        The learning rate rises linearly over lr_warmup_steps; `lr` overrides it.
+        The learning rate follows `learn.schedule`; `lr` overrides it.
         """
-        if lr is None:
-            warm = self._settings.lr_warmup_steps
-            # From the first step on above 0: that one's data would else be wasted.
-            lr = self._settings.lr * min(1.0, (self.num_steps + 1) / warm if warm else 1.0)
+        lr = self._scheduled() if lr is None else lr
         self.num_steps += 1
         self.last_lr = lr
         # No group of the step had anything to learn from. AdamW would move all the same, by weight
@@ -77,6 +104,16 @@ class MasterAdamW:
         self._adam.zero_grad(set_to_none=True)
         self._copy_to_model()
         return norm
+
+    def _scheduled(self) -> float:
+        """The learning rate of the next step."""
+        own, step = self._settings, self.num_steps
+        # From the first step on above 0: that one's data would else be wasted.
+        if step < own.lr_warmup_steps:
+            return own.lr * min(1.0, (step + 1) / own.lr_warmup_steps)
+        num_decaying = max(1, self._num_planned - own.lr_warmup_steps)
+        left = max(0.0, (self._num_planned - step) / num_decaying)
+        return own.lr * decay(own.schedule, min(1.0, left), own.final_lr_frac)
 
     def _copy_to_model(self) -> None:
         if self._masters is self._weights:

@@ -28,6 +28,7 @@ from treegraft.core.keyed import keyed_int, keyed_unit
 from treegraft.core.steps import read_steps, text_of
 from treegraft.core.types import ROOT_ID, Origin, StepContent, Task, Tree
 from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.optimiser import decay
 from treegraft.policy.learn.pack import TreeBatch, num_tree_tokens, pack_trees, plan_packs
 from treegraft.settings.policy import WarmupSettings
 
@@ -254,13 +255,13 @@ def read_traces(path: str) -> list[Demonstration]:
 
 
 def learning_rate(settings: WarmupSettings, step: int) -> float:
-    """Returns the rate of step 0, 1, ...: a linear rise, then a linear fall to final_lr_frac of the
+    """Returns the rate of step 0, 1, ...: a linear rise, then by `schedule` to final_lr_frac of the
     peak."""
     rise = settings.lr_warmup_steps
     if step < rise:
         return settings.lr * (step + 1) / rise
     left = (settings.num_steps - step) / max(1, settings.num_steps - rise)
-    return settings.lr * (settings.final_lr_frac + (1.0 - settings.final_lr_frac) * left)
+    return settings.lr * decay(settings.schedule, left, settings.final_lr_frac)
 
 
 async def warm_up(

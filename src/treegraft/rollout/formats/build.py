@@ -61,8 +61,8 @@ def build_format(
                 with suppress(TemplateRefusal):
                     form = build()
                     form.notes = (
-                        f"chat template: {refusal.reason}; ours named '{name}' takes its place"
-                        " (format.chat_template).",
+                        f"{refusal.reason}. Treegraft's own template '{name}' takes its place;"
+                        " format.chat_template can name another.",
                     )
                     return form
             tokenizer.chat_template = own

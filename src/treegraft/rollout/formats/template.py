@@ -379,7 +379,7 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _refusal(reason: str) -> TemplateRefusal:
     return TemplateRefusal(
-        f"the model's chat template cannot be used: {reason}",
+        f"the model's chat template cannot be used, since {reason}",
         ". Expected a template whose text only grows from turn to turn. Name another one with"
         " format.chat_template, or set format.kind = 'tags'.",
     )

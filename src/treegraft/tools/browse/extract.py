@@ -1,4 +1,4 @@
-"""Text out of pages, in child processes: a page may be made to hang or flood its reader."""
+"""Passages out of pages, in child processes: a page may be made to hang or flood its reader."""
 
 from __future__ import annotations
 
@@ -7,43 +7,50 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treegraft.core.errors import ToolError, ToolUnavailable, TreegraftError
+from treegraft.core.text import plain
 from treegraft.core.workers import WorkerPool
-from treegraft.tools.browse.fetch import Page
+from treegraft.settings.tools import BrowseToolSettings
+from treegraft.tools.browse.fetch import SHOWN_CHARS, Page
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
-    """Text(title="Paris", text="Paris is the capital of France.")"""
+class Found:
+    """Found(title="Paris", passages=("Paris is the capital of France.", "[...]"))"""
 
     title: str
     """Empty where the page has none."""
-    text: str
+    passages: tuple[str, ...]
+    """In their order, with marks where others stood; empty where the page has no text."""
 
 
 class ExtractPool(WorkerPool):
     """Child processes that read pages; safe for many threads."""
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, settings: BrowseToolSettings) -> None:
         """Starts the first process in the background, since that takes seconds."""
         script = Path(__file__).with_name("worker.py")
-        super().__init__(script, num_workers, task="reads pages", package="trafilatura")
+        super().__init__(script, settings.num_workers, task="reads pages", package="trafilatura")
+        self._settings = settings
         self.start()
 
-    def read(self, page: Page, deadline_s: float) -> Text:
-        """Returns a page's text.
+    def read(self, page: Page, query: str) -> Found:
+        """Returns a page's title and the passages of it that match the query best.
 
         Raises:
-            ToolError: it cannot be read, or not within `deadline_s` seconds.
+            ToolError: it cannot be read, or not within `timeout_s` seconds.
             ToolUnavailable: no process became free or could be started.
         """
+        settings, url = self._settings, plain(page.url, SHOWN_CHARS)
         # Requests go as JSON, which has no bytes.
         body = base64.b64encode(page.body).decode("ascii")
+        request = [page.content_type, page.charset, page.url, body]
+        request += [query, settings.num_passages, settings.passage_chars]
         try:
-            answer = self.ask([page.content_type, page.charset, page.url, body], deadline_s)
+            answer = self.ask(request, settings.timeout_s)
         except TreegraftError as error:
             raise ToolUnavailable(str(error)) from error
         if answer is None:
-            raise ToolError(f"{page.url} could not be read within {deadline_s:g} s")
+            raise ToolError(f"{url} could not be read within {settings.timeout_s:g} s")
         if "error" in answer:
-            raise ToolError(f"{page.url} could not be read: {answer['error']}")
-        return Text(answer["title"], answer["text"])
+            raise ToolError(f"{url} could not be read: {answer['error']}")
+        return Found(answer["title"], tuple(answer["passages"]))

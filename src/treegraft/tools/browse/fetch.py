@@ -23,6 +23,7 @@ from urllib.parse import urljoin, urlsplit
 import httpx
 
 from treegraft.core.errors import ToolError
+from treegraft.core.text import plain
 from treegraft.settings.tools import BrowseToolSettings
 
 if TYPE_CHECKING:
@@ -41,7 +42,22 @@ KEPT_ROBOTS = 1_000
 ROBOTS_BYTES = 500 * 1024
 """What must be read of a robots.txt (RFC 9309, 2.5); the rest is ignored."""
 _USER_AGENT = re.compile(r"\s*user(?:-|\s*)agent\s*:?\s*([\w-]+|\*)?.*", re.IGNORECASE)
-_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+SHOWN_CHARS = 200
+"""Length to which addresses are shown, in characters."""
+_RESERVED_4 = """
+0.0.0.0/8 10.0.0.0/8 100.64.0.0/10 127.0.0.0/8 168.63.129.16/32 169.254.0.0/16 172.16.0.0/12
+192.0.0.0/24 192.0.2.0/24 192.88.99.0/24 192.168.0.0/16 198.18.0.0/15 198.51.100.0/24 203.0.113.0/24
+224.0.0.0/3
+"""
+"""IANA's special-purpose registry, multicast and what was never assigned; and the address at which
+Azure's hosts answer their guests."""
+_RESERVED_6 = "2001::/23 2001:db8::/32 2002::/16 3fff::/20"
+"""Protocol assignments (Teredo, ORCHID, benchmarks), documentation, 6to4."""
+_GLOBAL: Mapping[int, tuple[Any, tuple[Any, ...]]] = {
+    4: (ipaddress.ip_network("0.0.0.0/0"), tuple(map(ipaddress.ip_network, _RESERVED_4.split()))),
+    6: (ipaddress.ip_network("2000::/3"), tuple(map(ipaddress.ip_network, _RESERVED_6.split()))),
+}
+"""By version: the space of global unicast addresses, and the exceptions within it."""
 _REDIRECTS = (301, 302, 303, 307, 308)
 
 
@@ -83,7 +99,9 @@ class Fetcher:
             async with asyncio.timeout(self._settings.timeout_s):
                 return await self._follow(_checked(url.strip()))
         except TimeoutError:
-            raise NotFetched(f"{url} did not load within {self._settings.timeout_s:g} s") from None
+            raise NotFetched(
+                f"{_shown(url)} did not load within {self._settings.timeout_s:g} s"
+            ) from None
 
     async def _follow(self, url: str) -> Page:
         for _ in range(self._settings.max_redirects + 1):
@@ -91,15 +109,17 @@ class Fetcher:
                 url, self._agent
             ):
                 raise NotFetched(
-                    f"{url} must not be fetched by programs, says the site's robots.txt"
+                    f"{_shown(url)} must not be fetched by programs, says the site's robots.txt"
                 )
             status, headers, body = await self._get(url, is_page=True)
             if status == 200:
                 return Page(url, *_content_type(headers), body)
             if "location" not in headers:
-                raise NotFetched(f"{url} answered with status {status}")
+                raise NotFetched(f"{_shown(url)} answered with status {status}")
             url = _checked(urljoin(url, headers["location"]))
-        raise NotFetched(f"{url} lies behind more than {self._settings.max_redirects} redirects")
+        raise NotFetched(
+            f"{_shown(url)} lies behind more than {self._settings.max_redirects} redirects"
+        )
 
     async def _rules(self, url: str) -> Protego:
         parts = urlsplit(url)
@@ -116,7 +136,8 @@ class Fetcher:
                 # RFC 9309, 2.3.1.4: a site whose rules cannot be read now is not visited now; it is
                 # asked again next time.
                 raise NotFetched(
-                    f"{place} answered with status {status}, so the site is left alone for now"
+                    f"{_shown(place)} answered with status {status}, so the site is left alone for"
+                    " now"
                 )
             # Any other status means that there are no rules (2.3.1.3), and so do too many
             # redirects (2.3.1.2).
@@ -156,12 +177,12 @@ class Fetcher:
                     body += chunk
                     if len(body) > max_bytes:
                         if is_page:
-                            raise NotFetched(f"{url} is larger than {max_bytes:,} bytes")
+                            raise NotFetched(f"{_shown(url)} is larger than {max_bytes:,} bytes")
                         break
                 return response.status_code, response.headers, bytes(body[:max_bytes])
         except (httpx.HTTPError, httpx.InvalidURL, zlib.error) as error:
             raise NotFetched(
-                f"{url} cannot be fetched: {str(error) or type(error).__name__}"
+                f"{_shown(url)} cannot be fetched: {str(error) or type(error).__name__}"
             ) from error
 
     async def _resolve(self, host: str, port: int) -> str:
@@ -171,15 +192,15 @@ class Fetcher:
                 host, port, type=socket.SOCK_STREAM
             )
         except (OSError, UnicodeError) as error:
-            raise NotFetched(f"there is no host '{host}': {error}") from error
+            raise NotFetched(f"there is no host '{_shown(host)}': {error}") from error
         addresses = [str(entry[4][0]) for entry in found]
         # One private address among them is enough to refuse: which one is taken is the host's
         # choice.
         for address in addresses:
             if not self._settings.allow_private and not is_public(address):
                 raise NotFetched(
-                    f"'{host}' is at {address}, which is no public address; such pages are not"
-                    " fetched"
+                    f"'{_shown(host)}' is at {address}, which is no public address; such pages are"
+                    " not fetched"
                 )
         return addresses[0]
 
@@ -204,22 +225,18 @@ def read_robots(body: bytes, agent: str) -> Protego:
 
 
 def is_public(address: str) -> bool:
-    """Returns whether an IP address belongs to the public internet, as must an address embedded in
-    it."""
+    """Returns whether an IP address belongs to a host of the public internet.
+
+    The tables are our own: those of `ipaddress` differ between releases of Python.
+    """
     try:
-        ip = ipaddress.ip_address(address.partition("%")[0])
+        ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    if isinstance(ip, ipaddress.IPv6Address):
-        # Translators and tunnels lead to the IPv4 address inside.
-        if ip in _NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if inner is not None:
-            return is_public(str(inner))
-        if ip.is_site_local:
-            return False
-    return ip.is_global and not ip.is_multicast
+    # IPv6 that embeds an IPv4 address (mapped, compatible, translated, tunnelled) lies outside or
+    # among the exceptions: a translator would lead to the address inside.
+    inside, reserved = _GLOBAL[ip.version]
+    return ip in inside and not any(ip in network for network in reserved)
 
 
 def _checked(url: str) -> str:
@@ -229,23 +246,27 @@ def _checked(url: str) -> str:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise NotFetched(f"'{url:.200}' is no web address: {error}") from error
+        raise NotFetched(f"'{_shown(url)}' is no web address: {error}") from error
     if parts.scheme not in ("http", "https") or not host:
         raise NotFetched(
-            f"'{url:.200}' is no web address; expected one that begins with http:// or https://"
+            f"'{_shown(url)}' is no web address; expected one that begins with http:// or https://"
         )
     if parts.username is not None or parts.password is not None:
         raise NotFetched("addresses with a user name or password are not fetched")
-    # A line break would add a header to the request.
-    if re.search(r"[\x00-\x20\x7f]", url):
+    # A line break would add a header to the request; half a surrogate pair cannot be sent.
+    if re.search(r"[\x00-\x20\x7f\ud800-\udfff]", url):
         raise NotFetched(
-            f"'{url[:200]!r}' is no web address: it holds spaces or control characters"
+            f"'{_shown(url)}' is no web address: it holds spaces or control characters"
         )
     try:
         name = host if ":" in host else host.encode("idna").decode("ascii")
     except UnicodeError as error:
-        raise NotFetched(f"there is no host '{host:.200}': {error}") from error
+        raise NotFetched(f"there is no host '{_shown(host)}': {error}") from error
     return parts._replace(netloc=_netloc(name, port), path=parts.path or "/", fragment="").geturl()
+
+
+def _shown(url: str) -> str:
+    return plain(url, SHOWN_CHARS)
 
 
 def _netloc(host: str, port: int | None) -> str:
@@ -258,16 +279,16 @@ def _refuse_by_headers(url: str, response: httpx.Response, max_bytes: int) -> No
     if response.status_code in _REDIRECTS:
         return
     if response.status_code != 200:
-        raise NotFetched(f"{url} answered with status {response.status_code}")
+        raise NotFetched(f"{_shown(url)} answered with status {response.status_code}")
     kind, _ = _content_type(response.headers)
     if kind and kind not in CONTENT_TYPES:
         raise NotFetched(
-            f"{url} is of type '{kind[:80]}', which cannot be read; expected a page, plain text or"
-            " a PDF"
+            f"{_shown(url)} is of type '{kind[:80]}', which cannot be read; expected a page, plain"
+            " text or a PDF"
         )
     length = response.headers.get("content-length", "")
     if length.isdigit() and int(length) > max_bytes:
-        raise NotFetched(f"{url} is larger than {max_bytes:,} bytes")
+        raise NotFetched(f"{_shown(url)} is larger than {max_bytes:,} bytes")
 
 
 async def _decompressed(response: httpx.Response, max_bytes: int) -> AsyncIterator[bytes]:

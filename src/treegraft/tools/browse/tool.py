@@ -6,19 +6,15 @@ import asyncio
 import importlib.util
 import json
 import re
-from collections.abc import Iterator
 
 from treegraft.core.errors import SettingError, ToolError
 from treegraft.core.interfaces import Capability, Signature
+from treegraft.core.text import plain
 from treegraft.core.types import Task
 from treegraft.settings.tools import BrowseToolSettings
-from treegraft.tools.browse.extract import ExtractPool, Text
-from treegraft.tools.browse.fetch import Fetcher
+from treegraft.tools.browse.extract import ExtractPool
+from treegraft.tools.browse.fetch import SHOWN_CHARS, Fetcher
 from treegraft.tools.own_thread import run_in_thread
-from treegraft.tools.search.lexical import best_texts
-
-GAP = "[...]"
-"""Stands where passages of a page were left out."""
 
 
 class BrowseTool:
@@ -49,7 +45,7 @@ class BrowseTool:
                 )
         self._settings = settings
         self._fetcher = Fetcher(settings)
-        self._pool = ExtractPool(settings.num_workers)
+        self._pool = ExtractPool(settings)
 
     @property
     def fingerprint(self) -> str:
@@ -65,27 +61,14 @@ class BrowseTool:
         url, query = read_call(body)
         page = await self._fetcher.fetch(url)
         # A thread of its own: a page that hangs its reader would hold one of the few shared ones.
-        found = await run_in_thread(lambda: self._pool.read(page, self._settings.timeout_s))
-        return await asyncio.to_thread(self._show, page.url, found, query)
+        found = await run_in_thread(lambda: self._pool.read(page, query))
+        url, title = plain(page.url, SHOWN_CHARS), plain(" ".join(found.title.split()), SHOWN_CHARS)
+        head = f"{title} | {url}" if title else url
+        return "\n".join([head, *(found.passages or ["(no text)"])])
 
     async def close(self) -> None:
         """Ends the processes."""
         await asyncio.to_thread(self._pool.close)
-
-    def _show(self, url: str, found: Text, query: str) -> str:
-        passages = list(cut(found.text, self._settings.passage_chars))
-        head = f"{' '.join(found.title.split())} | {url}" if found.title else url
-        if not passages:
-            return f"{head}\n(no text)"
-        shown, last = [], -1
-        for number in most_relevant(passages, query, self._settings.num_passages):
-            if number != last + 1:
-                shown.append(GAP)
-            shown.append(passages[number])
-            last = number
-        if last + 1 < len(passages):
-            shown.append(GAP)
-        return "\n".join([head, *shown])
 
 
 def read_call(body: str) -> tuple[str, str]:
@@ -116,37 +99,3 @@ def read_call(body: str) -> tuple[str, str]:
     if "://" not in url and re.match(r"[\w-]+(\.[\w-]+)+(/|$|:\d)", url):
         url = f"https://{url}"
     return url, " ".join(str(query).split())
-
-
-def cut(text: str, max_chars: int) -> Iterator[str]:
-    """Yields the text in pieces of at most `max_chars` characters, cut at ends of paragraphs,
-    sentences or words."""
-    piece = ""
-    for part in _parts(text, max_chars):
-        if piece and len(piece) + 1 + len(part) > max_chars:
-            yield piece
-            piece = ""
-        piece = f"{piece} {part}" if piece else part
-    if piece:
-        yield piece
-
-
-def _parts(text: str, max_chars: int) -> Iterator[str]:
-    for line in text.splitlines():
-        # Chinese sentences end without a space behind them.
-        for sentence in re.split(r"(?<=[.!?])\s+|(?<=[。！？])", " ".join(line.split())):
-            rest = sentence
-            while len(rest) > max_chars:
-                # A space just behind the limit ends a word too.
-                space = rest.rfind(" ", 0, max_chars + 1)
-                place = space if space > 0 else max_chars
-                yield rest[:place]
-                rest = rest[place:].lstrip()
-            if rest:
-                yield rest
-
-
-def most_relevant(passages: list[str], query: str, num: int) -> list[int]:
-    """Returns the numbers of the passages that match the query best by BM25, ascending; the first
-    ones where none does."""
-    return sorted(best_texts(passages, query, num)) or list(range(min(num, len(passages))))

@@ -31,7 +31,7 @@ const over = (run, x, read) => {
 };
 
 export async function overview(page, { runs, query, go }) {
-  const loaded = new Map();
+  const [loaded, partial] = [new Map(), new Map()];
   let chosen = query.runs ? query.runs.split(",").filter((name) => runs.some((run) => run.name === name)) : runs.filter((run) => !run.error).slice(0, 6).map((run) => run.name);
   let weight = Number(query.smooth ?? 0);
   let extra = query.more ? query.more.split(",") : [];
@@ -43,6 +43,8 @@ export async function overview(page, { runs, query, go }) {
     const got = await get(runPath(name, "/metrics"), known ? { first: known.lines.length, era: known.era } : {});
     const lines = known && got.era === known.era ? [...known.lines.slice(0, got.first), ...got.lines] : got.lines;
     loaded.set(name, { name, era: got.era, lines, numEval: got.num_eval, rules: got.rules });
+    const parts = [got.read_frac < 1 && `${share(got.read_frac, 2)} of its metrics read so far`, got.stride > 1 && `every ${got.stride}th update shown`];
+    partial.set(name, parts.filter(Boolean).join(", "));
   }
 
   const legend = h("div", { class: "legend", id: "run-legend" });
@@ -80,7 +82,7 @@ export async function overview(page, { runs, query, go }) {
         const swatch = h("i", { class: "swatch" });
         swatch.style.background = colourOf(run.name);
         const last = shown.find((one) => one.name === run.name)?.lines.at(-1);
-        return h("button", { class: "run", "aria-pressed": String(chosen.includes(run.name)), onclick: () => toggle(run.name), title: plain(run.error ?? run.path), disabled: Boolean(run.error) }, swatch, run.name, run.error && h("small", { class: "bad" }, ` cannot be read: ${run.error}`), last && h("small", null, ` ${last.update}/${run.num_updates}${run.is_live ? " running" : ""}`));
+        return h("button", { class: "run", "aria-pressed": String(chosen.includes(run.name)), onclick: () => toggle(run.name), title: plain(run.error ?? run.path), disabled: Boolean(run.error) }, swatch, run.name, run.error && h("small", { class: "bad" }, ` cannot be read: ${run.error}`), last && h("small", null, ` ${last.update}/${run.num_updates}${run.is_live ? " running" : ""}${partial.get(run.name) ? `; ${partial.get(run.name)}` : ""}`));
       }),
     );
   }

@@ -1,0 +1,330 @@
+"""The memory that a run needs, estimated from the model's shape alone, and the memory that is free.
+
+With N weights of b bytes:
+
+    Python with its packages 0.4 GB, weights N·b, engine's copy N·b (2 N·b where it packs them),
+    gradients T·b, AdamW 8·T, float32 master weights and their gradients 4·T each (bfloat16 only),
+    keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
+
+T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and
+marked as such.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import ModelError
+from treegraft.core.finding import Finding
+from treegraft.core.locate import locate
+from treegraft.settings.config import Config
+from treegraft.settings.load import load_config
+from treegraft.settings.table import value_of
+
+_BYTES = {"float32": 4, "bfloat16": 2}
+_PROMPT_TOKENS = 256
+"""Assumed length of a prompt where the context has no limit of its own."""
+_PACKAGES_BYTES = 400_000_000
+"""Resident after importing torch, transformers and peft, as measured."""
+_TINY_WORDS = 64
+"""Markup and function words of a tiny model's vocabulary, beside entities and relations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16,
+    vocab_size=100)"""
+
+    num_weights: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+
+
+# --- what is there --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory in bytes. Room(free=3_000_000_000, whole=8_000_000_000, place="this machine")"""
+
+    free: int
+    whole: int
+    place: str
+    """Whose it is, in words."""
+
+
+def _meminfo() -> Room | None:
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+        return Room(sizes["MemAvailable"], sizes["MemTotal"], "this machine")
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # systems without /proc
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return Room(whole, whole, "this machine")
+    return None
+
+
+def _control_groups(root: Path) -> Iterator[Room]:
+    """The limits of this process's control group and of those above it, of version 2 and 1."""
+    own = ""
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        own = next((line.rpartition(":")[2] for line in lines if line.startswith("0::")), "")
+    folder = root / own.strip("/")
+    # In a container the path may be the host's, of which only the root is to be seen.
+    folders = [folder, *folder.parents][: len(folder.parts) - len(root.parts) + 1]
+    files = [(one, "memory.max", "memory.current", "inactive_file") for one in folders]
+    version_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for place, limit_file, used_file, cached in (*files, (root / "memory", *version_1)):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            limit = int((place / limit_file).read_text(encoding="ascii"))
+            used = int((place / used_file).read_text(encoding="ascii"))
+            stat = (place / "memory.stat").read_text(encoding="ascii")
+            # Read files count as used, and make room when it is wanted.
+            reclaimed = int(stat.partition(f"\n{cached} ")[2].split()[0])
+            yield Room(max(0, limit - used + reclaimed), limit, "this control group")
+
+
+def memory_room(root: Path = Path("/sys/fs/cgroup")) -> Room | None:
+    """Returns the memory that this process may still take: of the machine, or of a control group
+    that allows less; None where neither is known."""
+    rooms = [room for room in (_meminfo(), *_control_groups(root)) if room is not None]
+    return min(rooms, key=lambda room: room.free, default=None)
+
+
+def gpu_room() -> Room | None:
+    """Returns the memory of the first GPU; None without one."""
+    for line in _nvidia_smi("memory.free,memory.total", "--format=csv,noheader,nounits"):
+        with contextlib.suppress(ValueError):
+            free, whole = (int(one) * 2**20 for one in line.split(","))
+            return Room(free, whole, "the GPU")
+    return None
+
+
+def gpus() -> list[str]:
+    """Returns the NVIDIA GPUs as their driver names them; empty without a driver."""
+    return _nvidia_smi("name,memory.total", "--format=csv,noheader")
+
+
+def _nvidia_smi(columns: str, form: str) -> list[str]:
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, f"--query-gpu={columns}", form]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    lines = found.stdout.splitlines() if found.returncode == 0 else []
+    return [line.strip() for line in lines if line.strip()]
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Returns a size for people: "512 MB", "2.1 GB"."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+# --- the shape of a model -------------------------------------------------------------------------
+
+
+def _tiny_shape(config: Config) -> ModelShape:
+    tiny, world = config.model.tiny, config.tasks.search_world
+    vocab = world.num_entities + world.num_relations + _TINY_WORDS
+    head_dim = tiny.hidden_size // tiny.num_heads
+    # In columns of width hidden_size: query and output, key and value, the three matrices of the
+    # feed-forward part, two norms; embeddings and head are not tied.
+    width = 2 * tiny.hidden_size + 2 * tiny.num_kv_heads * head_dim
+    layer = width + 3 * tiny.intermediate_size + 2
+    return ModelShape(
+        num_weights=(tiny.num_layers * layer + 2 * vocab + 1) * tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        num_kv_heads=tiny.num_kv_heads,
+        head_dim=head_dim,
+        hidden_size=tiny.hidden_size,
+        vocab_size=vocab,
+    )
+
+
+def _folder_shape(folder: Path) -> ModelShape:
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    # Models that also see keep the language model's settings one level down.
+    settings = settings.get("text_config", settings)
+    num_weights = 0
+    for path in folder.glob("*.safetensors"):
+        with path.open("rb") as file:
+            # The header alone: eight bytes of length, then JSON with every shape.
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        header.pop("__metadata__", None)
+        num_weights += sum(math.prod(tensor["shape"]) for tensor in header.values())
+    if not num_weights:
+        raise ModelError(
+            f"model folder '{folder}' has a config.json but no .safetensors file with weights."
+        )
+    heads = settings["num_attention_heads"]
+    return ModelShape(
+        num_weights=num_weights,
+        num_layers=settings["num_hidden_layers"],
+        num_kv_heads=settings.get("num_key_value_heads") or heads,
+        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
+        hidden_size=settings["hidden_size"],
+        vocab_size=settings["vocab_size"],
+    )
+
+
+def _gguf_shape(path: Path) -> ModelShape:
+    from gguf import GGUFReader
+
+    reader = GGUFReader(path)
+    # Names begin with the architecture, such as "llama.block_count".
+    fields = {name.partition(".")[2]: field for name, field in reader.fields.items()}
+    names = ("attention.head_count", "attention.head_count_kv", "embedding_length", "block_count")
+    if missing := [name for name in names if name not in fields]:
+        raise ModelError(
+            f"model file '{path}' does not say its '{missing[0]}'; is it a language model?"
+        )
+    heads, num_kv_heads, width, num_layers = (int(fields[name].contents()) for name in names)
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    return ModelShape(
+        num_weights=sum(sizes.values()),
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=width // heads,
+        hidden_size=width,
+        vocab_size=sizes["token_embd.weight"] // width,
+    )
+
+
+def model_shape(config: Config) -> ModelShape | None:
+    """Returns the shape of the recipe's model without loading it; None for a hub model that is not
+    here yet.
+
+    Raises:
+        ModelError: no such folder or package, or nothing to load in it.
+    """
+    path = config.model.path
+    if path == "tiny":
+        return _tiny_shape(config)
+    place, gguf = locate(path)
+    if gguf is not None:
+        return _gguf_shape(Path(place) / gguf)
+    if Path(place).is_dir():
+        return _folder_shape(Path(place))
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path):
+        raise ModelError(f"model.path '{path}': no such folder, and no name of a model on a hub.")
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "config.json")
+    folder = Path(found).parent if isinstance(found, str) else None
+    return _folder_shape(folder) if folder and any(folder.glob("*.safetensors")) else None
+
+
+# --- what a recipe needs --------------------------------------------------------------------------
+
+
+def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
+    """Returns bytes by part; their sum is the peak of one process, rollout and learning
+    together."""
+    width, rank, native = _BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
+    weights = shape.num_weights * width
+    # An adapter adds rank · (in + out) to each of about seven matrices of a layer; 3 is the mean
+    # width in hidden sizes.
+    trained = shape.num_layers * 7 * rank * 3 * shape.hidden_size if rank else shape.num_weights
+    limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
+    is_tiny = config.model.path == "tiny"
+    context = config.model.tiny.max_context if is_tiny else _PROMPT_TOKENS + limit
+    # The engine pads small batches to 16 rows.
+    leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
+    rows = min(config.engine.max_rows, leaves)
+    per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
+    kept = 2 if config.model.gradient_checkpointing else 16
+    activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
+    parts = {
+        "Python and packages": _PACKAGES_BYTES,
+        "weights": weights,
+        "gradients": trained * width,
+        "AdamW": 8 * trained,
+        "float32 master weights": 4 * trained if width == 2 else 0,
+        # Summed there beside those of the pass under way.
+        "float32 gradients": 4 * trained if width == 2 else 0,
+        "engine's copy": weights,
+        "engine's packed weights": weights if native.pack_weights else 0,
+        # Under LoRA the reference is the same model with its adapters off.
+        "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
+        "keys and values": min(rows * context * per_token, int(native.cache_gb * 1e9)),
+        "logits of one chunk, their gradients": (
+            2 * config.learn.vocab_chunk * shape.vocab_size * width
+        ),
+        "activations (rough)": activations,
+    }
+    return {name: size for name, size in parts.items() if size}
+
+
+_SAVINGS: tuple[Mapping[str, Any], ...] = (
+    {"learn.max_pack_tokens": 2048, "engine.native.cache_gb": 1.0},
+    {"model.gradient_checkpointing": True},
+    {"engine.native.pack_weights": False},
+    {"model.lora.rank": 16},
+    {"model.dtype": "bfloat16"},
+)
+"""What takes less memory, in the order in which it is given up gladly; each keeps those before."""
+
+
+def recipe_memory(config: Config) -> tuple[list[Finding], Finding]:
+    """Returns the parts of the memory estimate, and the sum against what is free."""
+    shape = model_shape(config)
+    if shape is None:
+        note = f"'{config.model.path}' is not on this machine yet, so its size is not known"
+        return [], Finding("memory", "unknown", note=note, is_doubtful=True)
+    parts = memory_estimate(config, shape)
+    total, room = sum(parts.values()), gpu_room() or memory_room()
+    # A tenth is left to the system.
+    fits = room is None or total < 0.9 * room.free
+    note = ""
+    if room is not None:
+        said = f"{gigabytes(room.free)} of {gigabytes(room.whole)} of {room.place} are free"
+        note = said if fits else f"{said}. {_advice(config, shape, 0.9 * room.free)}"
+    rows = [Finding("weights in all", f"{shape.num_weights / 1e6:,.1f} M")]
+    rows += [Finding(name, gigabytes(size)) for name, size in parts.items()]
+    return rows, Finding("sum", gigabytes(total), fits, note)
+
+
+def _advice(config: Config, shape: ModelShape, limit: float) -> str:
+    """Which settings would make it fit, or that none would."""
+    given: dict[str, Any] = {}
+    for settings in _SAVINGS:
+        wanted = {name: value for name, value in settings.items() if _saves(config, name, value)}
+        given |= wanted
+        # As the command line reads them: true, not True.
+        overrides = [f"{name}={str(value).lower()}" for name, value in given.items()]
+        smaller = load_config(config, overrides)
+        total = sum(memory_estimate(smaller, shape).values())
+        if total < limit:
+            return f"It would fit, with {gigabytes(total)}: {' '.join(overrides)}"
+    least = gigabytes(total)
+    return (
+        f"Even with {' '.join(overrides) or 'the smallest settings'} it takes {least}: take a"
+        " smaller model or a larger machine; one model is not split over several"
+    )
+
+
+def _saves(config: Config, name: str, value: Any) -> bool:
+    if name.startswith("engine.native") and config.engine.kind != "native":
+        return False
+    now = value_of(config, name)
+    if isinstance(value, (bool, str)):
+        return bool(now != value)
+    # Of adapters 0 means none, which takes the most.
+    return bool(now == 0 if name == "model.lora.rank" else now > value)

@@ -1,0 +1,289 @@
+"""Checks before training, without a model's weights: the first tasks are written as the agent will
+see them, and their references are scored as if the agent had answered them.
+
+What would make every reward the same is found here, before any work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from treegraft.assemble import Setup
+from treegraft.core.demonstration import Written, tree_of_paths
+from treegraft.core.finding import Finding
+from treegraft.core.interfaces import Tool, signature_of
+from treegraft.core.types import Leaf, Observation, Origin, StepContent, Task, ToolCall
+
+WRONG = "no idea"
+"""An answer that no reference holds."""
+NUM_TASKS = 8
+"""Training tasks that are tried, from the first on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The first task as the agent will see it, and what it might write."""
+
+    prompt: str
+    call: str
+    """A made call; empty without tools."""
+    result: str
+    """A made result, and the opening of the agent's next turn."""
+    answer: str
+    """The reference as the agent's answer; empty without a reference."""
+
+
+class Preflight:
+    """The checks of a run's setup."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.tasks = setup.train_tasks[:NUM_TASKS]
+
+    def sample(self) -> Sample | None:
+        """Returns the first task in the run's format; None without training tasks.
+
+        Raises:
+            DataError: its prompt cannot be made.
+        """
+        if not self.tasks:
+            return None
+        task, tokenizer = self.tasks[0], self.setup.tokenizer
+
+        def text(ids: Sequence[int]) -> str:
+            return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+        spans = [text(ids) for ids, _ in self._spans(self._call)] if self._call else []
+        answer = self._spans(self._answering(task.reference[0])) if task.reference else ()
+        return Sample(
+            prompt=text(self.setup.format.prompt_ids(task)),
+            call=spans[0] if spans else "",
+            result=spans[1] if len(spans) > 1 else "",
+            answer=text(answer[0][0]) if answer else "",
+        )
+
+    async def findings(self) -> list[Finding]:
+        """Returns what the checks have found; nothing for a setup without training tasks.
+
+        Raises:
+            DataError: a prompt that cannot be made.
+        """
+        found: list[Finding] = []
+        for check in CHECKS if self.tasks else ():
+            found += await check(self)
+        return found
+
+    # ------------------------------------------------------------------ made steps
+
+    @cached_property
+    def _call(self) -> StepContent | None:
+        """A step with a call and its result: the expert's, or a made one."""
+        task, tools = self.tasks[0], list(self.setup.toolbox.tools.values())
+        for step in self.setup.source.expert(task, 0) or ():
+            if step.calls and step.observations:
+                return step
+        # A closed vocabulary has no words for arguments of ours.
+        if not tools or self.setup.source.vocabulary():
+            return None
+        call = ToolCall(tools[0].name, _made_body(tools[0]))
+        return StepContent(thought="I look it up.", calls=(call,), observations=(_RESULT,))
+
+    def _answering(self, answer: str) -> StepContent:
+        # A closed vocabulary need not hold these words.
+        thought = "" if self.setup.source.vocabulary() else "I know."
+        return StepContent(thought=thought, answer=answer)
+
+    def _spans(self, content: StepContent) -> Sequence[tuple[Sequence[int], Origin]]:
+        """The tokens of a step; none where the format cannot say it."""
+        try:
+            return self.setup.format.render_step(content)
+        except ValueError:
+            return ()
+
+    async def scored(self, task: Task) -> tuple[Leaf, Leaf] | None:
+        """Returns the scored leaves of the reference as answer and of a wrong answer; None where
+        the format cannot say one of them."""
+        form, paths = self.setup.format, []
+        for answer in (task.reference[0], self._wrong_answer):
+            spans = self._spans(self._answering(answer))
+            if not spans:
+                return None
+            # As read back, so that a mark which the reference holds counts as it will.
+            paths.append([Written(form.parse_step(spans[0][0]).content, spans)])
+        tree = tree_of_paths(
+            task, f"check/{task.id}", form.prompt_ids(task), paths, answer_of=form.answer_of
+        )
+        right, wrong = (await self.setup.scorer(tree)).leaves
+        return right, wrong
+
+    @cached_property
+    def _wrong_answer(self) -> str:
+        words = self.setup.source.vocabulary()
+        references = {one for task in self.tasks for one in task.reference}
+        return next((word for word in words if word.isalnum() and word not in references), WRONG)
+
+
+async def prompts(preflight: Preflight) -> list[Finding]:
+    """Returns the lengths of prompts, and what they do not tell the agent."""
+    setup, form = preflight.setup, preflight.setup.config.format
+    made = [setup.format.prompt_ids(task) for task in preflight.tasks]
+    longest = max(map(len, made))
+    found = [Finding("prompt", f"{len(made[0])} tokens; the longest of {len(made)}: {longest}")]
+    text = str(setup.tokenizer.decode(list(made[0]), skip_special_tokens=False))
+    asked = (("require_think", "<think>"), ("require_boxed", "\\boxed"))
+    for name, mark in asked:
+        # A warm-up, or an earlier one of the same model, may have taught what no prompt says.
+        if getattr(form, name) and mark not in text and not setup.config.warmup.num_steps:
+            note = "a step without it is a violation; set it to false, or ask for it"
+            if not setup.source.vocabulary():
+                found.append(
+                    Finding(
+                        f"format.{name}", f"the prompt does not ask for {mark}", True, note, True
+                    )
+                )
+    return found
+
+
+async def lengths(preflight: Preflight) -> list[Finding]:
+    """Returns whether a call, its result and the reference fit in a trajectory."""
+    limit = preflight.setup.config.rollout.max_completion_tokens
+    call = preflight._spans(preflight._call) if preflight._call else ()
+    num_call = sum(len(ids) for ids, _ in call)
+    answers = [
+        sum(len(ids) for ids, _ in preflight._spans(preflight._answering(task.reference[0])))
+        for task in preflight.tasks
+        if task.reference
+    ]
+    wanted = max(answers, default=0)
+    value = f"{limit} tokens; an answer takes {wanted}, a call with its result {num_call} or more"
+    fits, fits_call = wanted <= limit, wanted + num_call <= limit
+    note = "" if fits_call else "a call and an answer do not fit; raise it"
+    note = note if fits else "not even the reference's answer fits; raise it"
+    return [Finding("rollout.max_completion_tokens", value, fits, note, fits and not fits_call)]
+
+
+async def calls(preflight: Preflight) -> list[Finding]:
+    """Returns whether a call is read back as it was written."""
+    step, form = preflight._call, preflight.setup.format
+    if step is None:
+        return []
+    name = step.calls[0].name
+    try:
+        spans = form.render_step(step)
+    except ValueError as error:
+        return [Finding(f"call of {name}", "cannot be written", False, str(error))]
+    parsed = form.parse_step(spans[0][0])
+    is_same = parsed.violation is None and len(parsed.content.calls) == len(step.calls)
+    value = "is written and read back" if is_same else "is not read back"
+    return [Finding(f"call of {name}", value, is_same, parsed.violation or "")]
+
+
+async def references(preflight: Preflight) -> list[Finding]:
+    """Returns whether the references are rewarded, and better than a wrong answer."""
+    with_reference = [task for task in preflight.tasks if task.reference]
+    # An environment's reward is that of its state, which nobody has moved here.
+    if not with_reference or preflight.setup.config.environment.kind:
+        return []
+    pairs = [(task, await preflight.scored(task)) for task in with_reference]
+    scored = [(task, *pair) for task, pair in pairs if pair is not None]
+    return [*_unsaid(pairs), *_unscored(scored), *_incorrect(scored), *_alike(scored)]
+
+
+async def columns(preflight: Preflight) -> list[Finding]:
+    """Returns the columns that hold nothing in any of the tasks."""
+    rows = [task.columns for task in preflight.setup.train_tasks[:200]]
+    empty = [
+        name
+        for name in (rows[0] if rows else ())
+        if all(row.get(name) in (None, "", [], {}) for row in rows)
+    ]
+    note = "rewards that read it get nothing"
+    return [
+        Finding(f"column {name}", f"empty in {len(rows)} tasks", True, note, True) for name in empty
+    ]
+
+
+CHECKS: list[Callable[[Preflight], Awaitable[list[Finding]]]] = [
+    prompts,
+    calls,
+    lengths,
+    references,
+    columns,
+]
+"""The checks in their order; each may be one of the user's parts' own."""
+
+_Scored = Sequence[tuple[Task, Leaf, Leaf]]
+
+
+def _unsaid(pairs: Sequence[tuple[Task, tuple[Leaf, Leaf] | None]]) -> Iterator[Finding]:
+    if bad := [task for task, pair in pairs if pair is None]:
+        value = f"{len(bad)} of {len(pairs)} references cannot be written as an answer"
+        note = f"the first: {bad[0].reference[0]!r:.80} of task '{bad[0].id}'"
+        yield Finding("references as answers", value, len(bad) < len(pairs), note, True)
+
+
+def _unscored(scored: _Scored) -> Iterator[Finding]:
+    errors = [leaf.error for _, *leaves in scored for leaf in leaves if leaf.error]
+    if errors:
+        num = 2 * len(scored)
+        value = f"no reward for {len(errors)} of {num} made answers"
+        yield Finding("scoring", value, len(errors) < num, errors[0], True)
+
+
+def _incorrect(scored: _Scored) -> Iterator[Finding]:
+    if bad := [(task, right) for task, right, _ in scored if right.is_correct is False]:
+        task, leaf = bad[0]
+        value = f"{len(bad)} of {len(scored)} do not count as correct when the agent gives them"
+        note = (
+            f"'{task.reference[0]:.60}' of task '{task.id}' was read as {leaf.answer!r:.60}; see"
+            " format.answer and tasks.dataset.reference_after"
+        )
+        yield Finding("correctness", value, len(bad) < len(scored), note, True)
+
+
+def _alike(scored: _Scored) -> Iterator[Finding]:
+    known = [(r, w) for _, r, w in scored if r.reward is not None and w.reward is not None]
+    if not known:
+        return
+    better = [(r, w) for r, w in known if (r.reward or 0.0) > (w.reward or 0.0)]
+    right, wrong = (better or known)[0]
+    value = f"{_rewards(right)} for the reference, {_rewards(wrong)} for a wrong answer"
+    if better:
+        note = "" if len(better) == len(known) else f"alike for {len(known) - len(better)} tasks"
+        yield Finding("reward", value, True, note, bool(note))
+        return
+    note = (
+        "the reference earns no more than a wrong answer, so nothing could be learned from answers;"
+        " see how the function reads the answer shown below"
+    )
+    yield Finding("reward", value, False, note)
+
+
+def _rewards(leaf: Leaf) -> str:
+    parts = ", ".join(f"{name} {value:g}" for name, value in leaf.reward_parts.items())
+    return f"{leaf.reward:g} ({parts})" if len(leaf.reward_parts) > 1 else f"{leaf.reward:g}"
+
+
+_RESULT = Observation(text="(the tool's result)")
+
+
+def _made_body(tool: Tool) -> str:
+    """A body that fits a tool's signature: a text, or JSON with the required arguments."""
+    signature = signature_of(tool)
+    if signature.text_parameter is not None:
+        return "1 + 1"
+    schema = signature.schema
+    properties: Mapping[str, Any] = schema.get("properties", {})
+    made = {name: _made_value(properties.get(name, {})) for name in schema.get("required", ())}
+    return json.dumps(made)
+
+
+def _made_value(schema: Mapping[str, Any]) -> Any:
+    if schema.get("enum"):
+        return schema["enum"][0]
+    kinds = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
+    return kinds.get(schema.get("type", ""), "...")

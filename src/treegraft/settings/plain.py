@@ -1,0 +1,150 @@
+"""Values of recipes and overrides before their meaning is known: read from TOML or JSON, and within
+limits that every setting shares."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from treegraft.core.errors import SettingError, nearest
+from treegraft.core.shipped import shipped_recipes
+
+MAX_BYTES = 1_000_000
+"""Largest recipe; ours have some thousand."""
+MAX_DEPTH = 16
+"""Deepest nesting of tables and lists, more than any setting has."""
+MAX_SHOWN = 200
+"""Characters of a value that a message repeats."""
+
+
+def shown(value: Any) -> str:
+    """Returns a value as Python writes it, cut where it is long."""
+    return shortened(repr(value))
+
+
+def shortened(text: str) -> str:
+    """Returns the text, cut where it is long."""
+    if len(text) <= MAX_SHOWN:
+        return text
+    return f"{text[:MAX_SHOWN]}… ({len(text):,} characters)"
+
+
+def faults_of(value: Any, name: str = "") -> Iterator[str]:
+    """Yields a phrase for each part of a value that no setting can have: "'run.seed' is an integer
+    of more than 64 bits"."""
+    left = [(name, value, 0)]
+    while left:
+        name, value, depth = left.pop()
+        said = f"'{shortened(name)}'" if name else "the whole"
+        if depth > MAX_DEPTH:
+            yield f"{said} is nested more than {MAX_DEPTH} deep"
+        elif isinstance(value, Mapping):
+            bad = [key for key in value if not is_text(key)]
+            yield from (f"{said} has the key {shown(key)}, which is not valid text" for key in bad)
+            inner = ((f"{name}.{key}" if name else key, one) for key, one in value.items())
+            left += [(path, one, depth + 1) for path, one in inner]
+        elif isinstance(value, list):
+            left += [(f"{name}[{place}]", one, depth + 1) for place, one in enumerate(value)]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield f"{said} is an integer of more than 64 bits"
+        elif isinstance(value, str) and not is_text(value):
+            yield f"{said} is {shown(value)}, which is not valid text"
+
+
+def is_text(value: str) -> bool:
+    """Returns whether a text can be written: no half of a surrogate pair, as a shell passes for
+    bytes that are not UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def parse_value(text: str) -> Any:
+    """Returns the value of a TOML literal, or the text itself where it is none.
+
+    Raises:
+        SettingError: numbers too long or lists too deep to be read.
+    """
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return text
+    except (ValueError, RecursionError) as error:
+        raise SettingError(f"got {shown(text)}: {_why(error)}.") from error
+    # A text with a line break could hold further keys.
+    return parsed["value"] if set(parsed) == {"value"} else text
+
+
+def read_tables(path: Path) -> dict[str, Any]:
+    """Returns the tables of a recipe (.toml) or of resolved settings (.json).
+
+    Raises:
+        SettingError: no such file, one that cannot be read, or other contents.
+    """
+    kind = "JSON" if path.suffix == ".json" else "TOML"
+    text = _read(path)
+    try:
+        data: Any = json.loads(text) if kind == "JSON" else tomllib.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise SettingError(
+            f"recipe '{path}' is not valid {kind}: {_why(error)}. Texts need quotes, lists square"
+            " brackets."
+        ) from error
+    if not isinstance(data, dict):
+        raise SettingError(
+            f"recipe '{path}': got a {type(data).__name__}, expected tables of settings."
+        )
+    return data
+
+
+def _read(path: Path) -> str:
+    try:
+        if not path.is_file():
+            if str(path) not in shipped_recipes():
+                raise SettingError(f"recipe '{path}' {_absence(path)}")
+            path = shipped_recipes()[str(path)]
+        if path.stat().st_size > MAX_BYTES:
+            raise SettingError(
+                f"recipe '{path}' has {path.stat().st_size:,} bytes, expected at most"
+                f" {MAX_BYTES:,}; data belong into files that it names."
+            )
+        # Windows' editors put a byte order mark first.
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise SettingError(
+            f"recipe '{shortened(str(path))}' cannot be read: {error.strerror}."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise SettingError(
+            f"recipe '{path}' is not text in UTF-8: {error.reason} at byte {error.start}."
+        ) from error
+
+
+def _absence(path: Path) -> str:
+    """The rest of the sentence about a recipe that is not a file."""
+    fault = "does not exist"
+    if path.exists():
+        fault = "is a folder" if path.is_dir() else "is not a regular file"
+    folder = path.parent if path.parent.is_dir() else Path("recipes")
+    hint = nearest(str(path), [str(other) for other in folder.glob("*.toml")])
+    names = shipped_recipes()
+    if path.stem in names:
+        hint = (
+            f" Treegraft ships a recipe of this name; write '{path.stem}' without path and suffix."
+        )
+    elif not hint:
+        hint = f" Recipes that Treegraft ships: {', '.join(names)}."
+    return f"{fault}; expected a .toml or .json file.{hint}"
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"nested too deeply, expected at most {MAX_DEPTH} tables and lists in one another"
+    if "integer string conversion" in str(error):
+        return "a number has too many digits, expected at most 64 bits"
+    return str(error)

@@ -1,0 +1,69 @@
+"""Unknown settings: which a recipe holds, and what to write instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from treegraft.settings.config import known_settings, renamed, tables_and_settings
+from treegraft.settings.names import find_answer, find_last_part
+
+NEAR = 0.8
+"""Share of equal letters (difflib) from which a name counts as misspelt; below it a hint would
+point anywhere."""
+
+
+def unknown_settings(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the dotted name and the value of every setting that does not exist."""
+    for key, value in data.items():
+        found = None if "." in key else tables_and_settings().get(prefix + key)
+        if found is None:
+            yield from _leaves(prefix + key, value)
+        elif found.table is not None and isinstance(value, Mapping):
+            yield from unknown_settings(value, f"{prefix}{key}.")
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    # Down to the setting itself, as it was typed or as another framework names it.
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    else:
+        yield name, value
+
+
+def suggestion(name: str, value: Any = None) -> str:
+    """Returns a sentence, with a space before it, on what to write instead of the unknown setting
+    `name`; an empty string where nothing is near."""
+    # Hydra's marks for settings that are added, forced or removed.
+    name = name.lstrip("+~")
+    table, _, last = name.rpartition(".")
+    if name in renamed():
+        return f" It is '{renamed()[name]}' now."
+    if answered := find_answer(name):
+        framework, answer = answered
+        return " " + answer.sentence(framework, _as_named(name, answer.trl, answer.verl), value)
+    by_last: dict[str, list[str]] = {}
+    for leaf in known_settings():
+        by_last.setdefault(leaf.rpartition(".")[2], []).append(leaf)
+    # The right name in the wrong table, before a name that is merely spelt alike.
+    if last in by_last:
+        same = difflib.get_close_matches(name, by_last[last], n=1, cutoff=0.7) or by_last[last]
+        return f" Did you mean {' or '.join(map(repr, same))}?"
+    if answered := find_last_part(name):
+        framework, answer = answered
+        return " " + answer.sentence(framework, last, value)
+    # Of a name in a known table its neighbours come first.
+    siblings = [leaf for leaf in known_settings() if table and leaf.startswith(f"{table}.")]
+    for known in (siblings, tables_and_settings()):
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=NEAR):
+            return f" Did you mean '{close[0]}'?"
+    close = difflib.get_close_matches(last, by_last, n=1, cutoff=NEAR)
+    return f" Did you mean '{by_last[close[0]][0]}'?" if close else ""
+
+
+def _as_named(name: str, trl: tuple[str, ...], verl: tuple[str, ...]) -> str:
+    """The name as the framework has it: TRL's without the table that it was put into."""
+    last = name.rpartition(".")[2]
+    return last if last in trl and name not in verl else name

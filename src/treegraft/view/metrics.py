@@ -1,0 +1,151 @@
+"""The metrics of a run in columns: read as the file grows, in the background where much is new, and
+given out in parts that a page can hold."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from array import array
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+MAX_COUNT = 10**12
+"""Whole numbers beyond it, which no run has, are taken for damage."""
+MAX_LINES = 4000
+"""Lines of one answer; of more lines, every so-and-so-many-th is given."""
+_AT_ONCE = 4_000_000
+"""Bytes that are read while the page waits; more are read in the background."""
+_CHUNK = 1_000_000
+"""Bytes that are read before others may ask again."""
+
+
+class MetricsTable:
+    """The whole lines of a metrics.jsonl. Every method may be called from any thread."""
+
+    def __init__(self) -> None:
+        self.era = 0
+        """Grows when the file was cut or replaced (a resume), so that earlier lines no longer
+        hold."""
+        self.num_lines = 0
+        self._lock = threading.Lock()
+        self._reader: threading.Thread | None = None
+        # A metric's lines and its values there: most are missing in most lines of evaluations.
+        self._columns: dict[str, tuple[array[int], array[float]]] = {}
+        self._read_to = self._size = 0
+
+    def refresh(self, path: Path, *, waits: bool = False) -> float:
+        """Reads what is new; returns the share of the file that has been read, 0..1.
+
+        Args:
+            waits: reads all of it now, however much it is.
+        """
+        with self._lock:
+            self._size = path.stat().st_size if path.exists() else 0
+            if self._size < self._read_to:
+                self._columns, self._read_to, self.num_lines = {}, 0, 0
+                self.era += 1
+            is_much = self._size - self._read_to > _AT_ONCE and not waits
+            if is_much and self._reader is None:
+                # A daemon: Ctrl-C does not wait for it.
+                self._reader = threading.Thread(target=self._read, args=(path,), daemon=True)
+                self._reader.start()
+        if not is_much:
+            while self._read_chunk(path):
+                pass
+        return self._read_to / self._size if self._size else 1.0
+
+    def _read(self, path: Path) -> None:
+        with suppress(OSError):
+            while self._read_chunk(path):
+                pass
+        self._reader = None
+
+    def _read_chunk(self, path: Path) -> bool:
+        """Reads some whole lines; returns whether there were any."""
+        with self._lock:
+            if self._read_to >= self._size:
+                return False
+            with path.open("rb") as file:
+                file.seek(self._read_to)
+                data = file.read(_CHUNK)
+                # A line longer than a chunk is read to its end.
+                data += b"" if b"\n" in data else file.readline()
+            # A line that is being written is left for the next time.
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read_to += len(whole)
+            for raw in whole.splitlines():
+                self._add(raw)
+            return bool(whole)
+
+    def _add(self, raw: bytes) -> None:
+        """Adds a line; one without the number of its update is damaged, and left out."""
+        line = None
+        with suppress(ValueError, RecursionError):
+            line = json.loads(raw)
+        update = line.get("update") if isinstance(line, dict) else None
+        if not isinstance(update, int | float) or not 0 <= update <= MAX_COUNT:
+            return
+        for key, value in line.items():
+            if isinstance(value, int | float):
+                if (column := self._columns.get(key)) is None:
+                    column = self._columns[key] = (array("i"), array("d"))
+                column[0].append(self.num_lines)
+                # A float holds whole numbers up to 1e308 only.
+                column[1].append(
+                    math.inf if isinstance(value, int) and abs(value) > 1e308 else value
+                )
+        self.num_lines += 1
+
+    def last_update(self) -> int:
+        """Returns the update of the last line; 0 without one."""
+        with self._lock:
+            return int(self._columns["update"][1][-1]) if self.num_lines else 0
+
+    def names(self) -> list[str]:
+        """Returns the metrics that occur."""
+        with self._lock:
+            return list(self._columns)
+
+    def chosen(self) -> tuple[Sequence[int], int]:
+        """Returns the numbers of the lines that a page gets, and the stride between them: 1 for
+        all.
+
+        Beyond MAX_LINES these are every stride-th, the last, and those with an evaluation or a
+        warning as long as they are few.
+        """
+        with self._lock:
+            stride = math.ceil(self.num_lines / MAX_LINES)
+            if stride <= 1:
+                return range(self.num_lines), 1
+            rare = {
+                number
+                for key, (numbers, _) in self._columns.items()
+                if key.startswith(("eval/", "health/")) and len(numbers) <= MAX_LINES
+                for number in numbers
+            }
+            kept = sorted(rare)[:: math.ceil(len(rare) / MAX_LINES) or 1]
+            last = self.num_lines - 1
+            return sorted({*range(0, last, stride), *kept, last}), stride
+
+    def lines(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Returns these lines, in ascending order; infinite numbers and NaN (a loss that diverged)
+        as text."""
+        found: list[dict[str, Any]] = [{} for _ in numbers]
+        wanted = np.asarray(numbers, np.int64)
+        with self._lock:
+            # Copies: an array that lends its memory cannot grow.
+            columns = {key: tuple(map(np.array, column)) for key, column in self._columns.items()}
+        for key, (places, values) in columns.items():
+            at = np.searchsorted(places, wanted)
+            inside = np.flatnonzero(at < len(places))
+            for n in inside[places[at[inside]] == wanted[inside]]:
+                value = float(values[at[n]])
+                found[n][key] = value if math.isfinite(value) else str(value)
+        for line in found:
+            line["update"] = int(line["update"])
+        return found

@@ -1,0 +1,239 @@
+"""Nothing that a resume depends on changes unseen: each change is refused in one paragraph that
+says what differs and how to go on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.test_grafted_runs import BOTH
+from tests.tiny import differing, tiny
+from treegraft.cli.display import PlainDisplay
+
+from treegraft.core.errors import CheckpointError, TreegraftError
+from treegraft.core.files import file_checksum
+from treegraft.core.interrupt import Ended
+from treegraft.core.types import Trace
+from treegraft.policy.learn.learner import Learner
+from treegraft.runs.record import read_metrics
+from treegraft.traces.buffer import TraceBuffer
+from treegraft.traces.run_buffer import OWN_FILE
+from treegraft.train import train
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def settings(folder: Path, **tables: Any) -> dict[str, Any]:
+    own = {"name": "a", "dir": str(folder), "num_updates": 3}
+    return tiny(**{**BOTH, "run": own, "warmup": {**BOTH["warmup"], "num_steps": 24}, **tables})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with grafts, a growing buffer and a KL reference, from its beginning to its end."""
+    return train(settings(tmp_path_factory.mktemp("whole"), loss={"kl_coef": 0.01})).run_dir
+
+
+@pytest.fixture(scope="module")
+def stopped(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, stopped in its second update."""
+    folder, original, count = tmp_path_factory.mktemp("stopped"), Learner.learn, 0
+
+    def asked(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 2:
+            import os
+            import signal
+
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Ended):
+        patch.setattr(Learner, "learn", asked)
+        train(settings(folder, loss={"kl_coef": 0.01}))
+    assert sorted((folder / "a" / "checkpoints").glob("update-*"))[-1].name == "update-000002"
+    return folder / "a"
+
+
+@pytest.fixture
+def copy(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "a"))
+
+
+def of_sqlite(statement: str) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        with sqlite3.connect(run / OWN_FILE) as connection:
+            connection.execute(statement)
+        connection.close()
+
+    return change
+
+
+def edit(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def changed(run: Path) -> None:
+        data = json.loads((run / name).read_text())
+        change(data)
+        (run / name).write_text(json.dumps(data))
+
+    return changed
+
+
+def other_metrics(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"eval/accuracy": 0', '"eval/accuracy": 1', 1))
+
+
+STATE = "checkpoints/update-000002/treegraft/state.json"
+EVALUATION = "trees/eval-000000-greedy.jsonl"
+CHANGES: dict[str, tuple[Callable[[Path], object], str, bool]] = {
+    # what is done; what is said; whether --accept-changes goes on
+    "state": (edit(STATE, lambda data: data.update(update=1)), "state.json is different", False),
+    "settings": (
+        edit("config.json", lambda data: data["run"].update(seed=9)),
+        "config.json was changed by hand: run.seed was 3, now 9",
+        False,
+    ),
+    "no buffer": (lambda run: shutil.rmtree(run / "buffer"), "traces.sqlite is missing", True),
+    "vectors": (
+        of_sqlite("UPDATE vectors SET vector = zeroblob(length(vector)) WHERE id = 3"),
+        "(traces, vectors or evictions) has changed since update-000002",
+        True,
+    ),
+    "a reward": (
+        of_sqlite("UPDATE members SET reward = 0.5 WHERE source = 'expert'"),
+        "(traces, vectors or evictions) has changed since update-000002",
+        True,
+    ),
+    "an evaluation": (
+        lambda run: (run / EVALUATION).write_text(""),
+        f"{EVALUATION} has changed",
+        True,
+    ),
+    "no evaluation": (lambda run: (run / EVALUATION).unlink(), f"{EVALUATION} is missing", True),
+    "metrics": (other_metrics, "metrics.jsonl has changed", True),
+    "metrics cut": (
+        lambda run: (run / "metrics.jsonl").write_text(""),
+        "metrics.jsonl has 0 bytes",
+        False,
+    ),
+    "reference": (
+        lambda run: (run / "reference" / "reference.safetensors").unlink(),
+        "reference/reference.safetensors is missing",
+        False,
+    ),
+}
+
+
+def test_the_unchanged_copy_goes_on_as_if_nothing_had_happened(whole: Path, copy: Path) -> None:
+    train(None, resume=copy)
+    assert differing(whole, copy) == []
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_is_refused_and_may_be_accepted(
+    change: str, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    do, text, can_accept = CHANGES[change]
+    do(copy)
+    before = {file: file.stat().st_size for file in copy.rglob("*") if file.is_file()}
+    with pytest.raises(CheckpointError) as refused:
+        train(None, resume=copy)
+    message = str(refused.value)
+    assert text in message and "\n" not in message and str(copy) in message, message
+    after = {file: file.stat().st_size for file in copy.rglob("*") if file.is_file()}
+    aside = ("-wal", "-shm")
+    assert {one: size for one, size in after.items() if not one.name.endswith(aside)} == before
+    if not can_accept:
+        with pytest.raises(TreegraftError):
+            train(None, resume=copy, accepts_changes=True)
+        return
+    assert "--accept-changes" in message
+    train(None, resume=copy, accepts_changes=True, display=PlainDisplay(sys.stdout))
+    assert len(read_metrics(copy)) == 4
+    if "buffer" not in change and change not in ("vectors", "a reward"):
+        assert f"warning: {text}" in capsys.readouterr().out
+
+
+def test_the_earlier_checkpoint_is_a_way_out_of_a_damaged_one(whole: Path, copy: Path) -> None:
+    edit(STATE, lambda data: data.update(update=-4))(copy)
+    with pytest.raises(CheckpointError, match="goes on from update-000001"):
+        train(None, resume=copy)
+    shutil.rmtree(copy / "checkpoints" / "update-000002")
+    train(None, resume=copy)
+    assert differing(whole, copy) == []
+
+
+def test_a_run_of_0_6_goes_on_with_a_notice_but_not_without_its_buffer(
+    whole: Path, copy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def old(data: dict[str, Any]) -> None:
+        data["format_version"] = 1
+        del data["beside"], data["checksum"]
+
+    for file in copy.glob("checkpoints/*/treegraft/state.json"):
+        edit(str(file.relative_to(copy)), old)(copy)
+    again = Path(shutil.copytree(copy, copy.with_name("b")))
+    train(None, resume=copy, display=PlainDisplay(sys.stdout))
+    assert "update-000002 was written by version 0.6 or older" in capsys.readouterr().out
+    # A checkpoint that the rest of the run does not write again stays as it is.
+    assert [one for one in differing(whole, copy) if "state.json" not in one] == []
+    shutil.rmtree(again / "buffer")
+    with pytest.raises(CheckpointError, match=r"traces\.sqlite is missing"):
+        train(None, resume=again)
+
+
+def test_the_copy_of_another_runs_buffer_is_not_rolled_back_into_it(
+    whole: Path, tmp_path: Path
+) -> None:
+    """Traces that another run added in its update 3 are there before update 1 of this one."""
+    with TraceBuffer(whole / OWN_FILE, None) as buffer:
+        before = list(buffer)
+    foreign = {"path": str(whole / OWN_FILE), "encoder": "hashing", "grow": {"num_best": 1}}
+    run = train(
+        settings(tmp_path, buffer=foreign, run={**settings(tmp_path)["run"], "num_updates": 1})
+    )
+    train(None, resume=run.run_dir)
+    longer = json.loads((run.run_dir / "config.json").read_text())
+    longer["run"]["num_updates"] = 2
+    train(longer, resume=run.run_dir)
+    with TraceBuffer(run.run_dir / OWN_FILE, None) as buffer:
+        assert list(buffer)[: len(before)] == before
+
+
+def test_a_checksum_sees_everything_and_is_the_same_after_a_roll_back(tmp_path: Path) -> None:
+    def trace(number: int) -> Trace:
+        return Trace(f"key {number}", "value", 1.0, "self", "task", number, False, "first")
+
+    with TraceBuffer(tmp_path / "a.sqlite", "hashing") as buffer:
+        buffer.add([trace(1), trace(2)])
+        first = buffer.checksum()
+        assert buffer.checksum(0) == buffer.checksum() == first
+        buffer.add([trace(3)], update=1)
+        buffer.evict(2, source="self", update=1)
+        second = buffer.checksum()
+        assert second not in (first, "") and buffer.checksum(1) == second
+        assert buffer.checksum(0) == first
+        with TraceBuffer(tmp_path / "a.sqlite", "hashing") as other:
+            assert other.checksum() == second
+        # A known step of a further trajectory is a change too.
+        buffer.add([Trace("key 1", "value", 0.5, "self", "task", 1, False, "second")], update=2)
+        assert buffer.checksum() != second
+        buffer.roll_back(1)
+        assert buffer.checksum() == second
+        buffer.roll_back(0)
+        assert buffer.checksum() == first
+    assert file_checksum(tmp_path / "a.sqlite", 0) != file_checksum(tmp_path / "a.sqlite")
