@@ -604,11 +604,7 @@ def test_doctor_tries_the_environment(tmp_path: Path) -> None:
 
     def found(*overrides: str) -> dict[str, Finding]:
         config = load_config(tmp_path / "recipe.toml", overrides)
-        found = examine(config).sections["environment"]
-        return {
-            one.name: {"value": one.value, "is_good": one.is_good, "note": one.note}
-            for one in found
-        }
+        return {one.name: one for one in examine(config).sections["environment"]}
 
     told = found("environment.tools=['step']")
     assert [one.value for one in told.values()] == [f"{HERE}:Corridor", "step", "field 0", "0"]
