@@ -15,9 +15,10 @@ import pytest
 from tests.tiny import tiny
 
 from treegraft.assemble import assemble
-from treegraft.cli.doctor import as_dict, environment
+from treegraft.cli.doctor import examine
 from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.finding import Finding
 from treegraft.core.text import as_text
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
 from treegraft.policy.engine.scripted import ScriptedEngine
@@ -601,13 +602,13 @@ def test_doctor_tries_the_environment(tmp_path: Path) -> None:
         encoding="utf-8",
     )
 
-    def found(*overrides: str) -> dict[str, dict[str, Any]]:
+    def found(*overrides: str) -> dict[str, Finding]:
         config = load_config(tmp_path / "recipe.toml", overrides)
-        return as_dict(list(environment(config)))
+        return {one.name: one for one in examine(config).sections["environment"]}
 
     told = found("environment.tools=['step']")
-    assert [one["value"] for one in told.values()] == [f"{HERE}:Corridor", "step", "field 0", "0"]
+    assert [one.value for one in told.values()] == [f"{HERE}:Corridor", "step", "field 0", "0"]
     told = found(f"tasks.kind={HERE}:Late", "environment.tools=['step']")
-    assert "call 2 of 2, step '1', gave 'the episode is over" in told["environment"]["note"]
+    assert "call 2 of 2, step '1', gave 'the episode is over" in told["environment"].note
     told = found(f"environment.kind={HERE}:Fallen", "environment.tools=['step']")
-    assert not told["environment"]["is_good"] and "no world today" in told["environment"]["note"]
+    assert not told["environment"].is_good and "no world today" in told["environment"].note

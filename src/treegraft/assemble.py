@@ -76,7 +76,19 @@ class Setup:
     async def try_environment(self) -> Trial | None:
         """Begins, copies and rewards an environment on the first task; None where the tasks have
         no environment. Raises `SettingError` for what fails there."""
-        return await _trial(self.config, self.kind, self.toolbox, self.source)
+        tasks = self.train_tasks or self.eval_tasks
+        if self.kind is None or not tasks:
+            return None
+        # Its kind alone matters, not the size of the vocabulary.
+        explorers = self.config.explore
+        can_branch = build_explorer(explorers, vocab_size=2).probe_tokens is not None
+        return await try_environment(
+            self.kind,
+            self.toolbox,
+            tasks[0],
+            branches=can_branch or "graft" in explorers.explorers,
+            needs_reward=self.config.reward.funcs == ["environment"],
+        )
 
     @property
     def environments(self) -> SessionOpener | None:
@@ -274,23 +286,6 @@ async def assemble_training(
             learner=learner,
             credit_rule=credit_rule,
         )
-
-
-async def _trial(
-    config: Config, kind: EnvironmentKind | None, toolbox: Toolbox, source: TaskSource
-) -> Trial | None:
-    tasks = source.train_tasks() or source.eval_tasks()
-    if kind is None or not tasks:
-        return None
-    # Its kind alone matters, not the size of the vocabulary.
-    explorer = build_explorer(config.explore, vocab_size=2)
-    return await try_environment(
-        kind,
-        toolbox,
-        tasks[0],
-        branches=explorer.probe_tokens is not None or "graft" in config.explore.explorers,
-        needs_reward=config.reward.funcs == ["environment"],
-    )
 
 
 class _Scenario:
