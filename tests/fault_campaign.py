@@ -218,13 +218,13 @@ def _be_the_command(arguments: list[str], writing: int) -> None:
     """Becomes the command in a forked child."""
     code = 70
     try:
-        from treegraft.cli import main as cli
+        from treegraft.__main__ import main as run
 
         with os.fdopen(writing, "w", buffering=1) as pipe:
             sys.stdout = sys.stderr = pipe
             sys.argv = arguments
             try:
-                cli.main()
+                run()
                 code = 0
             except SystemExit as error:
                 code = error.code if isinstance(error.code, int) else 0

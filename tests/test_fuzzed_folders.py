@@ -241,7 +241,8 @@ def check(material: Path, damaged: tuple[str, Any]) -> None:
             )
             assert "Traceback" not in printed and code in (0, 1, 2, 3), shown
             assert spent < LONGEST_S, (spent, *shown)
-            if code:
+            # `data check` ends with 1 where it has found defects.
+            if code and not (arguments[:2] == ["data", "check"] and code == 1):
                 assert sum(line.startswith("error: ") for line in printed.splitlines()) == 1, shown
             left = [
                 one.name for one in folder.rglob(".*.partial*") if not one.name.endswith("-wal")
