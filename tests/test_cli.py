@@ -4,6 +4,7 @@ recorders."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from tests.test_terminal import example_tree
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
+from treegraft.settings.config import known_settings
 from treegraft.settings.load import load_config
 
 Run = Callable[..., int]
@@ -255,16 +257,50 @@ def test_config_explains_every_setting(
 ) -> None:
     assert treegraft("config", recipe, "learn.lr=1e-5") == 0
     printed = capsys.readouterr().out
-    assert (
-        "run.seed *" in printed
-        and "learn.lr *" in printed
-        and "1e-05" in printed
-        and "run.dir *" not in printed
-    )
+    assert "learn.lr = 1e-05 *\n    Peak learning rate" in printed
+    assert re.search(r"^run.seed = \d+ \*$", printed, re.M) and 'run.dir = "runs"\n' in printed
     assert treegraft("config", recipe, "learn.lr=1e-5", "--json") == 0
     assert load_config(json.loads(capsys.readouterr().out)) == load_config(
         recipe, ["learn.lr=1e-5"]
     )
+
+
+def test_config_prints_defaults_and_chosen_settings(
+    treegraft: Run,
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def names(*words: object) -> list[str]:
+        assert treegraft("config", *words) == 0
+        printed = capsys.readouterr().out
+        assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith(" "))
+        return re.findall(r"^([a-z_.]+) = ", printed, re.M)
+
+    assert names() == list(known_settings())
+    learn = [name for name in known_settings() if name.startswith("learn.")]
+    assert names("learn") == names(recipe, "learn.") == learn
+    assert names("run.seed", "top_p", "checkpoint") == [
+        *("run.seed", "eval.top_p", "checkpoint.every", "checkpoint.keep")
+    ]
+    assert treegraft("config", "warmup.graft_prob", "run.name", "eval.greedy") == 0
+    printed = capsys.readouterr().out
+    assert "run.name = none\n" in printed and "eval.greedy = true\n" in printed
+    assert treegraft("config", "lern") == 2
+    assert "Did you mean 'learn'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo", "smollm2_search", "toolstar"])
+def test_config_prints_a_recipe_that_loads_back_equal(
+    treegraft: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = 'format.system_prompt="a \\"b\\" \\u007f\\n[c]"'
+    assert treegraft("config", name, odd, "--toml") == 0
+    written = tmp_path / "whole.toml"
+    written.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_config(written) == load_config(name, [odd])
 
 
 def test_compare_shows_runs_side_by_side(

@@ -76,19 +76,7 @@ class Setup:
     async def try_environment(self) -> Trial | None:
         """Begins, copies and rewards an environment on the first task; None where the tasks have
         no environment. Raises `SettingError` for what fails there."""
-        tasks = self.train_tasks or self.eval_tasks
-        if self.kind is None or not tasks:
-            return None
-        # Its kind alone matters, not the size of the vocabulary.
-        explorer = build_explorer(self.config.explore, vocab_size=2)
-        grafts = "graft" in self.config.explore.explorers
-        return await try_environment(
-            self.kind,
-            self.toolbox,
-            tasks[0],
-            branches=explorer.probe_tokens is not None or grafts,
-            needs_reward=self.config.reward.funcs == ["environment"],
-        )
+        return await _trial(self.config, self.kind, self.toolbox, self.source)
 
     @property
     def environments(self) -> SessionOpener | None:
@@ -123,23 +111,40 @@ class Setup:
             DataError: the first such task, and how many there are.
         """
         bad: list[str] = []
-        # Tokens of the prompt around the question.
-        overhead = len(self.format.prompt_ids(Task(id="probe", question="?", reference=())))
+        overheads: dict[tuple[str, ...], int] = {}
         for task in tasks:
-            # A plain letter is a token at most, so short plain questions need no encoding: 10,000
-            # tasks take no time.
-            is_plain = task.question.isascii() and not set(task.question) & set("<[|")
-            is_plain = is_plain and not task.messages
-            is_short = self.max_prompt is None or len(task.question) + overhead <= self.max_prompt
-            if is_plain and is_short:
-                continue
             try:
-                self.format.prompt_ids(task)
+                if not self._surely_fits(task, overheads):
+                    self.format.prompt_ids(task)
             except DataError as error:
                 bad.append(str(error))
         if bad:
             more = f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
             raise DataError(bad[0] + (more if len(bad) > 1 else ""))
+
+    def _surely_fits(self, task: Task, overheads: dict[tuple[str, ...], int]) -> bool:
+        """Whether a prompt can be made for certain; raises DataError where no text with its roles
+        has one.
+
+        Args:
+            overheads: tokens of the prompt around the texts, by their roles; filled in here.
+        """
+        texts = [one["content"] for one in task.messages] or [task.question]
+        # A plain letter is a token at most, so short plain questions need no encoding: 10,000 tasks
+        # take no time.
+        is_plain = all(text and text.isascii() and not set(text) & set("<[|") for text in texts)
+        if not is_plain or any("tool_calls" in one for one in task.messages):
+            return False
+        roles = tuple(one["role"] for one in task.messages)
+        if roles not in overheads:
+            probe = [{"role": role, "content": "?"} for role in roles]
+            overheads[roles] = len(
+                self.format.prompt_ids(
+                    Task(id=task.id, question="?", reference=(), messages=tuple(probe))
+                )
+            )
+        length = sum(map(len, texts)) + overheads[roles]
+        return self.max_prompt is None or length <= self.max_prompt
 
 
 @dataclass(kw_only=True)
@@ -269,6 +274,23 @@ async def assemble_training(
             learner=learner,
             credit_rule=credit_rule,
         )
+
+
+async def _trial(
+    config: Config, kind: EnvironmentKind | None, toolbox: Toolbox, source: TaskSource
+) -> Trial | None:
+    tasks = source.train_tasks() or source.eval_tasks()
+    if kind is None or not tasks:
+        return None
+    # Its kind alone matters, not the size of the vocabulary.
+    explorer = build_explorer(config.explore, vocab_size=2)
+    return await try_environment(
+        kind,
+        toolbox,
+        tasks[0],
+        branches=explorer.probe_tokens is not None or "graft" in config.explore.explorers,
+        needs_reward=config.reward.funcs == ["environment"],
+    )
 
 
 class _Scenario:

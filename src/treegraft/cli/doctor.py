@@ -28,6 +28,7 @@ from treegraft.settings.config import Config
 
 if TYPE_CHECKING:
     from treegraft.evals.preflight import Sample
+    from treegraft.tools.environments.trial import Trial
 
 REQUIRED = (
     *("torch", "transformers", "safetensors", "gguf", "peft", "datasets", "pydantic", "typer"),
@@ -135,7 +136,12 @@ def services(config: Config) -> Iterator[Finding]:
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
     names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
-    names += [config.credit.rule or "", *config.explore.explorers, *config.track.trackers]
+    names += [
+        config.credit.rule or "",
+        config.environment.kind,
+        *config.explore.explorers,
+        *config.track.trackers,
+    ]
     # As for `plugins`, the working directory counts.
     places = [*sys.path, os.getcwd()]
     for name in names:
@@ -245,11 +251,29 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
         async with assemble_setup(config) as setup:
             preflight = Preflight(setup)
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
+            found.sections["environment"] = list(_tried(await setup.try_environment(), config))
+            if setup.show is not None:
+                first = setup.train_tasks[:1]
+                solved = [
+                    (task, steps) for task in first if (steps := setup.source.expert(task, 0))
+                ]
+                await setup.show(solved)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample()
     except TreegraftError as error:
         found.sections[title] = [Finding("setup", "cannot be made", False, str(error))]
+
+
+def _tried(trial: Trial | None, config: Config) -> Iterator[Finding]:
+    """How an environment begins on the first task, with its tools; nothing without one."""
+    if trial is None:
+        return
+    how = {"fork": "by copies", "replay": "by repeated calls", "none": "no"}[trial.capability]
+    yield Finding("environment", config.environment.kind, note=f"branches: {how}")
+    yield Finding("its tools", ", ".join(trial.tools))
+    yield Finding("it begins with", plain(trial.first, 200) or "no text", note=trial.task_id)
+    yield Finding("reward there", "none" if trial.reward is None else f"{trial.reward:g}")
 
 
 def print_examination(found: Examination) -> None:

@@ -1,5 +1,5 @@
 """The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
-serve | profile | config | doctor`.
+serve | push | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -8,11 +8,12 @@ usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import warnings
-from itertools import groupby
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +24,7 @@ from typer.core import TyperGroup
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
+from treegraft.cli.config import show_config
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
 from treegraft.cli.init import init
@@ -35,6 +37,7 @@ from treegraft.cli.options import (
     say,
     table,
 )
+from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
@@ -169,6 +172,18 @@ def _settings(
     return load_config(recipe, typed)
 
 
+@contextlib.contextmanager
+def _traced(config: Config, recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
+    """Lets errors of data and models say which setting they come from."""
+    from treegraft.settings.load import traced
+
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        said = traced(str(error), config, recipe or "settings", overrides or [])
+        raise type(error)(said) from error
+
+
 app.command()(init)
 
 
@@ -190,7 +205,7 @@ def train(
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with display_on(None) as display:
+    with _traced(config, recipe, overrides), display_on(None) as display:
         run_training(
             config,
             recipe=recipe,
@@ -219,7 +234,7 @@ def sft(
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with display_on(None) as display:
+    with _traced(config, recipe, overrides), display_on(None) as display:
         run_fine_tuning(
             config,
             recipe=recipe,
@@ -230,6 +245,7 @@ def sft(
 
 
 app.command("eval")(evaluate)
+app.command()(push)
 
 
 @app.command()
@@ -364,29 +380,7 @@ def report(
     print(f"{written.page}: {len(written.figures)} figures{names}")
 
 
-@app.command("config")
-def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print all settings of a recipe with their meanings.
-
-    A * marks values that differ from the default.
-    """
-    from treegraft.settings.load import config_json, describe, load_config
-
-    config = load_config(recipe, overrides or [])
-    if as_json:
-        print(config_json(config), end="")
-        return
-    shown = table()
-    shown.add_column("setting", no_wrap=True)
-    shown.add_column("value", overflow="fold", max_width=30)
-    shown.add_column("meaning", style="dim")
-    for _, rows in groupby(describe(config), key=lambda row: row.name.partition(".")[0]):
-        for row in rows:
-            value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-            style, mark = ("", "") if row.is_default else ("bold cyan", " *")
-            shown.add_row(Text(row.name + mark, style), Text(value, style), Text(row.meaning))
-        shown.add_section()
-    Console().print(shown)
+app.command("config")(show_config)
 
 
 @app.command()
@@ -467,7 +461,7 @@ def main() -> None:
     except TreegraftError as error:
         say(f"error: {plain(str(error))}", "red", to_stderr=True)
         sys.exit(exit_code(error))
-    except OSError as error:
+    except (OSError, BaseExceptionGroup) as error:
         if not (fault := storage_fault(error)):
             raise
         say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
