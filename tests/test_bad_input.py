@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 from tests.tiny import tiny, write_recipe
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import DataError, SettingError
 from treegraft.core.types import Status
-from treegraft.runs.record import read_metrics, read_trees
+from treegraft.runs.record import RunFolder, read_metrics, read_trees
 from treegraft.train import RunResult, train
 
 Command = Callable[..., tuple[int, str]]
@@ -247,13 +248,29 @@ def test_every_prompt_is_measured_before_work_starts(
     assert "The same holds for 3 of 14 tasks in all." in text and "rows/3" in text
 
 
+def test_all_turns_of_a_conversation_are_measured(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    system = [{"role": "system", "content": "e1 " * num} for num in (5, 498, 5)]
+    rows = [
+        {"question": [one, {"role": "user", "content": f"r{number} of e1 ?"}], "answer": "e1"}
+        for number, one in enumerate(system * 2)
+    ]
+    text = refused(treegraft, tmp_path, 2, ("the limit is 48",), **data_set(tmp_path, good, rows))
+    assert "The same holds for 2 of 6 tasks in all." in text and "rows/1" in text
+
+
 def test_prompts_are_measured_fast(good: RunResult) -> None:
     from treegraft.assemble import assemble
     from treegraft.core.interrupt import run_to_end
     from treegraft.core.types import Task
     from treegraft.settings.load import load_config
 
-    tasks = [Task(id=str(n), question=f"r1 of e{n} ?", reference=()) for n in range(20_000)]
+    questions = [f"r1 of e{n} ?" for n in range(10_000)]
+    tasks = [Task(id=one, question=one, reference=()) for one in questions]
+    tasks += [
+        replace(task, messages=({"role": "user", "content": task.question},)) for task in tasks
+    ]
 
     async def measure() -> float:
         async with assemble(load_config(good.run_dir / "config.json")) as parts:
@@ -443,3 +460,77 @@ def test_tools_that_raise_hang_flood_or_return_bytes_are_observations(tmp_path: 
     assert (
         run.metrics["rollout/failed_frac"] == 0.0 and run.metrics["tools/search_failure_frac"] > 0
     )
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("run", "part"),
+    [
+        ({"dir": "FILE"}, "is not a folder"),
+        ({"dir": "FILE/below"}, "is not a folder"),
+        ({"name": "x" * 300}, "a name in it has more than"),
+        ({"dir": "/proc/x"}, "could not be made"),
+    ],
+)
+def test_run_folders_that_cannot_be_made(
+    run: dict[str, str], part: str, treegraft: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "FILE").write_text("")
+    run = {name: value.replace("FILE", str(tmp_path / "FILE")) for name, value in run.items()}
+    refused(treegraft, tmp_path, 3, (part, "run.dir"), run=run, warmup={"num_steps": 0})
+
+
+def test_a_lock_that_is_a_folder(treegraft: Command, copy: Path) -> None:
+    (copy / ".lock").unlink()
+    (copy / ".lock").mkdir()
+    code, text = treegraft("train", "--resume", copy)
+    assert code == 3 and "cannot be worked in" in text and ".lock" in text
+
+
+def test_a_leftover_beside_the_checkpoints_is_removed(treegraft: Command, copy: Path) -> None:
+    (copy / "checkpoints" / ".update-000009.aside").mkdir()
+    assert treegraft("train", "--resume", copy)[0] == 0
+    assert sorted(one.name for one in (copy / "checkpoints").iterdir() if one.name[0] == ".") == []
+
+
+def test_checkpoints_that_are_a_file_are_not_a_beginning(treegraft: Command, copy: Path) -> None:
+    shutil.rmtree(copy / "checkpoints")
+    (copy / "checkpoints").write_text("")
+    size = (copy / "metrics.jsonl").stat().st_size
+    code, text = treegraft("train", "--resume", copy)
+    assert code == 3 and "checkpoints is not a folder" in text
+    assert (copy / "metrics.jsonl").stat().st_size == size
+
+
+def test_damaged_metrics_leave_the_folder_to_others(treegraft: Command, copy: Path) -> None:
+    data = (copy / "metrics.jsonl").read_bytes()
+    (copy / "metrics.jsonl").write_bytes(b"\xff" + data[1:])
+    config = json.loads((copy / "config.json").read_text())
+    config["run"]["num_updates"] += 1
+    with pytest.raises(DataError, match="line 1: not a line of metrics"):
+        train(config, resume=copy, accepts_changes=True)
+    folder = RunFolder.open(copy)
+    folder.claim()
+    folder.release()
+    code, text = treegraft("compare", copy)
+    assert code == 2 and "metrics.jsonl', line 1" in text
+
+
+def test_an_unknown_rule_is_refused_with_the_settings(treegraft: Command, tmp_path: Path) -> None:
+    refused(treegraft, tmp_path, 2, ("credit.rule: got 'ranks'",), credit={"rule": "ranks"})
+
+
+class Broken:
+    """An engine whose own code fails."""
+
+    def __init__(self, **_: object) -> None:
+        len(3)  # type: ignore[arg-type]
+
+
+def test_a_fault_in_a_users_constructor_is_told_from_a_wrong_call(
+    treegraft: Command, tmp_path: Path
+) -> None:
+    parts = ("raised TypeError", "test_bad_input.py, line", "mend it there")
+    refused(treegraft, tmp_path, 2, parts, engine={"kind": "tests.test_bad_input:Broken"})

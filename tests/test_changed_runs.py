@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from tests.test_grafted_runs import BOTH
 from tests.tiny import differing, tiny
-from treegraft.cli.display import PlainDisplay
 
 from treegraft.core.errors import CheckpointError, TreegraftError
 from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import Ended
 from treegraft.core.types import Trace
 from treegraft.policy.learn.learner import Learner
+from treegraft.runs.display import PlainDisplay
 from treegraft.runs.record import read_metrics
 from treegraft.traces.buffer import TraceBuffer
 from treegraft.traces.run_buffer import OWN_FILE

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
-from treegraft.core.files import append_line, drop_cut_line, whole_lines
+import pytest
+
+from treegraft.core.files import (
+    append_line,
+    drop_cut_line,
+    file_checksum,
+    parse_json,
+    storage_fault,
+    whole_lines,
+    write_atomically,
+)
 
 
 def test_a_line_that_was_cut_off_is_neither_read_nor_joined(tmp_path: Path) -> None:
@@ -21,3 +35,48 @@ def test_a_line_that_was_cut_off_is_neither_read_nor_joined(tmp_path: Path) -> N
     path.write_bytes(b"cut")
     drop_cut_line(path)
     assert path.read_bytes() == b""
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """Files end at 10 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, full_disk: None) -> None:
+    write_atomically(tmp_path / "whole", "1234567890")
+    append_line(tmp_path / "lines", "1234")
+    with pytest.raises(OSError, match="File too large"):
+        write_atomically(tmp_path / "whole", "12345678901")
+    with pytest.raises(OSError):
+        append_line(tmp_path / "lines", "123456")
+    assert (tmp_path / "whole").read_text() == "1234567890"
+    assert (tmp_path / "lines").read_text() == "1234\n"
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["lines", "whole"]
+
+
+def test_reasons_of_the_system() -> None:
+    text = "No space left on device"
+    assert storage_fault(OSError(errno.ENOSPC, text, "/data/x")) == f"{text}: '/data/x'"
+    assert storage_fault(RuntimeError(f"I/O error: {text} (os error 28)")) == text
+    group = ExceptionGroup("two", [ValueError("x"), OSError(errno.EROFS, "read-only", "b")])
+    assert storage_fault(ExceptionGroup("one", [group])).endswith(": 'b'")
+    for other in (ConnectionResetError(errno.ECONNRESET, "reset"), ValueError("x"), OSError("x")):
+        assert storage_fault(other) == ""
+
+
+def test_json_that_cannot_be_read_is_a_value_error() -> None:
+    assert parse_json(b'{"a": 1}') == {"a": 1}
+    for text in ("[" * 100_000, b"\xff", "", "9" * 5000):
+        with pytest.raises(ValueError):
+            parse_json(text)
+
+
+def test_the_checksum_of_a_beginning(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(os.urandom(3 << 20))
+    (tmp_path / "b").write_bytes((tmp_path / "a").read_bytes()[: (1 << 20) + 5])
+    assert file_checksum(tmp_path / "a", (1 << 20) + 5) == file_checksum(tmp_path / "b")
+    assert file_checksum(tmp_path / "a") == file_checksum(tmp_path / "a", 3 << 20)

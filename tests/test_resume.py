@@ -22,7 +22,7 @@ from tests.tiny_parts import SlowSearch
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import file_checksum
-from treegraft.core.interrupt import OTHERS, Ended, Stop, exit_status, run_to_end
+from treegraft.core.interrupt import OTHERS, Ended, Stop, exit_status, others_as_ctrl_c, run_to_end
 from treegraft.policy import checkpoint as checkpoint_files
 from treegraft.policy.learn.learner import Learner
 from treegraft.runs.checkpoint import latest_checkpoint, read_state
@@ -463,6 +463,15 @@ def test_no_signal_breaks_into_a_save(
     printed = capsys.readouterr().out
     assert "a checkpoint is being written" in printed and "interrupted and saved" in printed
     assert read_state(tmp_path / "a" / "checkpoints" / "update-000001").update == 1
+
+
+def test_a_signal_while_a_command_is_loading_tells_its_number() -> None:
+    with pytest.raises(SystemExit) as ended, others_as_ctrl_c():
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except KeyboardInterrupt as error:  # as Typer does
+            raise SystemExit(130) from error
+    assert exit_status(ended.value) == 128 + signal.SIGUSR1
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

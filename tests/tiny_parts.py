@@ -6,10 +6,14 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from treegraft.core.errors import ToolUnavailable, TreegraftError
 from treegraft.core.interfaces import NoiseKey, Tool, WeightSource
 from treegraft.core.types import Completion, Sampling, Start, Task, Tree
+from treegraft.core.workers import WorkerPool
 from treegraft.explore.independent import Independent
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.settings.tasks import SearchWorldSettings
@@ -38,6 +42,31 @@ class SlowWorld(SearchWorld):
 
     def tools(self) -> Sequence[Tool]:
         return (SlowSearch(WORLD, self._train_world.seed),)
+
+
+class PooledSearch(WorldSearch):
+    """Sends every query through a child process; where that dies, through another one."""
+
+    pool = WorkerPool(
+        Path(__file__).with_name("echo_worker.py"), 1, task="repeats queries", package="json"
+    )
+
+    async def __call__(self, body: str, task: Task) -> str:
+        for _ in range(50):
+            with suppress(TreegraftError):  # killed before it was ready
+                if await asyncio.to_thread(self.pool.ask, body, 10.0) == body:
+                    return await super().__call__(body, task)
+        raise ToolUnavailable("no child process repeats the query")
+
+
+class PooledWorld(SearchWorld):
+    """A search world with that tool."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(WORLD, **kwargs)
+
+    def tools(self) -> Sequence[Tool]:
+        return (PooledSearch(WORLD, self._train_world.seed),)
 
 
 class BadSearch(WorldSearch):

@@ -44,13 +44,16 @@ def storage_fault(error: BaseException) -> str:
     """Returns the reason why a file could not be written or read, such as "No space left on device:
     '/data/x'"; "" for an error of another kind."""
     number, place = None, ""
+    if isinstance(error, BaseExceptionGroup):
+        # Tasks that fail together arrive as a group; the reader wants the cause.
+        return next(filter(None, map(storage_fault, error.exceptions)), "")
     if isinstance(error, OSError):
         number, name = error.errno, error.filename
         place = f": '{os.fsdecode(name)}'" if isinstance(name, str | bytes) else ""
     # Libraries in Rust (safetensors, tokenizers) have the number in their text only.
     elif found := re.search(r"\(os error (\d+)\)", str(error)):
         number = int(found[1])
-    return f"{os.strerror(number)}{place}" if number in _OF_STORAGE else ""
+    return "" if number not in _OF_STORAGE else f"{os.strerror(number or 0)}{place}"
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -83,7 +83,8 @@ def others_as_ctrl_c() -> Iterator[None]:
             return
         got.append(number)
         handler = signal.getsignal(signal.SIGINT)
-        if not callable(handler):
+        # Typer turns an interrupt into an exit, whose cause has to tell the signal.
+        if not callable(handler) or handler is signal.default_int_handler:
             raise Ended(number)
         handler(signal.SIGINT, frame)
 

@@ -13,15 +13,22 @@ its item runs again.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
-from treegraft.core.files import append_line, drop_cut_line, whole_lines, write_atomically
+from treegraft.core.files import (
+    append_line,
+    drop_cut_line,
+    parse_json,
+    storage_fault,
+    whole_lines,
+    write_atomically,
+)
 from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
-from treegraft.runs.record import RunFolder, tree_from_json, tree_to_json
+from treegraft.runs.record import RunFolder, parse_tree, tree_to_json
 from treegraft.settings.config import renamed
 
 FORMAT_VERSION = 1
@@ -60,7 +67,7 @@ class EvalFolder:
         held: dict[str, Any] = {}
         changed: list[str] = []
         # Hidden files, such as a lock, are no evaluation.
-        if path.exists() and any(not one.name.startswith(".") for one in path.iterdir()):
+        if path.is_dir() and any(not one.name.startswith(".") for one in path.iterdir()):
             found = folder.asked()
             before, held = found["asked"], found["sets"]
             changed += [
@@ -82,7 +89,13 @@ class EvalFolder:
                 f" {'; '.join((*changed[:5], *more))}. Numbers of two settings cannot be mixed:"
                 " give the same ones to go on, or name another folder with --into."
             )
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"evaluation '{path}' cannot be made ({storage_fault(error) or error}). Name"
+                " another folder with --into."
+            ) from error
         folder._lock.claim()
         # Only after the lock: another process may be writing that very line.
         for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
@@ -101,7 +114,7 @@ class EvalFolder:
             CheckpointError: the folder is no evaluation.
         """
         try:
-            data = json.loads(self._asked_path.read_text(encoding="utf-8"))
+            data = parse_json(self._asked_path.read_bytes())
             if data["format_version"] != FORMAT_VERSION:
                 raise ValueError(
                     f"format version {data['format_version']}, expected {FORMAT_VERSION}"
@@ -111,8 +124,16 @@ class EvalFolder:
                 for name, value in data["asked"].items()
                 if name not in _UNCOUNTED
             }
-            return {"asked": asked, "sets": dict(data["sets"])}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            sets = {
+                str(name): {
+                    "digest": one["digest"],
+                    "num": int(one["num"]),
+                    "source": one["source"],
+                }
+                for name, one in data["sets"].items()
+            }
+            return {"asked": asked, "sets": sets}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise CheckpointError(
                 f"'{self.path}' is not the folder of an evaluation ({error}); expected one"
                 " that `treegraft eval --suite` made. Name another folder with --into."
@@ -131,17 +152,26 @@ class EvalFolder:
             DataError: a line, other than a last one that was cut off, is not a tree.
         """
         found: dict[str, Tree] = {}
-        for number, line in whole_lines(self.trees_path(name)):
+        path = self.trees_path(name)
+        for number, line in self._lines(path):
             try:
-                tree = tree_from_json(line)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                tree = parse_tree(line.encode("utf-8", "surrogatepass"), f"'{path}', line {number}")
+            except DataError as error:
                 raise DataError(
-                    f"'{self.trees_path(name)}', line {number}: not a recorded tree ({error!r});"
-                    " expected one that this evaluation wrote. Remove the line, and its item runs"
-                    " again."
+                    f"{error}; expected one that this evaluation wrote. Remove the line, and its"
+                    " item runs again."
                 ) from error
             found[tree.task.id] = tree
         return found
+
+    def _lines(self, path: Path) -> Iterator[tuple[int, str]]:
+        try:
+            yield from whole_lines(path)
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"'{path}' could not be read ({storage_fault(error) or error}); put back a copy of"
+                " it, or remove it: its items run again."
+            ) from error
 
     def add_tree(self, name: str, tree: Tree) -> None:
         """Writes a tree; it is on the disk when this returns."""
@@ -151,8 +181,34 @@ class EvalFolder:
 
     def verdicts(self) -> dict[str, str]:
         """Returns the judge's verdicts by key."""
-        rows = [json.loads(line) for _, line in whole_lines(self.judge_path)]
-        return {row["key"]: row["verdict"] for row in rows}
+        found: dict[str, str] = {}
+        for number, line in self._lines(self.judge_path):
+            try:
+                row = parse_json(line)
+                found[str(row["key"])] = str(row["verdict"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"'{self.judge_path}', line {number}: not a verdict ({error!r}). Remove the"
+                    " line, and its answer is judged again."
+                ) from error
+        return found
+
+    def judge_model(self) -> str | None:
+        """Returns the judge that the folder's report was made with; None without one.
+
+        Raises:
+            CheckpointError: the report is damaged.
+        """
+        if not self.report_path.exists():
+            return None
+        try:
+            model: str | None = parse_json(self.report_path.read_bytes()).get("judge_model")
+        except (OSError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"'{self.report_path}' could not be read ({storage_fault(error) or error}). The"
+                " command that made this evaluation writes it again."
+            ) from error
+        return model
 
     def add_verdict(self, row: Mapping[str, str]) -> None:
         """Writes a verdict: "key", "verdict", and question, answer and reply for people."""

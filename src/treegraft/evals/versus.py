@@ -3,7 +3,6 @@ flipped."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -114,9 +113,7 @@ def compare_evaluations(before: Path, after: Path) -> Comparison:
 
 def _verdicts(folder: EvalFolder) -> Verdicts | None:
     """Returns the judge's verdicts that the folder's report was made with."""
-    if not folder.report_path.exists():
-        return None
-    model = json.loads(folder.report_path.read_text(encoding="utf-8")).get("judge_model")
+    model = folder.judge_model()
     return None if model is None else Verdicts(model=model, by_key=folder.verdicts())
 
 

@@ -64,7 +64,7 @@ SAMPLED_COLUMNS: Mapping[str, float] = {
     "ratios": 1.0,
 }
 """Columns written for sampled tokens only, with the value that a tree has for the others."""
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
+DAMAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """Errors that parsing a damaged line may raise."""
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def parse_tree(line: bytes, where: str) -> Tree:
         tree.trajectories()  # every leaf has its path
         return tree
     except DAMAGE as error:
-        raise DataError(f"{where}: not a recorded tree ({error!r})") from error
+        raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
 
 
 def _tree_from_dict(data: dict[str, Any]) -> Tree:
@@ -177,6 +177,10 @@ def _expanded(runs: Sequence[list[int]], kind: Callable[[int], T]) -> tuple[T, .
 
 def _step_from_dict(data: dict[str, Any]) -> Step:
     runs = data.pop("origins")
+    for name, found in (("origins", runs), ("loss_mask", data["loss_mask"])):
+        # Before they are expanded: a damaged count would fill the memory.
+        if sum(count for _, count in found) != len(data["token_ids"]):
+            raise ValueError(f"step '{data['id']}': {name} are not those of its tokens")
     num_sampled = sum(count for origin, count in runs if origin == Origin.POLICY)
     columns: dict[str, tuple[float, ...] | None] = dict.fromkeys(SAMPLED_COLUMNS)
     for name, filler in SAMPLED_COLUMNS.items():
@@ -319,7 +323,7 @@ def read_trajectory(path: Path, place: TreePlace, leaf: int, where: str) -> Traj
             ]
             return _tree_from_dict(data).trajectories()[0]
         except DAMAGE as error:
-            raise DataError(f"{where}: not a recorded tree ({error!r})") from error
+            raise DataError(f"{where}: not a recorded tree ({plain(repr(error), 200)})") from error
 
 
 def read_trees(path: Path | str) -> list[Tree]:

@@ -67,7 +67,7 @@ class Run:
         self.state, self.path = start.state, start.path
         self.display: Display = LastingDisplay(display)
         self.stop = Stop()
-        self.more_beside: Callable[[], Mapping[str, str]] = dict
+        self.more_beside: Callable[[], dict[str, str]] = dict
         """Gives the checksums of what else a resume depends on, see `runs.beside`."""
         self._beside = Beside(start.path)
         self.latest: dict[str, float] = {}

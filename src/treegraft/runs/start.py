@@ -128,6 +128,10 @@ def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = Fals
     """
     own = own_config(run_dir)
     settings = own if config is None else load_config(config)
+    # The folder is named already; a recipe need not repeat what was typed for the first start.
+    if settings.run.name is None:
+        named = settings.run.model_copy(update={"name": own.run.name})
+        settings = settings.model_copy(update={"run": named})
     may_change = settings_with("resumable")
     refused = [one for one in differences(own, settings) if not one.startswith(may_change)]
     if refused:
