@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "docs"
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.M)
+REFERENCE = re.compile(r"\]\(reference\.md#(settings|metrics|commands|names)[\w-]*\)")
 FILES = re.compile(r"(?<=<!-- files -->\n).*?(?=<!-- end of files -->)", re.S)
 
 SETTINGS_HEAD = """# Settings
@@ -52,12 +53,17 @@ failure while working; 2 wrong settings, data, model or usage; 3 unusable checkp
 
 def stage(folder: Path) -> None:
     """Writes what the site's builder reads into `folder`, which is emptied first."""
+    from treegraft import __version__
+
     shutil.rmtree(folder, ignore_errors=True)
     place = folder / "docs"
     shutil.copytree(PAGES, place, ignore=shutil.ignore_patterns("*.py", "*.toml", "__pycache__"))
-    shutil.copy(PAGES / "zensical.toml", folder)
+    site = (PAGES / "zensical.toml").read_text(encoding="utf-8")
+    (folder / "zensical.toml").write_text(site.replace("{version}", __version__), encoding="utf-8")
     for page in place.rglob("*.md"):
-        page.write_text(INCLUDE.sub(included, page.read_text(encoding="utf-8")), encoding="utf-8")
+        text = INCLUDE.sub(included, page.read_text(encoding="utf-8"))
+        # In a clone these links lead to a page that is there.
+        page.write_text(REFERENCE.sub(r"](reference/\1.md)", text), encoding="utf-8")
     (place / "reference").mkdir(exist_ok=True)
     for name, text in references().items():
         (place / "reference" / f"{name}.md").write_text(text, encoding="utf-8")

@@ -174,7 +174,7 @@ def byte_model(folder: Path) -> str:
     """Saves a tiny Llama of random weights with the byte tokenizer, without a chat template;
     returns its folder."""
     tokenizer = byte_tokenizer()
-    shape = {
+    shape: dict[str, Any] = {
         "hidden_size": 16,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
@@ -182,7 +182,11 @@ def byte_model(folder: Path) -> str:
         "intermediate_size": 16,
         "max_position_embeddings": 4096,
     }
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0, "bos_token_id": None}
+    ends: dict[str, Any] = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
     torch.manual_seed(0)
     config = transformers.LlamaConfig(vocab_size=len(tokenizer), **shape, **ends)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)

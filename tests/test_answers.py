@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import io
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from tests.test_format_chat import CALL, TOOLS, ends_of, ids_of, tokenizer_of
 
+from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import SettingError
 from treegraft.core.types import StepContent, Task
 from treegraft.rollout.formats.answers import AnswerRule, last_number
 from treegraft.rollout.formats.build import build_format
 from treegraft.rollout.formats.chat import ChatFormat
+from treegraft.runs.transcript import transcript
 from treegraft.settings.load import load_config
 from treegraft.settings.tasks import FormatSettings
 from treegraft.tasks.scoring import is_correct
@@ -136,6 +141,23 @@ def test_no_text_stops_a_rule(text: str) -> None:
 def test_contradictions_are_refused(settings: dict[str, object], part: str) -> None:
     with pytest.raises(SettingError, match=part):
         load_config({"model": {"path": "a/b"}, "format": settings})
+
+
+@pytest.mark.parametrize(
+    ("answer", "outcome"),
+    [("46", "correct, read as 46"), (None, "wrong, no answer found in it")],
+)
+def test_the_viewer_s_text_says_what_was_read(answer: str | None, outcome: str) -> None:
+    task = Task(id="t", question="?", reference=("46",))
+    form = form_with()
+    (ids, origin), *_ = form.render_step(StepContent(answer="46"))
+    path = [Written(StepContent(answer="So it is 46 dollars."), [(ids, origin)])]
+    tree = tree_of_paths(task, "g", form.prompt_ids(task), [path], answer_of=lambda *_: answer)
+    leaf = replace(tree.leaves[0], reward=1.0, is_correct=answer is not None)
+    (trajectory,) = replace(tree, leaves=(leaf,)).trajectories()
+    printed = io.StringIO()
+    Console(file=printed, width=100).print(transcript(trajectory))
+    assert outcome in printed.getvalue()
 
 
 def test_in_tags_the_answer_is_the_papers() -> None:

@@ -8,12 +8,14 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.tiny import tiny, write_recipe
+from transformers.utils import logging
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import DataError, SettingError
@@ -132,6 +134,50 @@ def test_a_model_folder_without_weights(
     )
 
 
+@pytest.fixture
+def quiet() -> Iterator[None]:
+    """Without transformers' own report, as on the command line."""
+    before = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    yield
+    logging.set_verbosity(before)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_model_folder_with_pickled_weights_of_another_model(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good.checkpoint_dir, tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    torch.save({"other": torch.ones(1)}, folder / "pytorch_model.bin")
+    limits = {"max_completion_tokens": 64}
+    parts = ("model.path", f"model '{folder}'", "its files lack", "weights, such as")
+    refused(treegraft, tmp_path, 2, parts, model={"path": str(folder)}, rollout=limits)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_model_folder_with_another_width(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(good.checkpoint_dir, tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    settings["hidden_size"] *= 2
+    (folder / "config.json").write_text(json.dumps(settings))
+    limits = {"max_completion_tokens": 64}
+    parts = ("model.path", "the weights do not fit the shapes of its config.json")
+    refused(treegraft, tmp_path, 2, parts, model={"path": str(folder)}, rollout=limits)
+
+
+def test_a_recipe_without_a_name_resumes_a_run_whose_name_was_typed(
+    treegraft: Command, tmp_path: Path
+) -> None:
+    settings = tiny(run={"dir": str(tmp_path / "runs"), "num_updates": 0}, eval={"at_start": False})
+    settings["run"].pop("name", None)
+    recipe = write_recipe(tmp_path / "r.json", settings)
+    assert treegraft("train", recipe, "run.name=first")[0] == 0
+    assert treegraft("train", recipe, "--resume", tmp_path / "runs" / "first")[0] == 0
+
+
 def test_a_folder_that_is_no_model(treegraft: Command, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     refused(
@@ -247,13 +293,29 @@ def test_every_prompt_is_measured_before_work_starts(
     assert "The same holds for 3 of 14 tasks in all." in text and "rows/3" in text
 
 
+def test_all_turns_of_a_conversation_are_measured(
+    treegraft: Command, good: RunResult, tmp_path: Path
+) -> None:
+    system = [{"role": "system", "content": "e1 " * num} for num in (5, 498, 5)]
+    rows = [
+        {"question": [one, {"role": "user", "content": f"r{number} of e1 ?"}], "answer": "e1"}
+        for number, one in enumerate(system * 2)
+    ]
+    text = refused(treegraft, tmp_path, 2, ("the limit is 48",), **data_set(tmp_path, good, rows))
+    assert "The same holds for 2 of 6 tasks in all." in text and "rows/1" in text
+
+
 def test_prompts_are_measured_fast(good: RunResult) -> None:
     from treegraft.assemble import assemble
     from treegraft.core.interrupt import run_to_end
     from treegraft.core.types import Task
     from treegraft.settings.load import load_config
 
-    tasks = [Task(id=str(n), question=f"r1 of e{n} ?", reference=()) for n in range(20_000)]
+    questions = [f"r1 of e{n} ?" for n in range(10_000)]
+    tasks = [Task(id=one, question=one, reference=()) for one in questions]
+    tasks += [
+        replace(task, messages=({"role": "user", "content": task.question},)) for task in tasks
+    ]
 
     async def measure() -> float:
         async with assemble(load_config(good.run_dir / "config.json")) as parts:

@@ -119,6 +119,15 @@ def test_addresses_that_are_public(address: str) -> None:
     assert is_public(address)
 
 
+@given(st.ip_addresses())
+def test_public_addresses_are_a_part_of_what_python_calls_global(ip: Any) -> None:
+    """Whatever its release: the tables of `ipaddress` grow, and ours refuse more."""
+    assert not is_public(str(ip)) or (ip.is_global and not ip.is_multicast)
+    if ip.version == 4:
+        for embedded in (f"::ffff:{ip}", f"::{ip}", f"64:ff9b::{ip}", f"::ffff:0:{ip}"):
+            assert not is_public(embedded)
+
+
 def test_private_addresses_are_refused_however_they_are_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -4,6 +4,7 @@ recorders."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import types
@@ -17,6 +18,7 @@ from tests.test_terminal import example_tree
 
 from treegraft.cli import main as cli
 from treegraft.core.errors import CheckpointError, DataError, EngineError, ModelError, SettingError
+from treegraft.settings.config import known_settings
 from treegraft.settings.load import load_config
 
 Run = Callable[..., int]
@@ -255,16 +257,50 @@ def test_config_explains_every_setting(
 ) -> None:
     assert treegraft("config", recipe, "learn.lr=1e-5") == 0
     printed = capsys.readouterr().out
-    assert (
-        "run.seed *" in printed
-        and "learn.lr *" in printed
-        and "1e-05" in printed
-        and "run.dir *" not in printed
-    )
+    assert "learn.lr = 1e-05 *\n    Peak learning rate" in printed
+    assert re.search(r"^run.seed = \d+ \*$", printed, re.M) and 'run.dir = "runs"\n' in printed
     assert treegraft("config", recipe, "learn.lr=1e-5", "--json") == 0
     assert load_config(json.loads(capsys.readouterr().out)) == load_config(
         recipe, ["learn.lr=1e-5"]
     )
+
+
+def test_config_prints_defaults_and_chosen_settings(
+    treegraft: Run,
+    recipe: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def names(*words: object) -> list[str]:
+        assert treegraft("config", *words) == 0
+        printed = capsys.readouterr().out
+        assert all(len(line) <= 80 for line in printed.splitlines() if line.startswith(" "))
+        return re.findall(r"^([a-z_.]+) = ", printed, re.M)
+
+    assert names() == list(known_settings())
+    learn = [name for name in known_settings() if name.startswith("learn.")]
+    assert names("learn") == names(recipe, "learn.") == learn
+    assert names("run.seed", "top_p", "checkpoint") == [
+        *("run.seed", "eval.top_p", "checkpoint.every", "checkpoint.keep")
+    ]
+    assert treegraft("config", "warmup.graft_prob", "run.name", "eval.greedy") == 0
+    printed = capsys.readouterr().out
+    assert "run.name = none\n" in printed and "eval.greedy = true\n" in printed
+    assert treegraft("config", "lern") == 2
+    assert "Did you mean 'learn'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["demo", "smollm2_search", "toolstar"])
+def test_config_prints_a_recipe_that_loads_back_equal(
+    treegraft: Run, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    odd = 'format.system_prompt="a \\"b\\" \\u007f\\n[c]"'
+    assert treegraft("config", name, odd, "--toml") == 0
+    written = tmp_path / "whole.toml"
+    written.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert load_config(written) == load_config(name, [odd])
 
 
 def test_compare_shows_runs_side_by_side(
@@ -314,3 +350,48 @@ def test_an_empty_question_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="question: got an empty text"):
         answer_question(tmp_path / "nothing", "  ")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("train de", ["demo"]),
+        ("config smollm2_a", ["smollm2_arithmetic"]),
+        ("train demo learn.max_g", ["learn.max_grad_norm="]),
+        ("train demo max_grad", ["max_grad_norm="]),
+        ("train --resume runs/f", ["runs/first"]),
+        ("train mi", ["mine.toml", "mixed/"]),
+        ("prof", ["profile"]),
+    ],
+)
+def test_the_shell_completes(
+    typed: str,
+    offered: list[str],
+    treegraft: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the protocol that the scripts of --install-completion speak."""
+    for folder in ("runs/first", "mixed"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "mine.toml").touch()
+    monkeypatch.chdir(tmp_path)
+    words = f"treegraft {typed}"
+    # The program's name is that of the command, not of pytest.
+    monkeypatch.setattr(sys.modules["__main__"], "__package__", None)
+    monkeypatch.setenv("_TREEGRAFT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
+    treegraft()
+    assert capsys.readouterr().out.split() == offered
+
+
+def test_an_unknown_command_leads_to_a_known_one(
+    treegraft: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert treegraft("bench", "engine") == 2
+    assert "python -m benchmarks.speed engine" in capsys.readouterr().err
+    assert treegraft("trian", "demo") == 2
+    assert "there is no command 'trian'" in (said := capsys.readouterr().err)
+    assert said.rstrip().endswith("Did you mean 'train'?")

@@ -19,7 +19,7 @@ from treegraft.settings.config import (
     settings_with,
     tables_and_settings,
 )
-from treegraft.settings.load import config_json, describe, load_config, refuse_ignored
+from treegraft.settings.load import config_json, describe, load_config, refuse_ignored, traced
 from treegraft.settings.policy import LearnSettings
 from treegraft.settings.table import Condition, setting, value_of
 
@@ -374,6 +374,73 @@ def test_evaluation_refuses_what_only_training_uses() -> None:
     for override in ("learn.lr=1", "explore.num_leaves=3", "run.num_updates=3", "eval.every=3"):
         with pytest.raises(SettingError, match="no effect"):
             refuse_ignored([override], "eval")
+
+
+def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[explore]\nnum_leaves = 300\n")
+    assert refused(recipe).startswith(f"{recipe}: explore.num_leaves: got 300")
+    recipe.write_text("")
+    for override, part in (
+        ("num_leaves=300", "explore.num_leaves: got 300, expected at most engine.max_rows"),
+        ("run.name=a/b", "run.name: got 'a/b'"),
+        ("engine.kind=vllm", "engine.kind: got 'vllm'"),
+        ("max_agent_steps=9", ""),
+        ("rollout.max_completion_tokens=1000", "expected less than model.tiny.max_context"),
+        ("explore.explorers=graft", 'Write explore.explorers = ["graft"]; in a shell'),
+        ("tools.use=[python,search]", 'Write tools.use = ["python", "search"]'),
+    ):
+        if part:
+            message = refused(recipe, override)
+            assert message.startswith("command line: ") and part in message
+        else:
+            load_config(recipe, [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("run.seed=" + "9" * 5000, "64 bits"),
+        (f"run.seed={2**70}", "'run.seed' is an integer of more than 64 bits"),
+        ("run.seed=0x" + "f" * 5000, "64 bits"),
+        ("explore.explorers=" + "[" * 5000, "explore.explorers"),
+        ("tools.use=" + "[" * 40 + "]" * 40, "nested more than 16 deep"),
+        ("run.name=" + "x" * 300, "at most 200 bytes"),
+        ("run.name=a\nb", "on one line"),
+        ("run.name=\u202egnp.exe", "printable"),
+        ("run.name=\udc80", "'run.name' is '\\udc80', which is not valid text"),
+        ("model.tiny.hidden_size=100000000", "model.path"),
+        (f"tasks.num_train={10**12}", "at most 1,000,000"),
+        (f"run.num_threads={10**9}", "1024"),
+        ("a" + ".b" * 5000 + "=1", "is not an override"),
+    ],
+)
+def test_values_that_no_run_can_have(override: str, part: str) -> None:
+    message = refused({}, override)
+    assert part in message and len(message) < 1500
+
+
+def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "r.toml"
+    path.write_bytes(b"\xef\xbb\xbf[run]\r\nseed = 3\r\n")
+    assert load_config(path).run.seed == 3  # as Windows' editors write it
+    path.write_text("x = " + "[" * 100_000)
+    assert "nested too deeply" in refused(path)
+    path.write_text("run.seed = " + "9" * 5000)
+    assert "too many digits" in refused(path)
+    path.write_text("# " + "x" * 1_000_000)
+    assert "expected at most 1,000,000" in refused(path)
+    assert "not a regular file" in refused("/dev/zero")
+    assert "cannot be read" in refused("x" * 5000 + ".toml")
+
+
+def test_errors_of_data_and_models_are_traced_to_their_setting() -> None:
+    config = load_config({"model": {"path": "/no/x"}})
+    message = "model '/no/x': there is no such folder"
+    assert traced(message, config, "r.toml", []) == f"r.toml: model.path: {message}"
+    typed = traced(message, config, "r.toml", ["model.path=/no/x"])
+    assert typed == f"command line: model.path: {message}"
+    assert traced("another 'thing'", config, "r.toml", []) == "another 'thing'"
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@ compared."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import os
 import signal
@@ -45,8 +47,12 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def test_the_papers_sets_by_name() -> None:
-    assert len(GROUPS["arpo"]) == 13 and len(GROUPS["rapo"]) == 14 == len(SETS)
-    assert set(GROUPS["rapo"]) == set(SETS) and set(GROUPS["arpo"]) < set(SETS)
+    assert len(GROUPS["arpo"]) == 13 == len(GROUPS["rapo"])
+    assert set(GROUPS["arpo"]) | set(GROUPS["rapo"]) == set(SETS)
+    # The 14 of RAPO's tables: WebWalkerQA stands in two of them.
+    parts = (*GROUPS["computation"], *GROUPS["rapo-knowledge"], *GROUPS["rapo-web"])
+    assert len(parts) == 14 and set(parts) == set(GROUPS["rapo"])
+    assert set(GROUPS["rapo-web"]) == {"simpleqa", "gaia", "webwalker", "browsecomp"}
     assert parse_names("gsm8k, web,gsm8k=a.jsonl") == {"gsm8k": "a.jsonl"} | dict.fromkeys(
         GROUPS["web"]
     )
@@ -109,6 +115,34 @@ def test_rules_of_the_sets(
 ) -> None:
     (task,) = read_set(name, write(tmp_path / "rows.jsonl", row)).tasks
     assert task == Task(id=f"{name}/0", question="q", reference=reference, category=level)
+
+
+def encrypted(text: str, password: str) -> str:
+    key = hashlib.sha256(password.encode()).digest()
+    data = text.encode()
+    stream = (key * (len(data) // len(key) + 1))[: len(data)]
+    return base64.b64encode(bytes(a ^ b for a, b in zip(data, stream, strict=True))).decode()
+
+
+def test_browsecomp_is_decrypted(tmp_path: Path) -> None:
+    question = "Which river, of the three that meet at Passau, is the coldest in August? " * 2
+    rows = [
+        {
+            "problem": encrypted(question, "one"),
+            "answer": encrypted("Inn (é)", "one"),
+            "problem_topic": "Geography",
+            "canary": "one",
+        },
+        {"problem": "plain?", "answer": "yes", "problem_topic": "Other"},
+        {"problem": "not base64!", "answer": "x", "canary": "two"},
+        {"problem": encrypted("a" * 40, "one"), "answer": encrypted("b", "one"), "canary": "two"},
+    ]
+    found = read_set("browsecomp", write(tmp_path / "browsecomp.jsonl", *rows))
+    assert [(task.question, task.reference, task.category) for task in found.tasks] == [
+        (question, ("Inn (é)",), "Geography"),
+        ("plain?", ("yes",), "Other"),
+    ]
+    assert any("cannot be decrypted" in note for note in found.notes)
 
 
 def test_rows_of_no_use_are_left_out_and_told(tmp_path: Path) -> None:
@@ -444,8 +478,8 @@ def test_folders_of_something_else_are_left_alone(tmp_path: Path) -> None:
 def test_several_samples_need_a_temperature() -> None:
     with pytest.raises(SettingError, match="would give the same trajectory 4 times"):
         SuitePlan(suite="gsm8k", num_samples=4, temperature=0.0).settled_temperature(1.0)
-    assert SuitePlan(suite="gsm8k").settled_temperature() == 0.0
-    assert SuitePlan(suite="gsm8k", num_samples=4).settled_temperature() == 1.0
+    assert SuitePlan(suite="gsm8k").settled_temperature(1.0) == 0.0
+    assert SuitePlan(suite="gsm8k", num_samples=4).settled_temperature(1.0) == 1.0
 
 
 # ---------------------------------------------------------------------- with a judge

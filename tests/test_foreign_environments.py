@@ -4,6 +4,7 @@ Python, neither with a parent of ours."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,19 @@ import pytest
 from tests.tiny import tiny
 
 from treegraft.assemble import assemble
+from treegraft.cli.doctor import examine
+from treegraft.core.demonstration import Demonstration
 from treegraft.core.errors import DataError, SettingError, ToolError, ToolUnavailable
+from treegraft.core.finding import Finding
 from treegraft.core.text import as_text
 from treegraft.core.types import Observation, StepContent, Task, ToolCall, Tree
 from treegraft.policy.engine.scripted import ScriptedEngine
 from treegraft.policy.learn.sft import Demonstrations
+from treegraft.policy.tiny import build_word_tokenizer
+from treegraft.rollout.formats.tags import TagsFormat
 from treegraft.runs.record import read_metrics, read_trees
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import WarmupSettings
 from treegraft.settings.tools import EnvironmentSettings
 from treegraft.tasks.open import OpenTasks
 from treegraft.tools.environments.own import OVER, ClassEnvironments
@@ -290,6 +297,14 @@ class Drifting(Walks):
         return (*steps, last)
 
 
+class Late(Walks):
+    """Its expert goes on after the end."""
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        *steps, last = super().expert(task, seed) or ()
+        return (*steps, StepContent(calls=(ToolCall("step", "1"),)), last)
+
+
 class Forgotten(Walks):
     """Has an expert, but no tasks to warm up on."""
 
@@ -472,3 +487,128 @@ def test_what_would_fail_later_is_named_before_the_run(
     with pytest.raises((DataError, SettingError), match=part):
         walk(tmp_path, "refused", [changes.pop("explorers", "independent")], **changes)
     assert not (tmp_path / "refused").exists()
+
+
+# ---------------------------------------------------------------------- the stateful interface
+
+
+class Filing(Walks):
+    """Asks for a file; the expert writes it, and hands it in."""
+
+    def _tasks(self, name: str, num: int) -> list[Task]:
+        return [
+            Task(id=f"{name}/{n}", question="file ?", reference=(), columns={"wanted": "ab"[n % 2]})
+            for n in range(num)
+        ]
+
+    def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+        name = task.columns["wanted"]
+        calls = [ToolCall("write", f'{{"name": "{name}" }}'), ToolCall("list_files", "")]
+        steps = [StepContent(calls=(call,)) for call in (*calls, ToolCall("submit", ""))]
+        return (*steps, StepContent(answer="done"))
+
+    def vocabulary(self) -> Sequence[str]:
+        words = '{"wanted": ["a"]} ["b"]} ["a"] ["b"] [] {"name": "a" "b" received file ? done'
+        return [*words.split(), '["a",', '"b"]', '["a"]', "["]
+
+
+def make_clerk(*, tokenizer: Any, **_: Any) -> ScriptedEngine:
+    """Agents that list the files, write "a", list them again, and hand them in."""
+    write = '<write> {"name": "a" } </write>'
+    plan = ["<list_files> </list_files>", write, "<list_files> </list_files>", "<submit> </submit>"]
+
+    def agent(path: str) -> str:
+        num = path.count("</result>")
+        is_over = "over;" in path.rpartition("<result>")[2]
+        return "<answer> \\boxed{ done } </answer>" if is_over or num > 3 else plan[num]
+
+    return ScriptedEngine(agent, tokenizer, entropy=lambda path: float(path.count("</result>")))
+
+
+def files_outside(path: Any) -> tuple[list[str], float]:
+    """A trajectory's calls made anew on a plain object."""
+    world, told = Files(), []
+    world.reset(**path.task.columns)
+    for call in (call for content in path.contents for call in content.calls):
+        if world.done:
+            told.append(OVER)
+        elif call.name == "write":
+            world.writeFile(**json.loads(call.body))
+            told.append("")
+        elif call.name == "list_files":
+            told.append(json.dumps(world.listFiles()))
+        else:
+            told.append(f"{world.submit()}\n[{OVER}]")
+    return told, world.get_reward()
+
+
+@pytest.mark.parametrize(
+    ("explorer", "capability"),
+    [("independent", "fork"), ("entropy", "fork"), ("entropy", "replay"), ("graft", "replay")],
+)
+def test_a_stateful_interface_in_whole_runs(tmp_path: Path, explorer: str, capability: str) -> None:
+    folder = walk(
+        tmp_path,
+        explorer,
+        [explorer],
+        tasks={"kind": f"{HERE}:Filing"},
+        environment={"kind": f"{HERE}:Files", "tools": [], "capability": capability},
+        engine={"kind": f"{HERE}:make_clerk"},
+    )
+    num = 0
+    for tree in read_trees(folder):
+        for path in tree.trajectories():
+            told, reward = files_outside(path)
+            assert [one.text for step in path.contents for one in step.observations] == told
+            assert path.reward == reward
+            num += len(told)
+    assert num > 30
+    key = {"independent": "rollout/num_tool_calls", "entropy": "branch/num_branches"}
+    assert read_metrics(folder)[-1][key.get(explorer, "graft/num_grafts")] > 0
+
+
+def test_the_expert_is_asked_once_for_each_task() -> None:
+    asked = []
+
+    class Asked(Walks):
+        def expert(self, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+            asked.append(task.id)
+            return super().expert(task, seed)
+
+    async def show(demonstrations: Sequence[Demonstration]) -> list[Demonstration]:
+        return [(task.asking("shown"), steps) for task, steps in demonstrations]
+
+    tools = kind_of(Corridor, tools=["step"]).tools
+    words = build_word_tokenizer(["go", "done", "1", "<step>", "</step>"])
+    form = TagsFormat(words, tools, require_think=False)
+    source, settings = Asked(seed=0, num_train=1, num_eval=1), WarmupSettings(batch_size=4)
+    for given in (show, None):
+        asked.clear()
+        shown = Demonstrations(source, form, settings, 0, given)
+        asked.clear()
+        for step in range(3):
+            asyncio.run(shown.prepare(step))
+            questions = {tree.task.question for tree in shown.batch(step)}
+            assert questions == {"shown" if given else "go ?"}
+        # Without an environment the check of the first task has asked for it already.
+        assert asked == [f"warmup/{n}" for n in range(0 if given else 1, 4)]
+
+
+def test_doctor_tries_the_environment(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(
+        f'[tasks]\nkind = "{HERE}:Walks"\n[model]\npath = "tiny"\n[explore]\n'
+        f'explorers = ["entropy"]\n[environment]\nkind = "{HERE}:Corridor"\ntools = ["go=step"]\n'
+        'capability = "replay"\n',
+        encoding="utf-8",
+    )
+
+    def found(*overrides: str) -> dict[str, Finding]:
+        config = load_config(tmp_path / "recipe.toml", overrides)
+        return {one.name: one for one in examine(config).sections["environment"]}
+
+    told = found("environment.tools=['step']")
+    assert [one.value for one in told.values()] == [f"{HERE}:Corridor", "step", "field 0", "0"]
+    told = found(f"tasks.kind={HERE}:Late", "environment.tools=['step']")
+    assert "call 2 of 2, step '1', gave 'the episode is over" in told["environment"].note
+    told = found(f"environment.kind={HERE}:Fallen", "environment.tools=['step']")
+    assert not told["environment"].is_good and "no world today" in told["environment"].note

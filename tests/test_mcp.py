@@ -9,14 +9,17 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mcp_hostile import GOOD, OVER_HTTP, WAYS
 from treegraft.core.errors import SettingError, ToolUnavailable
 from treegraft.core.interfaces import Capability, Tool
 from treegraft.core.types import Observation, Task, ToolCall
@@ -32,6 +35,7 @@ from treegraft.tools.toolbox import Toolbox
 pytest.importorskip("mcp", reason="the extra 'mcp' is not installed")
 
 SCRIPT = str(Path(__file__).with_name("mcp_server.py"))
+HOSTILE = str(Path(__file__).with_name("mcp_hostile.py"))
 TASK = Task(id="t/1", question="?", reference=())
 STARTED_S = 300.0
 """A busy machine may take long to import the SDK."""
@@ -58,13 +62,14 @@ def is_alive(pid: int) -> bool:
     return "Z" not in Path(f"/proc/{pid}/stat").read_text().split(")")[-1].split()[0]
 
 
-@pytest.fixture(scope="module")
-def http_server() -> Iterator[str]:
+@contextmanager
+def over_http(script: str) -> Iterator[str]:
+    """A server at a free port of loopback, once it listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [sys.executable, script, str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         deadline = time.monotonic() + STARTED_S
@@ -77,6 +82,12 @@ def http_server() -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.fixture(scope="module")
+def http_server() -> Iterator[str]:
+    with over_http(SCRIPT) as url:
+        yield url
 
 
 async def ask(toolbox: Toolbox, *calls: tuple[str, str]) -> list[Observation]:
@@ -173,6 +184,114 @@ def test_a_url(http_server: str) -> None:
         check_answers(tools)
     finally:
         asyncio.run(toolbox_of(tools).close())
+
+
+def check_hostile(settings: McpSettings, ways: Mapping[str, str], folder: Path) -> None:
+    """Every bad answer is an observation at once, and the connection goes on: in a process of its
+    own, whose memory is measured and whose standard error stays empty."""
+    code = (
+        "import asyncio, resource, sys, time\n"
+        "from test_mcp import *\n"
+        "settings = McpSettings.model_validate_json(sys.argv[1])\n"
+        "tools = build_tools(ToolsSettings(mcp=[settings]), ())\n"
+        "toolbox = toolbox_of(tools)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "pids = set()\n"
+        "async def run():\n"
+        "    for name in toolbox.tools:\n"
+        "        began = time.monotonic()\n"
+        "        (found,) = await ask(toolbox, (name, '{}'))\n"
+        "        took = time.monotonic() - began\n"
+        "        (good,) = await ask(toolbox, ('good', '{}'))\n"
+        "        pids.add(good.text)\n"
+        "        print(name, found.is_error, took < 20, ' '.join(found.text.split()))\n"
+        "    await toolbox.close()\n"
+        "asyncio.run(run())\n"
+        "grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before\n"
+        "print('end', len(pids), grown < 64 * 1024, sorted(pids))\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", code, settings.model_dump_json()],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=folder,
+        timeout=STARTED_S,
+    )
+    assert done.stderr == ""
+    *told, end = done.stdout.splitlines()
+    assert [line.split()[0] for line in told] == list(ways)
+    for line, (name, expected) in zip(told, ways.items(), strict=True):
+        assert line.startswith(f"{name} {expected != GOOD} True ") and expected in line
+    assert end.startswith("end 1 True ['good ")
+
+
+def test_bad_answers_of_a_command_cost_one_call_each(tmp_path: Path) -> None:
+    command = [sys.executable, HOSTILE]
+    settings = McpSettings(name="bad", command=command, max_answer_mb=1, max_restarts=0)
+    check_hostile(settings.model_copy(update={"start_timeout_s": STARTED_S}), WAYS, tmp_path)
+
+
+def test_bad_answers_over_http_cost_one_call_each(tmp_path: Path) -> None:
+    with over_http(HOSTILE) as url:
+        settings = McpSettings(name="bad", url=url, max_answer_mb=1, max_restarts=0)
+        check_hostile(
+            settings.model_copy(update={"start_timeout_s": STARTED_S}), OVER_HTTP, tmp_path
+        )
+
+
+def test_a_bad_answer_fails_its_own_call_and_no_other() -> None:
+    """While others wait for theirs; several at once of each kind."""
+    settings = McpSettings(
+        name="bad",
+        command=[sys.executable, HOSTILE],
+        max_answer_mb=1,
+        start_timeout_s=STARTED_S,
+        max_restarts=0,
+    )
+    tools = build_tools(ToolsSettings(mcp=[settings]), ())
+
+    async def talk() -> list[Observation]:
+        toolbox = toolbox_of(tools)
+        names = ["good", "huge", "good", "surrogates", "good", "id_last", "good"]
+        seen = await asyncio.gather(*(toolbox.call(ToolCall(name, "{}"), TASK) for name in names))
+        await toolbox.close()
+        return seen
+
+    seen = asyncio.run(talk())
+    assert [one.is_error for one in seen] == [False, True] * 3 + [False]
+
+
+def test_a_storm_of_restarts_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """A server that lists its tools once and then never starts again."""
+    flag = (
+        "import os, runpy, sys; sys.argv = sys.argv[1:]; path = sys.argv.pop()\n"
+        "if os.path.exists(path): sys.exit('not again')\n"
+        "open(path, 'w').close(); runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        settings = McpSettings(
+            name="once",
+            command=[sys.executable, "-c", flag, SCRIPT, f"{folder}/started"],
+            start_timeout_s=STARTED_S,
+            max_restarts=3,
+        )
+        tools = build_tools(ToolsSettings(mcp=[settings]), ())
+
+        async def talk() -> None:
+            toolbox = toolbox_of(tools)
+            (crashed,) = await ask(toolbox, ("crash", ""))
+            assert crashed.is_error
+            with pytest.raises(ToolUnavailable, match="'once' has ended: "):
+                await toolbox.call(ToolCall("about", ""), TASK)
+            await toolbox.close()
+
+        with caplog.at_level(logging.WARNING, logger="treegraft.tools.mcp"):
+            asyncio.run(talk())
+    told = [one.getMessage() for one in caplog.records if one.name == "treegraft.tools.mcp"]
+    assert len(told) == 4 and "stays so after 3 restarts" in told[-1]
+    assert "its last line on stderr: not again" in told[1]
 
 
 def test_a_crash_is_reported_and_the_server_started_again(caplog: pytest.LogCaptureFixture) -> None:

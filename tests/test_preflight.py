@@ -154,7 +154,7 @@ def test_train_says_it_before_anything_else(recipe: dict[str, Any]) -> None:
     told = Told()
     recipe["reward"] = {"funcs": ["tests.test_preflight:nothing"]}
     recipe["eval"] = {"at_start": False, "at_end": False}
-    train(load_config(recipe), display=told)  # type: ignore[arg-type]
+    train(load_config(recipe), display=told)
     said = "\n".join(told.lines)
     assert "Treegraft's own template 'plain' takes its place" in said
     assert "no more than a wrong answer" in said

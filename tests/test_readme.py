@@ -11,17 +11,19 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.pages import PAGES, README, ROOT, commands, file_name, runnable
+from tests.pages import DOCS, PAGES, README, ROOT, commands, file_name, runnable
 
 from treegraft.core.errors import SettingError
 from treegraft.runs.metrics import find_meaning
 from treegraft.runs.record import read_trees
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.table import value_of
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.rewards import build_rewards, check_rewards
 from treegraft.tools.build import build_tools
@@ -57,15 +59,17 @@ def test_section_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    recipes = []
+    recipes: list[str] = []
+    # As in a notebook, a block goes on from those before it.
+    names: dict[str, Any] = {}
     for language, block in runnable()[place]:
         name = file_name(block)
         if name is not None:
             (tmp_path / name).write_text(block, encoding="utf-8")
             recipes += [name] if language == "toml" else []
         else:
-            exec(compile(block, place, "exec"), {})
-            assert "runs/" in capsys.readouterr().out
+            exec(compile(block, place, "exec"), names)
+            assert capsys.readouterr().out.strip()
     for recipe in recipes:
         config = load_config(recipe)
         skip_without_sandbox(config)
@@ -163,6 +167,24 @@ def test_metrics_named_on_the_pages_exist() -> None:
     assert len(named) > 20 and {key for key in named if find_meaning(key) is None} == set()
 
 
+def test_settings_by_task_are_taken() -> None:
+    """The examples of a row are settings that exist with values that they take, and have an
+    effect."""
+    rows = [
+        re.findall(r"`(\w+(?:\.\w+)+)=([^`]+)`", line)
+        for line in PAGES["by-task.md"].splitlines()
+        if line.startswith("| ")
+    ]
+    rows = [row for row in rows if row]
+    assert len(rows) > 15
+    for row in rows:
+        config = load_config(
+            {"model": {"path": "owner/name"}}, [f"{name}={value}" for name, value in row]
+        )
+        for name, value in row:
+            assert value_of(config, name) == tomllib.loads(f"value = {value}")["value"], name
+
+
 def test_recipes_of_the_table_exist() -> None:
     listed = set(re.findall(r"^\| `(\w+\.toml)` \|", ALL, re.M))
     assert listed == {path.name for path in (ROOT / "recipes").glob("*.toml")}
@@ -254,7 +276,7 @@ def test_benchmarks_named_on_the_pages_exist() -> None:
     assert named and named <= set(BENCHES)
 
 
-def test_links_of_the_readme_lead_somewhere() -> None:
-    for name in (README, ROOT / "CONTRIBUTING.md"):
+def test_links_lead_somewhere_in_a_clone() -> None:
+    for name in (README, ROOT / "CONTRIBUTING.md", *DOCS):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", name.read_text(encoding="utf-8")):
-            assert "://" in target or (ROOT / target).exists(), f"{name.name}: {target}"
+            assert "://" in target or (name.parent / target).exists(), f"{name.name}: {target}"

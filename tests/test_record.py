@@ -32,6 +32,7 @@ from treegraft.runs.record import (
     tree_to_json,
     write_trees,
 )
+from treegraft.runs.start import find_checkpoint
 
 TREE = build_tree(Part.of("pp", Part.of("sst", Part("s", reward=1.0)), Part("Ss")))
 
@@ -199,3 +200,24 @@ def test_observations_of_0_6_are_read_and_hashes_stay() -> None:
     step = StepContent(calls=(ToolCall("search", "e9 r2"),), observations=(seen,))
     trace = Trace("r5 of r2 of e9 ?", step, 1.0, "expert", "t", 0, False)
     assert trace.content_hash == "486483c8d6affe7c3139eedd6ac1cd03"
+
+
+def test_a_missing_run_leads_to_those_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"no such folder.*e\.g\. runs/NAME\.$"):
+        RunFolder.open(Path("runs/first"))
+    for name in ("first", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "metrics.jsonl").touch()
+    for place in ("runs/frist", "frist"):
+        with pytest.raises(CheckpointError, match=r"Did you mean 'runs/first'\?$"):
+            RunFolder.open(Path(place))
+        with pytest.raises(CheckpointError, match=r"no such folder.*Did you mean 'runs/first'\?$"):
+            find_checkpoint(place)
+    with pytest.raises(CheckpointError, match=r"There are runs/\w+, runs/\w+\.$"):
+        RunFolder.open(Path("zzzzzzzzzzzz"))
+    for recipe in ("recipes/demo.toml", "demo"):
+        with pytest.raises(CheckpointError, match=f"eval CHECKPOINT --recipe {recipe}"):
+            find_checkpoint(recipe)

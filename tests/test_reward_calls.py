@@ -276,7 +276,9 @@ def test_without_verls_layout_the_reference_is_the_ground_truth() -> None:
     grow("chat", ["42"], mine, replace(TASK, columns={}))
     grow("chat", ["42"], mine, replace(TASK, columns={}, reference=("42", "forty-two")))
     grow("chat", ["42"], mine, replace(TASK, columns={"ground_truth": 42}))
-    assert truths == ["42", ["42", "forty-two"], 42]
+    both = {"reward_model": {"ground_truth": "theirs"}, "ground_truth": 42}
+    grow("chat", ["42"], mine, replace(TASK, columns=both))
+    assert truths == ["42", ["42", "forty-two"], 42, "theirs"]
 
 
 def of_trl(function: str, completions: Any, columns: dict[str, Any]) -> list[float]:

@@ -396,6 +396,32 @@ def test_neither_root_nor_an_ordinary_user_shows_a_home_that_holds_python(
     assert done.stdout == f"{user} value []\n42 {len(QUICK)} s3cret ['secret']\n", done.stderr
 
 
+@needs_bwrap
+@pytest.mark.parametrize("user", [0, 12_345] if os.geteuid() == 0 else [os.geteuid()])
+def test_the_systems_own_python_will_do(user: int, home: Path) -> None:
+    """Whose folder is the system's, and is shown with it."""
+    python = Path(f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}")
+    if not python.exists():
+        pytest.skip(f"there is no {python}")
+    code = (
+        "from treegraft.tools.python.bwrap import Sandbox, SandboxLimits\n"
+        "box = Sandbox(SandboxLimits(max_duration_s=9, max_memory_mb=64, max_files_mb=1,"
+        " max_threads=4, max_output_chars=99), packages=())\n"
+        "print(box.run('import sys, ssl, sqlite3; sys.prefix').text)"
+    )
+    as_user: dict[str, Any] = {"user": user, "group": user, "extra_groups": []}
+    done = subprocess.run(
+        [python, "-B", "-c", code],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(home / "src")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd="/",
+        **(as_user if os.geteuid() == 0 else {}),
+    )
+    assert done.stdout == "'/usr'\n", done.stderr
+
+
 CHECKED = ("_CLONE", "_SOCKETPAIR", "_FLOCK", "_IOCTL", "_FCNTL", "_PRCTL")
 """System calls whose arguments the filter looks at."""
 
@@ -637,6 +663,28 @@ def test_attacks_are_contained(
     assert all(len(answer.text) <= 500 for answer in answers.values())
     assert [name for name in STOPPED if not answers[name].is_error] == []
     assert sandboxes() == set()
+
+
+def test_monty_writes_nothing_to_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nor does it leave its folder behind."""
+    before = set(Path(tempfile.gettempdir()).glob("treegraft-monty-*"))
+
+    async def run() -> list[str]:
+        tool = MontyTool(PythonToolSettings(max_duration_s=2))
+        told = []
+        for code in ("repr(['a' * 10**6] * 10**4)", "('x' * 10**6).join(['a'] * 10**6)", "6 * 7"):
+            try:
+                told.append(await tool(code, TASK))
+            except ToolError as error:
+                told.append(str(error))
+        await tool.close()
+        return told
+
+    *errors, value = asyncio.run(run())
+    assert len(errors) == 2 and all("was stopped" in error for error in errors)
+    assert value == "42"
+    assert capfd.readouterr() == ("", "")
+    assert set(Path(tempfile.gettempdir()).glob("treegraft-monty-*")) <= before
 
 
 def succeeds(name: str, folder: Path, port: int) -> bool:

@@ -12,6 +12,7 @@ from tests.test_format_tags import smollm2
 from treegraft.core.errors import SettingError
 from treegraft.core.types import Observation, StepContent, ToolCall
 from treegraft.rollout.formats.build import build_format
+from treegraft.rollout.formats.chat import ChatFormat
 from treegraft.rollout.formats.shipped import SHIPPED, fitting, shipped_template, use_template
 from treegraft.settings.tasks import FormatSettings
 
@@ -74,7 +75,8 @@ def test_a_path_is_what_the_template_writes_of_the_whole_conversation(
         *({"role": "tool", "content": one.text} for one in seen),
         {"role": "assistant", "content": f"{thoughts[1]}\\boxed{{42}}"},
     ]
-    schemas = [form._template._schemas[place] for place in (0, 1)]
+    assert isinstance(form, ChatFormat)
+    schemas = form._template._schemas
     whole = tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False)
     assert tokenizer.decode(path) == whole.rstrip("\n")
 

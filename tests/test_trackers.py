@@ -7,12 +7,15 @@ folder.
 from __future__ import annotations
 
 import json
+import re
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from tests.pages import PAGES
 from tests.tiny import tiny
 
 from treegraft.core.errors import CheckpointError, SettingError
@@ -360,3 +363,23 @@ def test_tensorboard(resumed: tuple[Path, list[str]]) -> None:
         }
     assert "settings/text_summary" in events.Tags()["tensors"]
     assert "warnings/violated/text_summary" in events.Tags()["tensors"]
+
+
+def test_the_recipe_of_the_page_runs(
+    resumed: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks marked runnable run in test_readme; this one needs the extras."""
+    (block,) = re.findall(r"```toml\n(# tracked\.toml\n.*?)```", PAGES["trackers.md"], re.S)
+    track = tomllib.loads(block)["track"]
+    for name in track["trackers"]:
+        needs(resumed[1], name)
+    settings = tiny(
+        run={"name": "page", "dir": str(tmp_path), "num_updates": 0},
+        track=track,
+        warmup={"num_steps": 1},
+    )
+    train(settings)
+    from trackio.sqlite_storage import SQLiteStorage
+
+    assert SQLiteStorage.get_runs(track["project"]) == ["page"]
+    assert [*(tmp_path / "page" / "wandb").glob("offline-run-*/*.wandb")] != []

@@ -80,13 +80,13 @@ class Setup:
         if self.kind is None or not tasks:
             return None
         # Its kind alone matters, not the size of the vocabulary.
-        explorer = build_explorer(self.config.explore, vocab_size=2)
-        grafts = "graft" in self.config.explore.explorers
+        explorers = self.config.explore
+        can_branch = build_explorer(explorers, vocab_size=2).probe_tokens is not None
         return await try_environment(
             self.kind,
             self.toolbox,
             tasks[0],
-            branches=explorer.probe_tokens is not None or grafts,
+            branches=can_branch or "graft" in explorers.explorers,
             needs_reward=self.config.reward.funcs == ["environment"],
         )
 
@@ -104,7 +104,7 @@ class Setup:
     @property
     def notes(self) -> Sequence[str]:
         """Remarks on how parts came about that the user should see, one sentence each."""
-        return tuple(getattr(self.format, "notes", ()))
+        return self.format.notes
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Refuses tasks that rewards lack columns of, or whose prompt cannot be made.
@@ -123,23 +123,40 @@ class Setup:
             DataError: the first such task, and how many there are.
         """
         bad: list[str] = []
-        # Tokens of the prompt around the question.
-        overhead = len(self.format.prompt_ids(Task(id="probe", question="?", reference=())))
+        overheads: dict[tuple[str, ...], int] = {}
         for task in tasks:
-            # A plain letter is a token at most, so short plain questions need no encoding: 10,000
-            # tasks take no time.
-            is_plain = task.question.isascii() and not set(task.question) & set("<[|")
-            is_plain = is_plain and not task.messages
-            is_short = self.max_prompt is None or len(task.question) + overhead <= self.max_prompt
-            if is_plain and is_short:
-                continue
             try:
-                self.format.prompt_ids(task)
+                if not self._surely_fits(task, overheads):
+                    self.format.prompt_ids(task)
             except DataError as error:
                 bad.append(str(error))
         if bad:
             more = f" The same holds for {len(bad)} of {len(tasks)} tasks in all."
             raise DataError(bad[0] + (more if len(bad) > 1 else ""))
+
+    def _surely_fits(self, task: Task, overheads: dict[tuple[str, ...], int]) -> bool:
+        """Whether a prompt can be made for certain; raises DataError where no text with its roles
+        has one.
+
+        Args:
+            overheads: tokens of the prompt around the texts, by their roles; filled in here.
+        """
+        texts = [one["content"] for one in task.messages] or [task.question]
+        # A plain letter is a token at most, so short plain questions need no encoding: 10,000 tasks
+        # take no time.
+        is_plain = all(text and text.isascii() and not set(text) & set("<[|") for text in texts)
+        if not is_plain or any("tool_calls" in one for one in task.messages):
+            return False
+        roles = tuple(one["role"] for one in task.messages)
+        if roles not in overheads:
+            probe = [{"role": role, "content": "?"} for role in roles]
+            overheads[roles] = len(
+                self.format.prompt_ids(
+                    Task(id=task.id, question="?", reference=(), messages=tuple(probe))
+                )
+            )
+        length = sum(map(len, texts)) + overheads[roles]
+        return self.max_prompt is None or length <= self.max_prompt
 
 
 @dataclass(kw_only=True)

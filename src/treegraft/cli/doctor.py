@@ -27,6 +27,7 @@ from treegraft.policy.kernels.compiler import find_compiler
 from treegraft.settings.config import Config
 
 if TYPE_CHECKING:
+    from treegraft.assemble import Setup
     from treegraft.evals.preflight import Sample
 
 REQUIRED = (
@@ -135,7 +136,8 @@ def services(config: Config) -> Iterator[Finding]:
 def import_paths(config: Config) -> Iterator[Finding]:
     """Returns the user's own parts and whether Python finds their modules."""
     names = [config.tasks.kind, config.engine.kind, *config.tools.use, *config.reward.funcs]
-    names += [config.credit.rule or "", *config.explore.explorers, *config.track.trackers]
+    names += [config.environment.kind, config.credit.rule or "", *config.explore.explorers]
+    names += config.track.trackers
     # As for `plugins`, the working directory counts.
     places = [*sys.path, os.getcwd()]
     for name in names:
@@ -245,11 +247,33 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
         async with assemble_setup(config) as setup:
             preflight = Preflight(setup)
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
+            found.sections["environment"] = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
             found.sections[title] = [*notes, *await preflight.findings()]
             found.sample = preflight.sample()
     except TreegraftError as error:
         found.sections[title] = [Finding("setup", "cannot be made", False, str(error))]
+
+
+async def _try_environment(setup: Setup) -> list[Finding]:
+    """How an environment begins on the first task, with its tools; the expert's demonstration of
+    that task is played."""
+    try:
+        trial = await setup.try_environment()
+        if trial is None:
+            return []
+        solved = [(task, setup.source.expert(task, 0)) for task in setup.train_tasks[:1]]
+        if setup.show is not None:
+            await setup.show([(task, steps) for task, steps in solved if steps])
+    except TreegraftError as error:
+        return [Finding("environment", setup.config.environment.kind, False, str(error))]
+    how = {"fork": "by copies", "replay": "by repeated calls", "none": "no"}[trial.capability]
+    return [
+        Finding("environment", setup.config.environment.kind, note=f"branches: {how}"),
+        Finding("its tools", ", ".join(trial.tools)),
+        Finding("it begins with", plain(trial.first, 200) or "no text", note=trial.task_id),
+        Finding("reward there", "none" if trial.reward is None else f"{trial.reward:g}"),
+    ]
 
 
 def print_examination(found: Examination) -> None:

@@ -1,5 +1,5 @@
 """The command line: `treegraft init | train | sft | eval | run | view | compare | data | buffer |
-serve | profile | config | doctor`.
+serve | push | profile | config | doctor`.
 
 Exit codes: 0 done; 1 failed while working; 2 something to correct first (settings, data, model,
 usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-C, 143 by SIGTERM,
@@ -8,24 +8,36 @@ usage); 3 a checkpoint or run folder that cannot be used; 130 stopped with Ctrl-
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import warnings
-from itertools import groupby
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
+from typer.core import TyperGroup
 
 from treegraft import __version__
 from treegraft.cli.buffer import buffer_app
+from treegraft.cli.config import show_config
 from treegraft.cli.data import data_app
 from treegraft.cli.eval import evaluate
 from treegraft.cli.init import init
-from treegraft.cli.options import AsJson, Overrides, refuse_idle, say, table
+from treegraft.cli.options import (
+    AsJson,
+    Overrides,
+    complete_recipe,
+    complete_run,
+    refuse_idle,
+    say,
+    table,
+)
+from treegraft.cli.push import push
 from treegraft.cli.serve import serve_app
 from treegraft.core.errors import (
     CheckpointError,
@@ -33,6 +45,7 @@ from treegraft.core.errors import (
     ModelError,
     SettingError,
     TreegraftError,
+    nearest,
 )
 from treegraft.core.files import storage_fault
 from treegraft.core.interrupt import exit_status, others_as_ctrl_c
@@ -43,14 +56,34 @@ from treegraft.runs.display import display_on
 if TYPE_CHECKING:
     from treegraft.settings.config import Config
 
+_RETIRED = {
+    "bench": " Benchmarks run in a clone: python -m benchmarks.speed engine. Of a recipe: treegraft"
+    " profile RECIPE.",
+}
+"""What takes the place of a command of earlier versions."""
+
+
+class _Commands(TyperGroup):
+    """The commands; an error names what takes the place of an unknown one."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and not args[0].startswith("-") and args[0] not in self.commands:
+            hint = _RETIRED.get(args[0]) or nearest(args[0], self.commands)
+            raise SettingError(
+                f"command line: there is no command '{args[0]}'; expected one of"
+                f" {', '.join(self.commands)}.{hint}"
+            )
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="treegraft",
+    cls=_Commands,
     help=(
         "Train language-model agents that use tools, with reinforcement learning on trees of steps."
     ),
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
     # Brackets in help texts are tables of a recipe, not markup.
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -63,25 +96,33 @@ Recipe = Annotated[
     str,
     typer.Argument(
         metavar="RECIPE",
+        autocompletion=complete_recipe,
         help="Recipe (.toml or name of a shipped one) or config.json of a run.",
     ),
 ]
 Checkpoint = Annotated[
     Path,
     typer.Argument(
-        metavar="CHECKPOINT", help="Checkpoint folder, or run folder for its latest checkpoint."
+        metavar="CHECKPOINT",
+        autocompletion=complete_run,
+        help="Checkpoint folder, or run folder for its latest checkpoint.",
     ),
 ]
 RecipeOrResume = Annotated[
     str | None,
     typer.Argument(
         metavar="[RECIPE]",
+        autocompletion=complete_recipe,
         help="Recipe (.toml or name of a shipped one) or config.json of a run; not with --resume.",
     ),
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(metavar="RUN_DIR", help="Run folder to continue from its latest checkpoint."),
+    typer.Option(
+        metavar="RUN_DIR",
+        autocompletion=complete_run,
+        help="Run folder to continue from its latest checkpoint.",
+    ),
 ]
 AcceptChanges = Annotated[
     bool | None,
@@ -131,6 +172,18 @@ def _settings(
     return load_config(recipe, typed)
 
 
+@contextlib.contextmanager
+def _traced(config: Config, recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
+    """Lets errors of data and models say which setting they come from."""
+    from treegraft.settings.load import traced
+
+    try:
+        yield
+    except (DataError, ModelError) as error:
+        said = traced(str(error), config, recipe or "settings", overrides or [])
+        raise type(error)(said) from error
+
+
 app.command()(init)
 
 
@@ -152,7 +205,7 @@ def train(
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with display_on(None) as display:
+    with _traced(config, recipe, overrides), display_on(None) as display:
         run_training(
             config,
             recipe=recipe,
@@ -181,7 +234,7 @@ def sft(
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with display_on(None) as display:
+    with _traced(config, recipe, overrides), display_on(None) as display:
         run_fine_tuning(
             config,
             recipe=recipe,
@@ -192,6 +245,7 @@ def sft(
 
 
 app.command("eval")(evaluate)
+app.command()(push)
 
 
 @app.command()
@@ -326,29 +380,7 @@ def report(
     print(f"{written.page}: {len(written.figures)} figures{names}")
 
 
-@app.command("config")
-def show_config(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print all settings of a recipe with their meanings.
-
-    A * marks values that differ from the default.
-    """
-    from treegraft.settings.load import config_json, describe, load_config
-
-    config = load_config(recipe, overrides or [])
-    if as_json:
-        print(config_json(config), end="")
-        return
-    shown = table()
-    shown.add_column("setting", no_wrap=True)
-    shown.add_column("value", overflow="fold", max_width=30)
-    shown.add_column("meaning", style="dim")
-    for _, rows in groupby(describe(config), key=lambda row: row.name.partition(".")[0]):
-        for row in rows:
-            value = "none" if row.value is None else json.dumps(row.value, ensure_ascii=False)
-            style, mark = ("", "") if row.is_default else ("bold cyan", " *")
-            shown.add_row(Text(row.name + mark, style), Text(value, style), Text(row.meaning))
-        shown.add_section()
-    Console().print(shown)
+app.command("config")(show_config)
 
 
 @app.command()
@@ -434,7 +466,8 @@ def main() -> None:
             raise
         say(f"error: a file could not be used: {plain(fault)}.", "red", to_stderr=True)
         sys.exit(1)
-    except (KeyboardInterrupt, SystemExit) as error:
+    except KeyboardInterrupt as error:
+        sys.exit(exit_status(error))
+    except SystemExit as error:
         # Typer makes an exit with 130 of every interrupt.
-        is_interrupt = isinstance(error, KeyboardInterrupt) or error.code == 130
-        sys.exit(exit_status(error) if is_interrupt else error.code)
+        sys.exit(exit_status(error) if error.code == 130 else error.code)

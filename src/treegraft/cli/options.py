@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from glob import glob
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,13 +13,42 @@ from rich.table import Table
 from rich.text import Text
 
 from treegraft.core.errors import SettingError
+from treegraft.core.shipped import shipped_recipes
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
+
+
+def complete_recipe(incomplete: str) -> list[str]:
+    """Returns shipped recipes, recipe files and folders for the shell's completion."""
+    files = [path for path in glob(f"{incomplete}*") if path.endswith((".toml", ".json"))]
+    folders = [f"{path}/" for path in glob(f"{incomplete}*") if Path(path).is_dir()]
+    names = [name for name in shipped_recipes() if name.startswith(incomplete)]
+    return [*names, *sorted(files), *sorted(folders)]
+
+
+def complete_run(incomplete: str) -> list[str]:
+    """Returns folders for the shell's completion; first of all those of runs."""
+    runs = [path for path in glob("runs/*") if path.startswith(incomplete)]
+    folders = [path for path in glob(f"{incomplete}*") if Path(path).is_dir()]
+    return list(dict.fromkeys([*sorted(runs), *sorted(folders)]))
+
+
+def complete_setting(incomplete: str) -> list[str]:
+    """Returns settings for the shell's completion, as "table.name=", or as "name=" where one table
+    alone has it."""
+    from treegraft.settings.config import known_settings
+
+    lasts = Counter(name.rpartition(".")[2] for name in known_settings())
+    names = [*known_settings(), *(last for last, count in lasts.items() if count == 1)]
+    return [f"{name}=" for name in names if name.startswith(incomplete)]
+
 
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[OVERRIDES]...", help="Settings to change, e.g. rollout.max_tool_calls=3."
+        metavar="[OVERRIDES]...",
+        autocompletion=complete_setting,
+        help="Settings to change, e.g. rollout.max_tool_calls=3.",
     ),
 ]
 

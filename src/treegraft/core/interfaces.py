@@ -270,6 +270,8 @@ class Format(Protocol):
     """Ends of tool calls; after one the tool is run."""
     final: tuple[str, ...]
     """Ends of a final answer."""
+    notes: tuple[str, ...]
+    """Remarks for the user on how it came about."""
 
     def prompt_ids(self, task: Task) -> tuple[int, ...]:
         """Returns the tokens before the first sampled one."""

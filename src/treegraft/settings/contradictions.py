@@ -8,7 +8,15 @@ from collections.abc import Iterator
 from treegraft.core.errors import nearest
 from treegraft.core.plugins import unknown_name
 from treegraft.settings.config import Config, known_settings
+from treegraft.settings.plain import shown
 from treegraft.settings.table import value_of
+
+MAX_NAME_BYTES = 200
+"""A file system allows 255, and endings are added."""
+MAX_TINY_WEIGHTS = 500_000_000
+"""With gradients, moments and the engine's copy it takes 10 GB."""
+MAX_GENERATED = 1_000_000
+"""Questions that are generated, all of them before the first update."""
 
 
 def _names_wrong(config: Config) -> Iterator[str]:
@@ -70,6 +78,16 @@ def _model_wrong(config: Config) -> Iterator[str]:
             f" num_heads, which is {tiny.num_heads}: heads share the width, and rotary positions"
             " need an even width each."
         )
+    num_weights = (
+        tiny.num_layers * tiny.hidden_size * (4 * tiny.hidden_size + 3 * tiny.intermediate_size)
+    )
+    if num_weights > MAX_TINY_WEIGHTS:
+        yield (
+            f"model.tiny.hidden_size: with model.tiny.num_layers = {tiny.num_layers} and"
+            f" model.tiny.intermediate_size = {tiny.intermediate_size} it makes a model of"
+            f" {num_weights:,} weights, expected at most {MAX_TINY_WEIGHTS:,}; take a real model by"
+            " model.path."
+        )
     for name in ("rollout", "eval"):
         limit = getattr(config, name).max_completion_tokens
         if limit is not None and limit >= tiny.max_context:
@@ -81,6 +99,14 @@ def _model_wrong(config: Config) -> Iterator[str]:
 
 
 def _tasks_wrong(config: Config) -> Iterator[str]:
+    # These are made one by one; a data set takes what it has.
+    if config.tasks.kind in ("search_world", "arithmetic"):
+        for name in ("num_train", "num_eval"):
+            if (num := getattr(config.tasks, name)) > MAX_GENERATED:
+                yield (
+                    f"tasks.{name}: got {num}, expected at most {MAX_GENERATED:,} for tasks that"
+                    f" are generated (tasks.kind is '{config.tasks.kind}')."
+                )
     # Only for kinds that are known to bring no tools; another source may.
     brings_none = config.tasks.kind in ("arithmetic", "dataset")
     has_any = config.tools.use or config.tools.mcp or config.environment.kind
@@ -127,10 +153,15 @@ def _mcp_wrong(config: Config) -> Iterator[str]:
 
 def _run_wrong(config: Config) -> Iterator[str]:
     name = config.run.name
-    if name is not None and (name in ("", ".", "..") or set(name) & set("/\\\0")):
+    if name is not None and (name in ("", ".", "..") or set(name) & set("/\\")):
         yield (
-            f"run.name: got {name!r}, expected the name of one folder; run.dir says where it is"
-            " made."
+            f"run.name: got {shown(name)}, expected the name of one folder; run.dir says where it"
+            " is made."
+        )
+    elif name is not None and not (name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES):
+        yield (
+            f"run.name: got {shown(name)}, expected at most {MAX_NAME_BYTES} bytes of printable"
+            " characters on one line."
         )
     yield from _explore_wrong(config)
     fit = ", so that the leaves of one tree fit in the engine together"

@@ -69,8 +69,8 @@ def _put(data: dict[str, Any], name: str, value: Any) -> None:
         inner = place.setdefault(table, {})
         if not isinstance(inner, dict):
             raise SettingError(
-                f"{COMMAND_LINE}: '{name}' goes into '{table}', which is {shown(inner)} and not a"
-                " table."
+                f"{COMMAND_LINE}: '{shortened(name)}' goes into '{shortened(table)}', which is"
+                f" {shown(inner)} and not a table."
             )
         place = inner
     if isinstance(value, dict) and isinstance(place.get(last), dict):
@@ -112,15 +112,15 @@ def _apply(data: dict[str, Any], overrides: Sequence[str]) -> list[str]:
         try:
             value = _literal(text, found.field.annotation if found else None)
         except SettingError as error:
-            raise SettingError(f"{COMMAND_LINE}: setting '{name}': {error}") from error
+            raise SettingError(f"{COMMAND_LINE}: setting '{shortened(name)}': {error}") from error
         # Before it is put beside others: a wrong part would not say where it came from.
         if fault := next(faults_of(value, name), ""):
             raise SettingError(f"{COMMAND_LINE}: {fault}.")
         added = list(_set_by(name, value))
         if twice := [one for one in added if one in names]:
             raise SettingError(
-                f"{COMMAND_LINE}: '{twice[0]}' is given twice, and only the last would count; keep"
-                " one of them."
+                f"{COMMAND_LINE}: '{shortened(twice[0])}' is given twice, and only the last would"
+                " count; keep one of them."
             )
         _put(data, name, value)
         names += added
@@ -195,35 +195,35 @@ def _type_fault(
     )
     if isinstance(got, str):
         fault += find_value(name, got)
-    if meaning := tables_and_settings()[name].meaning:
-        fault += f" It means: {meaning}"
     if isinstance(got, str) and not items and expected == "a list":
         inner = got.strip("[]").replace(" ", "").replace(",", '", "')
         fault += f' Write {name} = ["{shortened(inner)}"]; in a shell, quote the whole.'
+    if meaning := tables_and_settings()[name].meaning:
+        fault += f" It means: {meaning}"
     return fault
 
 
 def _validate(data: Mapping[str, Any], where: Callable[[str], str]) -> Config:
     # Before the types, since pydantic cannot say which known name is the nearest.
     if unknown := list(unknown_settings(data)):
-        faults = [
+        lines = [
             f"{where(name)}: unknown setting '{shortened(name)}'.{suggestion(name, value)}"
             for name, value in unknown[:MOST_UNKNOWN]
         ]
         if len(unknown) > MOST_UNKNOWN:
-            faults.append(f"There are {len(unknown) - MOST_UNKNOWN:,} more unknown settings.")
-        raise SettingError("\n".join(faults))
+            lines.append(f"There are {len(unknown) - MOST_UNKNOWN:,} more unknown settings.")
+        raise SettingError("\n".join(lines))
     try:
         # Through JSON, where strict types and lists for tuples go together; `default` turns dates
         # into texts.
         return Config.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as error:
-        faults: dict[str, str] = {}
+        by_setting: dict[str, str] = {}
         for found in error.errors():
             fault = _type_fault(found["loc"], found["msg"], found["input"], where)
             # Members of a union fail one by one; the last, a list, is the general case.
-            faults[fault.partition(": got ")[0]] = fault
-        raise SettingError("\n".join(faults.values())) from error
+            by_setting[fault.partition(": got ")[0]] = fault
+        raise SettingError("\n".join(by_setting.values())) from error
 
 
 def _is_given(data: Mapping[str, Any], name: str) -> bool:
@@ -286,6 +286,18 @@ def _blamed(fault: str, typed: Sequence[str], origin: str) -> str:
     typed."""
     named = [f"{name}." for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", fault)]
     return COMMAND_LINE if any(name.startswith(tuple(typed)) for name in named) else origin
+
+
+def traced(message: str, config: Config, origin: str, overrides: Sequence[str]) -> str:
+    """Returns the message of an error, preceded by the setting whose value it quotes and by where
+    that was set; unchanged where it names its setting or quotes none."""
+    for name in known_settings():
+        value = value_of(config, name)
+        quoted = [f"'{one}'" for one in (value if isinstance(value, list) else [value]) if one]
+        if any(one in message for one in quoted) and len(str(value)) > 2 and name not in message:
+            is_typed = any(one.strip().startswith(f"{name}=") for one in overrides)
+            return f"{COMMAND_LINE if is_typed else origin}: {name}: {message}"
+    return message
 
 
 def config_json(config: Config) -> str:

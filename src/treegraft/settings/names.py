@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
+from typing import Any
 
 FRAMEWORKS = {"trl": "TRL", "verl": "verl"}
 
@@ -63,7 +64,7 @@ def versions() -> Mapping[str, str]:
 
 
 @functools.cache
-def _file() -> dict[str, object]:
+def _file() -> dict[str, Any]:
     path = files("treegraft.settings") / "names.toml"
     return tomllib.loads(path.read_text(encoding="utf-8"))
 

@@ -49,6 +49,8 @@ class McpSettings(Settings):
     """How often in a run a connection that ended by itself is opened again."""
     start_timeout_s: float = setting(30.0, gt=0)
     """Longest wait for its list of tools, in seconds."""
+    max_answer_mb: int = setting(16, ge=1)
+    """Largest answer that is read, in MiB; a larger one is an error that the agent reads."""
 
 
 class SearchToolSettings(Settings):
@@ -96,7 +98,8 @@ class BrowseToolSettings(Settings):
     passage_chars: int = setting(600, ge=50)
     """Length of a passage, in characters."""
     allow_private: bool = False
-    """Also fetch from loopback, private and link-local addresses."""
+    """Also fetch from addresses that are not global unicast: loopback, private, link-local, and
+    IPv6 that embeds an IPv4 address, which a network with NAT64 may need."""
     respect_robots: bool = True
     """Leave alone the pages that a site's robots.txt forbids."""
     user_agent: str = setting("Treegraft", min_length=1)

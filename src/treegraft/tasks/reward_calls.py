@@ -162,19 +162,19 @@ class Arguments:
 
     async def give_to(self, function: RewardFunc) -> list[Any]:
         """Returns what a function says of the trajectories, in their order."""
-        if not scores_one(function):
-            return list(await _call_with(function, [self._by_name], _first))
-        return await _call_with(function, [*map(self._of_one, range(len(self._texts)))], _scores)
+        if scores_one(function):
+            calls = [self._of_one(number) for number in range(len(self._texts))]
+            return _scores(await _call_with(function, calls))
+        (returned,) = await _call_with(function, [self._by_name])
+        return list(returned)
 
     def _of_one(self, number: int) -> dict[str, Any]:
         """verl's keywords for one trajectory."""
         columns, turns = self._task.columns, self._trajectories[number].steps[1:]
-        model = columns.get("reward_model")
-        if isinstance(model, Mapping) and "ground_truth" in model:
-            truth = model["ground_truth"]
-        else:
-            reference = self._task.reference
-            truth = reference[0] if len(reference) == 1 else list(reference)
+        reference, model = self._task.reference, columns.get("reward_model")
+        truth = columns.get("ground_truth", reference[0] if len(reference) == 1 else [*reference])
+        if isinstance(model, Mapping):
+            truth = model.get("ground_truth", truth)
         given = columns.get("extra_info")
         # As verl counts them: the question, then the agent's turns and the results between.
         num_turns = 2 * len(turns)
@@ -182,34 +182,27 @@ class Arguments:
         return {
             **columns,
             "solution_str": self._texts[number],
-            "ground_truth": columns.get("ground_truth", truth),
+            "ground_truth": truth,
             "extra_info": {**(given if isinstance(given, Mapping) else {}), **extra},
         }
 
 
-def _first(returned: list[Any]) -> Any:
-    return returned[0]
-
-
-def _scores(returned: list[Any]) -> list[Any]:
+def _scores(returned: Sequence[Any]) -> list[Any]:
     """The scores among what a function of verl's returned, which may say more in a dict."""
-    return [one.get("score") if isinstance(one, Mapping) else one for one in returned]
+    return [one["score"] if isinstance(one, Mapping) else one for one in returned]
 
 
-async def _call_with(
-    function: RewardFunc, calls: Sequence[Mapping[str, Any]], read: Callable[[list[Any]], Any]
-) -> Any:
-    """Calls a function with the arguments that it names, or with all where it takes **kwargs, once
-    for each of `calls`."""
+async def _call_with(function: RewardFunc, calls: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Returns what a function returned for each of `calls`, with the arguments that it names, or
+    with all where it takes **kwargs."""
     parameters = inspect.signature(function).parameters
     if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         calls = [{name: call[name] for name in parameters if name in call} for call in calls]
     # The method of an object that is called is not a coroutine function itself.
     method = getattr(function, "__call__", None)  # noqa: B004
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(method):
-        return read(list(await asyncio.gather(*(function(**call) for call in calls))))
+        return list(await asyncio.gather(*(function(**call) for call in calls)))
     # Not `asyncio.to_thread`: a function that hangs would hold one of the few shared threads, and
     # the process could not end.
     returned = await run_in_thread(lambda: [function(**call) for call in calls])
-    awaited = [await one if inspect.isawaitable(one) else one for one in returned]
-    return read(awaited)
+    return [await one if inspect.isawaitable(one) else one for one in returned]

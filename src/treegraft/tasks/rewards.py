@@ -216,9 +216,13 @@ class RewardScorer:
         if isinstance(is_correct, str):
             return _fail(leaf, f"the check of the answer failed on task '{task_id}': {is_correct}")
         if not parts:
-            return _fail(
-                leaf, f"no reward function applies to task '{task_id}'; has it a reference?"
-            )
+            fault = f"no reward function applies to task '{task_id}'; has it a reference?"
+            if any(name == "environment" for name, _, _ in self._functions):
+                fault = (
+                    f"task '{task_id}' has no reward: its environment gave none (get_reward()"
+                    " returned None), and no other function of reward.funcs applies"
+                )
+            return _fail(leaf, fault)
         correct = None if is_correct is None else bool(is_correct)
         return replace(leaf, reward=total, reward_parts=parts, is_correct=correct)
 

@@ -12,17 +12,20 @@ import concurrent.futures
 import json
 import logging
 import os
-import tempfile
+import re
 import threading
 from collections.abc import Container, Mapping, Sequence
 from contextlib import AsyncExitStack, ExitStack, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treegraft.core.errors import SettingError, ToolError, ToolUnavailable
 from treegraft.core.interfaces import Capability
-from treegraft.core.text import describe
+from treegraft.core.text import describe, plain
 from treegraft.core.types import Task
 from treegraft.settings.tools import McpSettings
+
+if TYPE_CHECKING:
+    from treegraft.tools.mcp_bounds import Pipes
 from treegraft.tools.json_tools import arguments_from, signature_from, tag_of
 
 CLOSE_S = 10.0
@@ -30,6 +33,8 @@ CLOSE_S = 10.0
 few."""
 BACKOFF_S = 0.2
 """Wait before the first restart, in seconds; it doubles each time."""
+MAX_BACKOFF_S = 30.0
+"""Longest wait before a restart, in seconds."""
 _log = logging.getLogger(__name__)
 
 
@@ -83,13 +88,16 @@ class McpServer:
             raise SettingError(
                 "tools.mcp: the package 'mcp' is not installed; run: pip install 'treegraft[mcp]'"
             ) from error
+        # What the SDK logs of a bad answer, with tracebacks, is the call's error already.
+        for name in ("mcp", "client"):
+            if (log := logging.getLogger(name)).level == logging.NOTSET:
+                log.setLevel(logging.CRITICAL)
         self.settings = settings
         self._env = {name: _variable(name, settings) for name in settings.env}
         self._token = settings.token_env and _variable(settings.token_env, settings)
         self._client: Any = None
         self._error = ""
-        # A file, not a pipe, which nobody would empty; open as long as the connection.
-        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._pipes = _pipes_of(settings, self._env)
         self._loop = asyncio.new_event_loop()
         self._listed: concurrent.futures.Future[Sequence[Any]] = concurrent.futures.Future()
         self._changed, self._connected = asyncio.Event(), asyncio.Event()
@@ -140,12 +148,16 @@ class McpServer:
         try:
             result = await client.call_tool(name, arguments)
         except MCPError as error:
-            if error.code != CONNECTION_CLOSED:
-                raise ToolError(error.message or "the call failed") from None
+            # So the SDK names an event beyond its bound; the connection is sound.
+            if error.code != CONNECTION_CLOSED or "byte limit" in error.message:
+                text = re.sub(r"\s*\[type=.*|(?<=\n)\s+", "", error.message, flags=re.DOTALL)
+                raise ToolError(text or "the call failed") from None
             self._lose(client, error.message)
         except ValueError as error:  # a result of unknown form
+            from treegraft.tools.mcp_bounds import reason_of
+
             raise ToolError(
-                f"the server answered in an unknown shape: {str(error).splitlines()[0]}"
+                f"the server answered in an unknown shape: {reason_of(error)}"
             ) from None
         except Exception as error:  # any error of the transport once the other end is gone
             self._lose(client, describe(error))
@@ -206,7 +218,7 @@ class McpServer:
             num_restarts += 1
             words = self._error + self._last_words()
             _log.warning("%s ended: %s; restart %d", self._place, words, num_restarts)
-            await asyncio.sleep(BACKOFF_S * 2 ** (num_restarts - 1))
+            await asyncio.sleep(min(BACKOFF_S * 2 ** min(num_restarts - 1, 20), MAX_BACKOFF_S))
         # Calls that wait for a connection fail now.
         self._client = None
         self._connected.set()
@@ -233,32 +245,29 @@ class McpServer:
             self._client = None
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
-        from mcp import StdioServerParameters, stdio_client
+        if self._pipes is not None:
+            return self._pipes.open()
+        import httpx2
         from mcp.client.streamable_http import streamable_http_client
 
-        if self.settings.url:
-            import httpx2
+        from treegraft.tools.mcp_bounds import BoundedTransport
 
-            headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
-            # No read timeout: the toolbox has the deadline of a call.
-            timeout = httpx2.Timeout(self.settings.start_timeout_s, read=None)
-            http = await stack.enter_async_context(
-                httpx2.AsyncClient(headers=headers, timeout=timeout)
-            )
-            return streamable_http_client(self.settings.url, http_client=http)
-        command, *args = [os.path.expandvars(word) for word in self.settings.command]
-        return stdio_client(
-            StdioServerParameters(command=command, args=args, env=self._env), errlog=self._errors
+        max_bytes = self.settings.max_answer_mb * 2**20
+        headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
+        # No read timeout: the toolbox has the deadline of a call.
+        timeout = httpx2.Timeout(self.settings.start_timeout_s, read=None)
+        transport = BoundedTransport(max_bytes)
+        http = await stack.enter_async_context(
+            httpx2.AsyncClient(headers=headers, timeout=timeout, transport=transport)
+        )
+        return streamable_http_client(
+            self.settings.url, http_client=http, max_sse_event_size=max_bytes
         )
 
     def _last_words(self) -> str:
         """The last line of a command's standard error, for a message; empty without one."""
-        try:
-            self._errors.seek(0)
-            lines = [line.strip() for line in self._errors.read().splitlines() if line.strip()]
-        except (ValueError, OSError):
-            return ""
-        return f" (its last line on stderr: {lines[-1][:300]})" if lines else ""
+        line = plain(self._pipes.last_words(), 300) if self._pipes else ""
+        return f" (its last line on stderr: {line})" if line else ""
 
     def close(self) -> None:
         """Ends the connection, and the process behind it. May be called again."""
@@ -269,8 +278,6 @@ class McpServer:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             _log.warning("%s did not end within %g s", self._place, CLOSE_S)
-        else:
-            self._errors.close()
 
     def _wake(self) -> None:
         if self._client is None and self._supervisor is not None:
@@ -328,6 +335,15 @@ def _text_of(result: Any) -> str:
     if not parts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(parts)
+
+
+def _pipes_of(settings: McpSettings, env: Mapping[str, str]) -> Pipes | None:
+    if not settings.command:
+        return None
+    from treegraft.tools.mcp_bounds import Pipes
+
+    command = [os.path.expandvars(word) for word in settings.command]
+    return Pipes(command, env, settings.max_answer_mb * 2**20)
 
 
 def _variable(name: str, settings: McpSettings) -> str:

@@ -10,7 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from treegraft.core.demonstration import Written, tree_of_paths
 from treegraft.core.errors import DataError, EngineError
@@ -115,7 +115,7 @@ class _Builder:
         rewards = [one.environment_reward for one in answered]
         # All samples of a task begin alike in its environment.
         if answered[0].question is not None:
-            task = replace(task, question=answered[0].question)
+            task = task.asking(answered[0].question)
         try:
             tree = attempts_tree(self.format, task, contents, rewards)
         except DataError:

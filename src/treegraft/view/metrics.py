@@ -84,10 +84,12 @@ class MetricsTable:
 
     def _add(self, raw: bytes) -> None:
         """Adds a line; one without the number of its update is damaged, and left out."""
-        line = None
+        line: Any = None
         with suppress(ValueError, RecursionError):
             line = json.loads(raw)
-        update = line.get("update") if isinstance(line, dict) else None
+        if not isinstance(line, dict):
+            return
+        update = line.get("update")
         if not isinstance(update, int | float) or not 0 <= update <= MAX_COUNT:
             return
         for key, value in line.items():

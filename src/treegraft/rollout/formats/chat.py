@@ -111,8 +111,10 @@ class ChatFormat(MarkedFormat):
                 self.render_step(content)
             except ValueError as error:
                 raise TemplateRefusal(
-                    f"the model's chat template writes what cannot be read back: {error}",
-                    " Name another one with format.chat_template, or set format.kind = 'tags'.",
+                    "format.kind is 'chat', but the model's chat template writes what cannot be"
+                    f" read back: {error} Name another one with format.chat_template, or set"
+                    " format.kind = 'tags'.",
+                    reason=f"the model's chat template writes what cannot be read back: {error}",
                 ) from error
 
     def _composed_prompt(self, tools: Sequence[Tool], *, mentions_retrieval: bool) -> str:

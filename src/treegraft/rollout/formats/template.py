@@ -60,8 +60,8 @@ class Dialect:
 class TemplateRefusal(SettingError):
     """A chat template that the chat format cannot use."""
 
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(f"format.kind is 'chat', but {reason}{advice}")
+    def __init__(self, message: str, *, reason: str) -> None:
+        super().__init__(message)
         self.reason = reason
         """What is wrong, without advice."""
 
@@ -95,9 +95,10 @@ class ChatTemplate:
         self._ends = [tokenizer.decode([index], skip_special_tokens=False) for index in end_ids]
         if not tokenizer.chat_template:
             raise TemplateRefusal(
-                "the model's tokenizer has no chat template",
-                "; name one with format.chat_template, take an instruction-tuned model, or set"
-                " format.kind = 'tags'.",
+                "format.kind is 'chat', but the model's tokenizer has no chat template; name one"
+                " with format.chat_template, take an instruction-tuned model, or set format.kind ="
+                " 'tags'.",
+                reason="the model's tokenizer has no chat template",
             )
         self._source = str(tokenizer.chat_template)
         self.dialect = Dialect(tags_thoughts=require_think or THINK_CLOSING in self._source)
@@ -379,7 +380,8 @@ def arguments_of(call: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _refusal(reason: str) -> TemplateRefusal:
     return TemplateRefusal(
-        f"the model's chat template cannot be used, since {reason}",
-        ". Expected a template whose text only grows from turn to turn. Name another one with"
+        f"format.kind is 'chat', but the model's chat template cannot be used, since {reason}."
+        " Expected a template whose text only grows from turn to turn. Name another one with"
         " format.chat_template, or set format.kind = 'tags'.",
+        reason=f"the model's chat template cannot be used, since {reason}",
     )

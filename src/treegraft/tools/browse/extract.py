@@ -43,8 +43,10 @@ class ExtractPool(WorkerPool):
         settings, url = self._settings, plain(page.url, SHOWN_CHARS)
         # Requests go as JSON, which has no bytes.
         body = base64.b64encode(page.body).decode("ascii")
-        request = [page.content_type, page.charset, page.url, body]
-        request += [query, settings.num_passages, settings.passage_chars]
+        request = [
+            *(page.content_type, page.charset, page.url, body),
+            *(query, settings.num_passages, settings.passage_chars),
+        ]
         try:
             answer = self.ask(request, settings.timeout_s)
         except TreegraftError as error:

@@ -8,7 +8,11 @@ no time and `random` starts from one seed, so that the same code gives the same 
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shlex
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from pydantic_monty import (
     Monty,
@@ -18,6 +22,7 @@ from pydantic_monty import (
     OSPolicy,
     ResourceLimits,
 )
+from pydantic_monty._binary import find_monty_binary
 
 from treegraft.core.errors import ToolError, ToolUnavailable
 from treegraft.core.text import describe
@@ -38,9 +43,13 @@ WATCHDOG_S = 5.0
 """How long past its own limit a worker may stay silent before it is killed."""
 
 
+_Workers = tuple[Monty, "tempfile.TemporaryDirectory[str]"]
+"""The pool, and the folder of the program that starts its processes."""
+
+
 # Monty's asynchronous pool aborts the interpreter at exit now and then: its threads may ask for the
 # interpreter while that shuts down. The synchronous one calls back in the calling thread only.
-class MontyTool(PooledPython[Monty]):
+class MontyTool(PooledPython[_Workers]):
     """Runs Python code, each call in a fresh session."""
 
     description = (
@@ -63,22 +72,28 @@ class MontyTool(PooledPython[Monty]):
         version = importlib.metadata.version("pydantic-monty")
         return f"monty {version}, {limits}, {self.max_output_chars} characters"
 
-    def _open(self, threads: ThreadPoolExecutor) -> Monty:
-        pool = Monty(
-            min_processes=1,
-            max_processes=self._num_workers,
-            request_timeout=self.max_duration_s + WATCHDOG_S,
-        )
+    def _open(self, threads: ThreadPoolExecutor) -> _Workers:
+        folder = tempfile.TemporaryDirectory(prefix="treegraft-monty-")
         try:
-            return pool.__enter__()
+            pool = Monty(
+                binary_path=_quiet_program(Path(folder.name)),
+                min_processes=1,
+                max_processes=self._num_workers,
+                request_timeout=self.max_duration_s + WATCHDOG_S,
+            )
+            return pool.__enter__(), folder
         except Exception as error:
+            folder.cleanup()
             text = f"the python tool cannot start its workers: {describe(error)}"
             raise ToolUnavailable(text) from error
 
-    def _end(self, workers: Monty) -> None:
-        workers.__exit__(None, None, None)
+    def _end(self, workers: _Workers) -> None:
+        pool, folder = workers
+        pool.__exit__(None, None, None)
+        folder.cleanup()
 
-    def _run(self, workers: Monty, code: str) -> str:
+    def _run(self, workers: _Workers, code: str) -> str:
+        pool, _ = workers
         printed = Printed(self.max_output_chars)
         limits = ResourceLimits(
             max_feed_duration_secs=self.max_duration_s, max_memory=self.max_memory_mb * 2**20
@@ -87,7 +102,7 @@ class MontyTool(PooledPython[Monty]):
             datetime=FROZEN_TIME, timezone="utc", sleep="zero", random_start={"seed": 0}
         )
         try:
-            with workers.checkout(limits=limits, os_policy=policy) as session:
+            with pool.checkout(limits=limits, os_policy=policy) as session:
                 value = session.feed_run(
                     code, print_callback=lambda stream, text: printed.add(text)
                 )
@@ -109,3 +124,18 @@ class MontyTool(PooledPython[Monty]):
         except Exception as error:
             raise ToolError(printed.text() + describe(error)) from error
         return (printed.text() + shown).rstrip("\n") or NO_OUTPUT
+
+
+def _quiet_program(folder: Path) -> Path | None:
+    """Returns a program in `folder` that runs Monty's without its standard error; None for Monty's
+    own, where a script cannot be run."""
+    # A worker out of memory says so on the standard error that it inherits, our terminal; the pool
+    # has no setting for it.
+    if os.name != "posix":
+        return None
+    program = folder / "monty"
+    binary = shlex.quote(find_monty_binary())
+    program.write_text(f'#!/bin/sh\nexec {binary} "$@" 2>/dev/null\n', encoding="utf-8")
+    program.chmod(0o700)
+    # Not so on a file system that is mounted without the right to run programs.
+    return program if os.access(program, os.X_OK) else None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import CheckpointError, DataError
+from treegraft.runs.record import runs_beside
 from treegraft.settings.config import renamed, settings_with
 from treegraft.view.runs import Run
 
@@ -102,7 +103,7 @@ def read_run(path: Path, label: str | None = None) -> Record:
     if not path.is_dir():
         raise CheckpointError(
             f"'{path}' is not there; expected a run folder, e.g. runs/NAME, or a study, e.g."
-            " benchmarks/methods.jsonl"
+            f" benchmarks/methods.jsonl.{runs_beside(path)}"
         )
     run = Run(path)
     settings = flatten(run.config())
