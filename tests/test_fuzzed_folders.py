@@ -259,7 +259,7 @@ def _move(material: Path, folder: Path) -> None:
         path.write_text(path.read_text().replace(str(material), str(folder)))
 
 
-QUIET = {
+QUIET: dict[str, Any] = {
     "deadline": None,
     "database": None,
     "phases": (Phase.explicit, Phase.generate),
