@@ -6,6 +6,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,21 +38,23 @@ def test_a_line_that_was_cut_off_is_neither_read_nor_joined(tmp_path: Path) -> N
     assert path.read_bytes() == b""
 
 
-@pytest.fixture
+@contextmanager
 def full_disk() -> Iterator[None]:
-    """Files end at 10 bytes."""
+    """Files end at 10 bytes; around writes alone, since the report of the tests is a file too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, full_disk: None) -> None:
+def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path) -> None:
     write_atomically(tmp_path / "whole", "1234567890")
     append_line(tmp_path / "lines", "1234")
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large"), full_disk():
         write_atomically(tmp_path / "whole", "12345678901")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError), full_disk():
         append_line(tmp_path / "lines", "123456")
     assert (tmp_path / "whole").read_text() == "1234567890"
     assert (tmp_path / "lines").read_text() == "1234\n"

@@ -68,6 +68,11 @@ def _handling(
             signal.signal(one, old)
 
 
+_SWALLOWED: list[int] = []
+"""The signal that `others_as_ctrl_c` got. Its exception is lost where it meets a callback of the
+garbage collector; the next `Stop` then asks for the end."""
+
+
 @contextmanager
 def others_as_ctrl_c() -> Iterator[None]:
     """Lets SIGTERM, SIGHUP and SIGUSR1 do what Ctrl-C would do, for the time of the block.
@@ -75,7 +80,8 @@ def others_as_ctrl_c() -> Iterator[None]:
     Raises:
         Ended: in place of a KeyboardInterrupt that one of them has caused.
     """
-    got: list[int] = []
+    got = _SWALLOWED
+    got.clear()
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # A second one would break off what the first one has begun to end.
@@ -163,6 +169,8 @@ class Stop:
 
         # Not the event loop's handler, which waits while a warm-up or a backward pass runs.
         with _handling((signal.SIGINT, *OTHERS), on_signal):
+            if _SWALLOWED:
+                on_signal(_SWALLOWED[0], None)
             yield
 
     async def interruptible(

@@ -149,9 +149,10 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
             # Unpacked, since quantized weights cannot be trained.
             if gguf is not None:
                 shared["quantization_config"] = GgufConfig(dequantize=True)
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **shared
             )
+            model, found = loaded
             # transformers fills these with random numbers, and says so in its log alone.
             missing = sorted(found["missing_keys"])
         else:
