@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -472,6 +473,28 @@ def test_a_signal_while_a_command_is_loading_tells_its_number() -> None:
         except KeyboardInterrupt as error:  # as Typer does
             raise SystemExit(130) from error
     assert exit_status(ended.value) == 128 + signal.SIGUSR1
+
+
+def test_a_signal_whose_exception_is_lost_ends_the_run_all_the_same() -> None:
+    async def begin() -> None:
+        stop = Stop()
+        with stop.on_signals(said.append, "stopping", "again"):
+            assert stop.is_asked and stop.number == signal.SIGTERM
+
+    said: list[str] = []
+    with others_as_ctrl_c():
+        # As in a callback of the garbage collector, where Python prints the exception and goes on.
+        with suppress(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        asyncio.run(begin())
+    assert said == ["got SIGTERM; stopping"]
+
+    async def undisturbed() -> None:
+        stop = Stop()
+        with stop.on_signals(said.append, "stopping", "again"):
+            assert not stop.is_asked
+
+    asyncio.run(undisturbed())
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:

@@ -101,6 +101,8 @@ def others_as_ctrl_c() -> Iterator[None]:
             if isinstance(error, Ended) or not got:
                 raise
             raise Ended(got[0]) from error
+        finally:
+            got.clear()
 
 
 class Stop:
