@@ -515,7 +515,7 @@ def test_tools_that_raise_hang_flood_or_return_bytes_are_observations(tmp_path: 
     [
         ({"dir": "FILE"}, "is not a folder"),
         ({"dir": "FILE/below"}, "is not a folder"),
-        ({"name": "x" * 300}, "a name in it has more than"),
+        ({"dir": "FOLDER/" + "x" * 300}, "a name in it has more than"),
         ({"dir": "/proc/x"}, "could not be made"),
     ],
 )
@@ -523,7 +523,9 @@ def test_run_folders_that_cannot_be_made(
     run: dict[str, str], part: str, treegraft: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "FILE").write_text("")
-    run = {name: value.replace("FILE", str(tmp_path / "FILE")) for name, value in run.items()}
+    places = {"FILE": tmp_path / "FILE", "FOLDER": tmp_path}
+    for word, place in places.items():
+        run = {name: value.replace(word, str(place)) for name, value in run.items()}
     refused(treegraft, tmp_path, 3, (part, "run.dir"), run=run, warmup={"num_steps": 0})
 
 

@@ -110,7 +110,7 @@ def test_refusals(rule: Callable[[Tree], Tree], message: str) -> None:
 
 def test_a_rule_that_is_not_there_is_refused() -> None:
     for name, message in [
-        ("rank", "is no import path"),
+        ("rank", "expected None or an import path"),
         ("math:ranks", "no 'ranks' in 'math'"),
         ("math:pi", "'math:pi' is a float"),
     ]:

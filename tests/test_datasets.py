@@ -239,7 +239,7 @@ def test_sources_of_the_same_name_have_ids_of_their_own(tmp_path: Path) -> None:
 def test_a_data_set_has_no_expert(tmp_path: Path) -> None:
     source = load(write(tmp_path / "a.jsonl", rows(3)))
     assert source.expert(source.train_tasks()[0], 0) is None
-    assert source.warmup_tasks(3, 0) == () and source.vocabulary() == () and source.tools() == ()
+    assert source.warmup_tasks(3, 0) == () and source.tools() == ()
 
 
 def test_reading_needs_no_torch(tmp_path: Path) -> None:

@@ -13,12 +13,19 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from treegraft.cli.options import AsJson, refuse_idle
+from treegraft.cli.options import AsJson, complete_recipe, complete_setting, refuse_idle
 from treegraft.core.errors import SettingError
 from treegraft.core.shipped import shipped_recipes
 from treegraft.settings.config import Config, tables_and_settings
 from treegraft.settings.load import SettingRow, config_json, describe, load_config
 from treegraft.settings.unknown import suggestion
+
+
+def _complete(incomplete: str) -> list[str]:
+    """Recipes, tables and settings, for the shell."""
+    tables = [name for name, entry in tables_and_settings().items() if entry.table is not None]
+    fitting = [name for name in tables if name.startswith(incomplete)]
+    return [*complete_recipe(incomplete), *fitting, *complete_setting(incomplete)]
 
 
 def show_config(
@@ -27,6 +34,7 @@ def show_config(
         list[str] | None,
         typer.Argument(
             metavar="[RECIPE] [TABLE | OVERRIDE]...",
+            autocompletion=_complete,
             help="A recipe, tables or settings to print, e.g. learn or eval.top_p, and settings to"
             " change, e.g. learn.lr=1e-5.",
         ),
