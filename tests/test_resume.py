@@ -415,6 +415,16 @@ def test_the_command_line_tells_the_signal_and_resumes_without_a_recipe(
     assert resumed.stderr == "" and f"update {done + 1:.0f}/{done + 1:.0f}" in resumed.stdout
 
 
+@pytest.fixture
+def as_in_a_terminal() -> Iterator[None]:
+    """Signals that end a process; `nohup` before the tests would have SIGHUP ignored."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in OTHERS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("as_in_a_terminal")
 @pytest.mark.parametrize("number", OTHERS, ids=lambda number: signal.Signals(number).name)
 def test_other_signals_save_too_and_a_second_one_changes_nothing(
     number: int,

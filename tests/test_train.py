@@ -440,8 +440,8 @@ def test_a_long_wait_says_what_it_is_for(tmp_path: Path, monkeypatch: pytest.Mon
         tasks={"kind": "tests.tiny_parts:SlowWorld"},
         run={"num_updates": 1},
     )
-    waits = [text for text in display.warnings if text.startswith("still waiting after")]
-    assert any("on tool search" in text for text in waits)
+    waits = [text for text in display.warnings if text.startswith("not finished after")]
+    assert any("tool search (" in text for text in waits)
 
 
 def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
