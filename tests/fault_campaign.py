@@ -89,6 +89,8 @@ class Campaign:
         pid = os.fork()
         if pid == 0:
             os.close(reading)
+            # `nohup` before the campaign would have it ignored.
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)
             _be_the_command(["treegraft", "train", *arguments], writing)
         os.close(writing)
         parts: list[bytes] = []
