@@ -14,11 +14,12 @@ demo: install
 	echo; \
 	$(BIN)/treegraft compare runs/$$own runs/$$shown; \
 	echo; \
-	echo "One seed, which may differ from others. Where to look in runs/$$shown"; \
+	echo "One seed. Over the six seeds of docs/results.md GRPO ended at 25 to 76 % sampled accuracy, RAPO at 61 to 99 %."; \
+	echo "Where to look in runs/$$shown"; \
 	echo "  metrics.jsonl   one line per update: reward, held-out accuracy, grafts, cost"; \
 	echo "  trees/          every tree: who wrote each token, what was grafted, rewards, advantages"; \
 	echo "  checkpoints/    models that transformers loads"; \
-	echo "  buffer/         the expert's steps; look with: $(BIN)/treegraft buffer stats runs/$$shown/buffer/traces.sqlite"; \
+	echo "  buffer/         the expert's steps; look with: $(BIN)/treegraft buffer stats runs/$$shown"; \
 	echo "Ask the agent something:  $(BIN)/treegraft run runs/$$shown 'r2 of r5 of r1 of e9 ?'"
 
 # The demo's three methods one after the other, and their figures into docs/figures.

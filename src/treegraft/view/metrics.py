@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
@@ -62,7 +63,8 @@ class MetricsTable:
     def _read(self, path: Path) -> None:
         with suppress(OSError):
             while self._read_chunk(path):
-                pass
+                # A lock is not fair: without a pause the pages would wait for the whole file.
+                time.sleep(0.001)
         self._reader = None
 
     def _read_chunk(self, path: Path) -> bool:
