@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -69,8 +70,8 @@ def _handling(
 
 
 _SWALLOWED: list[int] = []
-"""The signal that `others_as_ctrl_c` got. Its exception is lost where it meets a callback of the
-garbage collector; the next `Stop` then asks for the end."""
+"""The signal that `others_as_ctrl_c` got. Where its exception meets a callback of the garbage
+collector, Python prints it and goes on; the next `Stop` then asks for the end."""
 
 
 @contextmanager
@@ -94,6 +95,13 @@ def others_as_ctrl_c() -> Iterator[None]:
             raise Ended(number)
         handler(signal.SIGINT, frame)
 
+    def on_lost(lost: sys.UnraisableHookArgs) -> None:
+        if not isinstance(lost.exc_value, KeyboardInterrupt):
+            hook(lost)
+        elif not got:
+            got.append(signal.SIGINT)
+
+    hook, sys.unraisablehook = sys.unraisablehook, on_lost
     with _handling(OTHERS, on_signal):
         try:
             yield
@@ -103,6 +111,7 @@ def others_as_ctrl_c() -> Iterator[None]:
             raise Ended(got[0]) from error
         finally:
             got.clear()
+            sys.unraisablehook = hook
 
 
 class Stop:
