@@ -18,9 +18,11 @@ from tests.tiny import tiny, write_recipe
 from transformers.utils import logging
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import DataError, ModelError, SettingError
 from treegraft.core.types import Status
+from treegraft.policy.load import load_model
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
+from treegraft.settings.policy import ModelSettings
 from treegraft.train import RunResult, train
 
 Command = Callable[..., tuple[int, str]]
@@ -581,3 +583,17 @@ def test_a_fault_in_a_users_constructor_is_told_from_a_wrong_call(
 ) -> None:
     parts = ("raised TypeError", "test_bad_input.py, line", "mend it there")
     refused(treegraft, tmp_path, 2, parts, engine={"kind": "tests.test_bad_input:Broken"})
+
+
+def test_a_hub_id_that_no_hub_answers_is_not_blamed_on_the_tokenizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import AutoTokenizer
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect to 'https://huggingface.co'")
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", unreachable)
+    with pytest.raises(ModelError, match="there is no such folder, and as a hub id") as refused:
+        load_model(ModelSettings(path="misspelt"))
+    assert "couldn't connect" in str(refused.value) and "Save the tokenizer" not in str(refused)

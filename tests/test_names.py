@@ -110,6 +110,7 @@ def test_values_that_answers_name_are_accepted_here() -> None:
         ("loss.aggregation=seq-mean-token-mean", ['loss.aggregation = "sequence-mean"']),
         ("push_to_hub=true", ["treegraft push"]),
         ("deepspeed=zero3.json", ["no counterpart"]),
+        ("device=cuda", ["no counterpart", "run.num_threads sets the threads"]),
     ],
 )
 def test_names_of_others_are_answered(override: str, parts: list[str]) -> None:
@@ -142,3 +143,18 @@ def test_no_hint_where_nothing_is_near(name: str) -> None:
 def test_many_unknown_settings_are_counted() -> None:
     message = refused({"x": {f"y{number}": 1 for number in range(3000)}})
     assert len(message.splitlines()) == 41 and "2,960 more unknown settings" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("runn.seed=1", "Did you mean 'run.seed'?"),
+        ("model.name=some/model", "`treegraft config model` lists the settings of [model]."),
+        ("tasks.path=a.jsonl", "`treegraft config tasks` lists the settings of [tasks]."),
+        ("rollout.num_leaves=4", "Did you mean 'explore.num_leaves'?"),
+    ],
+)
+def test_a_name_that_many_tables_have_does_not_point_at_another_table(
+    override: str, hint: str
+) -> None:
+    assert refused({}, override).endswith(hint)

@@ -138,6 +138,9 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
         read_trees(tmp_path / "none.jsonl")
     with pytest.raises(DataError, match=r"has no metrics\.jsonl"):
         read_metrics(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match="recorded no metrics yet"):
+        read_metrics(tmp_path)
 
 
 def test_a_write_that_fails_leaves_the_old_file(

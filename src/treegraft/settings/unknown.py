@@ -13,6 +13,9 @@ NEAR = 0.8
 """Share of equal letters (difflib) from which a name counts as misspelt; below it a hint would
 point anywhere."""
 
+COMMON = frozenset({"dir", "enabled", "kind", "name", "path"})
+"""Names that any table could have; in the wrong table they do not hint at another one."""
+
 
 def unknown_settings(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the dotted name and the value of every setting that does not exist."""
@@ -41,12 +44,19 @@ def suggestion(name: str, value: Any = None) -> str:
     table, _, last = name.rpartition(".")
     if name in renamed():
         return f" It is '{renamed()[name]}' now."
+    # One letter off in the table's name; the setting's own name may be another framework's too.
+    same_last = [leaf for leaf in known_settings() if table and leaf.endswith(f".{last}")]
+    if close := difflib.get_close_matches(name, same_last, n=1, cutoff=0.92):
+        return f" Did you mean '{close[0]}'?"
     if answered := find_answer(name):
         framework, answer = answered
         return " " + answer.sentence(framework, _as_named(name, answer.trl, answer.verl), value)
     by_last: dict[str, list[str]] = {}
     for leaf in known_settings():
         by_last.setdefault(leaf.rpartition(".")[2], []).append(leaf)
+    # Of a known table, a name that many tables have says nothing: model.name is not run.name.
+    if last in COMMON and any(leaf.startswith(f"{table}.") for leaf in known_settings()):
+        return f" `treegraft config {table}` lists the settings of [{table}]."
     # The right name in the wrong table, before a name that is merely spelt alike.
     if last in by_last:
         same = difflib.get_close_matches(name, by_last[last], n=1, cutoff=0.7) or by_last[last]

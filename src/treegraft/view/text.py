@@ -48,10 +48,11 @@ def pick_file(run: Run, update: int | None, evaluation: int | None) -> str:
     asked = update if evaluation is None else evaluation
     wanted = [file.name for file in files if asked in (None, file.update)]
     if not wanted:
-        span = f"{files[0].update} to {files[-1].update}" if files else "none"
         kind = "update" if evaluation is None else "evaluation"
-        which = kind if asked is None else f"{kind} {asked}"
-        raise DataError(f"run '{run.name}' recorded no trees of {which}; there are: {span}")
+        if not files:
+            raise DataError(f"run '{run.name}' recorded no trees of any {kind} yet")
+        span = f"{files[0].update} to {files[-1].update}"
+        raise DataError(f"run '{run.name}' recorded no trees of {kind} {asked}; there are: {span}")
     # Of one number there may be two evaluations, greedy and sampled; the greedy one comes first.
     return wanted[-1] if asked is None else wanted[0]
 

@@ -146,7 +146,7 @@ def whole_updates(axes: Any) -> None:
     """Numbers an axis of updates with whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=5, integer=True, min_n_ticks=1))
 
 
 def save(figure: Any, path: Path) -> None:

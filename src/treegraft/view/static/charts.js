@@ -105,6 +105,8 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
 
 function padded(low, high) {
   if (low === null || high === null) return [0, 1];
+  // Most numbers here are never negative, so that all zeros get an axis upwards.
+  if (low === 0 && high === 0) return [0, 1];
   if (low === high) return [low - (Math.abs(low) || 1) * 0.1, high + (Math.abs(high) || 1) * 0.1];
   const room = 0.06 * (high - low);
   return [low >= 0 && low < 0.35 * high ? 0 : low - room, high + room];
