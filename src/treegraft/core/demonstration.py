@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from treegraft.core.errors import DataError, TreegraftError
 from treegraft.core.interfaces import Span, TaskSource
@@ -110,7 +111,8 @@ def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ..
                 f"{place}, returned a step of type {type(step).__name__}; expected StepContent,"
                 " such as StepContent(calls=(ToolCall('search', 'e9 r5'),))."
             )
-        for call in step.calls:
+        calls: Sequence[Any] = step.calls
+        for call in calls:
             if not isinstance(call, ToolCall) or not isinstance(call.body, str):
                 raise DataError(
                     f"{place}, returned the call {call!r:.200}; expected ToolCall(NAME, TEXT),"
