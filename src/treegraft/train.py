@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
+from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError
 from treegraft.core.interfaces import Display
 from treegraft.core.keyed import keyed_int
@@ -277,7 +278,7 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     if run.state.warmup_steps == settings.num_steps:
         # AdamW's moments of imitation would go on pushing in its direction in the first updates.
         learner.optimiser.reset()
-        solved = [(task, parts.source.expert(task, 0)) for task in parts.eval_tasks]
+        solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
         held_out = [(task, steps) for task, steps in solved if steps]
         if parts.show is not None:
             try:

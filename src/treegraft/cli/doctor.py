@@ -19,6 +19,7 @@ from rich.text import Text
 from treegraft.cli.machine import num_cpus
 from treegraft.cli.memory import gigabytes, gpus, memory_room, recipe_memory
 from treegraft.cli.options import table
+from treegraft.core.demonstration import solution
 from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.interrupt import run_to_end
@@ -28,6 +29,7 @@ from treegraft.settings.config import Config
 
 if TYPE_CHECKING:
     from treegraft.assemble import Setup
+    from treegraft.core.types import Task
     from treegraft.evals.preflight import Sample
 
 REQUIRED = (
@@ -247,33 +249,33 @@ async def _try_first_tasks(config: Config, found: Examination) -> None:
         async with assemble_setup(config) as setup:
             preflight = Preflight(setup)
             setup.check_tasks([*setup.train_tasks, *setup.eval_tasks])
-            found.sections["environment"] = await _try_environment(setup)
+            found.sections["environment"], shown = await _try_environment(setup)
             notes = [Finding("note", text, is_doubtful=True) for text in setup.notes]
             found.sections[title] = [*notes, *await preflight.findings()]
-            found.sample = preflight.sample()
+            found.sample = preflight.sample(shown)
     except TreegraftError as error:
         found.sections[title] = [Finding("setup", "cannot be made", False, str(error))]
 
 
-async def _try_environment(setup: Setup) -> list[Finding]:
+async def _try_environment(setup: Setup) -> tuple[list[Finding], Task | None]:
     """How an environment begins on the first task, with its tools; the expert's demonstration of
-    that task is played."""
+    that task is played. Also the task as it begins there; None without an environment."""
     try:
         trial = await setup.try_environment()
         if trial is None:
-            return []
-        solved = [(task, setup.source.expert(task, 0)) for task in setup.train_tasks[:1]]
+            return [], None
+        solved = [(task, solution(setup.source, task, 0)) for task in setup.train_tasks[:1]]
         if setup.show is not None:
             await setup.show([(task, steps) for task, steps in solved if steps])
     except TreegraftError as error:
-        return [Finding("environment", setup.config.environment.kind, False, str(error))]
+        return [Finding("environment", setup.config.environment.kind, False, str(error))], None
     how = {"fork": "by copies", "replay": "by repeated calls", "none": "no"}[trial.capability]
     return [
         Finding("environment", setup.config.environment.kind, note=f"branches: {how}"),
         Finding("its tools", ", ".join(trial.tools)),
         Finding("it begins with", plain(trial.first, 200) or "no text", note=trial.task_id),
         Finding("reward there", "none" if trial.reward is None else f"{trial.reward:g}"),
-    ]
+    ], trial.shown
 
 
 def print_examination(found: Examination) -> None:

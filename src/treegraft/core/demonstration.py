@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from treegraft.core.interfaces import Span
+from treegraft.core.errors import DataError, TreegraftError
+from treegraft.core.interfaces import Span, TaskSource
+from treegraft.core.text import describe
 from treegraft.core.types import (
     ROOT_ID,
     Leaf,
@@ -15,6 +18,7 @@ from treegraft.core.types import (
     Step,
     StepContent,
     Task,
+    ToolCall,
     Tree,
 )
 
@@ -85,3 +89,33 @@ def plain_step(step_id: str, parent: str | None, written: Written) -> Step:
         content=written.content,
         cause=None if parent is None else StartCause(),
     )
+
+
+def solution(source: TaskSource, task: Task, seed: int) -> tuple[StepContent, ...] | None:
+    """Returns the steps of the tasks' scripted expert; None where there is no solution.
+
+    Raises:
+        DataError: the expert raised, or returned something else than steps.
+    """
+    place = f"the expert of the tasks, asked about task '{task.id}'"
+    try:
+        found = source.expert(task, seed)
+        steps = None if found is None else tuple(found)
+    except TreegraftError:
+        raise
+    except Exception as error:
+        raise DataError(f"{place}, raised {describe(error)}. Correct expert().") from error
+    for step in steps or ():
+        if not isinstance(step, StepContent):
+            raise DataError(
+                f"{place}, returned a step of type {type(step).__name__}; expected StepContent,"
+                " such as StepContent(calls=(ToolCall('search', 'e9 r5'),))."
+            )
+        calls: Sequence[Any] = step.calls
+        for call in calls:
+            if not isinstance(call, ToolCall) or not isinstance(call.body, str):
+                raise DataError(
+                    f"{place}, returned the call {call!r:.200}; expected ToolCall(NAME, TEXT),"
+                    " where several arguments are the text of a JSON object."
+                )
+    return steps

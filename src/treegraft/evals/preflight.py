@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from treegraft.assemble import Setup
-from treegraft.core.demonstration import Written, tree_of_paths
+from treegraft.core.demonstration import Written, solution, tree_of_paths
 from treegraft.core.finding import Finding
 from treegraft.core.interfaces import Span, Tool, signature_of
 from treegraft.core.types import Leaf, Observation, StepContent, Task, ToolCall
@@ -44,15 +44,18 @@ class Preflight:
         self.setup = setup
         self.tasks = setup.train_tasks[:NUM_TASKS]
 
-    def sample(self) -> Sample | None:
+    def sample(self, shown: Task | None = None) -> Sample | None:
         """Returns the first task in the run's format; None without training tasks.
+
+        Args:
+            shown: that task as its environment begins it; None where there is none.
 
         Raises:
             DataError: its prompt cannot be made.
         """
         if not self.tasks:
             return None
-        task, tokenizer = self.tasks[0], self.setup.tokenizer
+        task, tokenizer = shown or self.tasks[0], self.setup.tokenizer
 
         def text(ids: Sequence[int]) -> str:
             return str(tokenizer.decode(list(ids), skip_special_tokens=False))
@@ -89,7 +92,7 @@ class Preflight:
     def _call(self) -> StepContent | None:
         """A step with a call and its result: the expert's, or a made one."""
         task, tools = self.tasks[0], list(self.setup.toolbox.tools.values())
-        for step in self.setup.source.expert(task, 0) or ():
+        for step in solution(self.setup.source, task, 0) or ():
             if step.calls and step.observations:
                 return step
         # There are no words for arguments of ours.

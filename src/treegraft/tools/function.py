@@ -174,7 +174,10 @@ class FunctionTool:
         if isinstance(fields, dict):
             if fields.keys() <= {name} and (fields or not self._required):
                 return fields
-            # An object that is not the argument itself is one of wrong names.
+            # An object that is not the argument itself is one of wrong names; where any value would
+            # be the argument, it has to be named.
+            if adapter.core_schema["type"] == "any":
+                return fields
             try:
                 adapter.validate_python(fields)
             except ValidationError:

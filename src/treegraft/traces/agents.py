@@ -7,6 +7,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import Protocol
 
+from treegraft.core.demonstration import solution
 from treegraft.core.interfaces import TaskSource
 from treegraft.core.keyed import keyed_int
 from treegraft.core.sessions import SessionOpener
@@ -68,7 +69,7 @@ class ScriptedAgent:
 
     def steps(self, task: Task, sample: int) -> tuple[StepContent, ...] | None:
         """Returns the expert's solution as it is written; None for tasks that have none."""
-        return self._tasks.expert(task, keyed_int(self._seed, "expert", task.id, sample))
+        return solution(self._tasks, task, keyed_int(self._seed, "expert", task.id, sample))
 
     async def solve(self, task: Task, sample: int) -> Attempt:
         """Returns the expert's solution; failed for tasks that have none, and where the

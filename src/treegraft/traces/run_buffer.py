@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from itertools import compress
 from pathlib import Path
 
+from treegraft.core.demonstration import solution
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.core.files import write_atomically
 from treegraft.core.interfaces import Format, TaskSource, TreeScorer
@@ -106,7 +107,7 @@ class RunBuffer:
         if not own.exists() and settings.path == EXPERT:
             encoder = build_encoder(settings.encoder)
             # One task is enough: a source has an expert for all of its tasks or for none.
-            if not any(self._source.expert(task, 0) for task in self._source.train_tasks()[:1]):
+            if not any(solution(self._source, task, 0) for task in self._source.train_tasks()[:1]):
                 raise DataError(
                     'buffer.path is "expert", but these tasks have no scripted expert; make a'
                     " buffer with `treegraft buffer build` or `treegraft buffer import` and name"

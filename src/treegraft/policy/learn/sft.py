@@ -20,6 +20,7 @@ from treegraft.core.demonstration import (
     Show,
     Written,
     plain_step,
+    solution,
     tree_of_paths,
 )
 from treegraft.core.errors import DataError
@@ -75,7 +76,7 @@ class Demonstrations:
                 "these tasks have no scripted expert; name a JSONL file of"
                 ' {"question": ..., "steps": [...]} instead'
             )
-            if any(source.expert(task, 0) for task in source.train_tasks()[:1]):
+            if any(solution(source, task, 0) for task in source.train_tasks()[:1]):
                 fault = (
                     "warmup_tasks() of the tasks returns none that expert() solves; return tasks"
                     " there that are neither trained nor evaluated on"
@@ -111,7 +112,7 @@ class Demonstrations:
         if key in self._solved:
             return self._solved[key]
         # By the task's id, not by the step: the expert shows a task in the same way each time.
-        steps = self._source.expert(task, keyed_int(self._seed, "expert", task.id))
+        steps = solution(self._source, task, keyed_int(self._seed, "expert", task.id))
         if steps and self._show is None:
             self._keep({key: (task, steps)})
         return (task, steps) if steps else None

@@ -22,6 +22,8 @@ class Trial:
     """The first observation; empty for none."""
     reward: float | None
     """Of the beginning; None without one."""
+    shown: Task
+    """The task as the environment begins it: with the first observation."""
 
 
 _ADVICE = {
@@ -73,4 +75,4 @@ async def try_environment(
         )
     first = "" if shown is task else shown.question[len(task.question) :].lstrip("\n")
     names = tuple(tool.name for tool in kind.tools)
-    return Trial(task.id, names, kind.capability, first, reward)
+    return Trial(task.id, names, kind.capability, first, reward, shown)
