@@ -145,6 +145,8 @@ def import_paths(config: Config) -> Iterator[Finding]:
         if attribute:
             # Only the first name: the spec of a submodule needs its parents imported.
             spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places)
+            if module.endswith(".py"):
+                spec = None
             value, note = (
                 ("found", "") if spec else ("missing", f"no module '{module}' on the path")
             )
