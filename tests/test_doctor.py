@@ -47,8 +47,8 @@ def test_doctor_finds_what_is_missing(
     path.write_text(
         '[tasks]\nkind = "dataset"\n[tasks.dataset]\ntrain = ["$NOWHERE/a.jsonl",'
         ' "/nowhere/b.jsonl", "hub:c"]\n[tools]\nuse = ["search",'
-        ' "no_such_module:lookup"]\n[model]\npath = "/nowhere/model/x"\n[explore]\nexplorers ='
-        ' ["graft"]\n[buffer]\npath = "/nowhere/traces.sqlite"\n'
+        ' "no_such_module:lookup", "a_file.py:lookup"]\n[model]\npath = "/nowhere/model/x"\n'
+        '[explore]\nexplorers = ["graft"]\n[buffer]\npath = "/nowhere/traces.sqlite"\n'
     )
     assert run(monkeypatch, path) == 2
     printed = " ".join(capsys.readouterr().out.split())
@@ -57,6 +57,7 @@ def test_doctor_finds_what_is_missing(
         "cannot be read",
         "name a file",
         "no module",
+        "a file; write 'a_file:lookup'",
         "no such folder",
         "buffer.path",
         "/nowhere/traces.sqlite",

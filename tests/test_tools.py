@@ -677,6 +677,8 @@ def test_tools_are_built_from_names_and_import_paths(user_module: str) -> None:
         ("users_tools:Needy", "without arguments"),
         ("users_broken:x", "needs 'not_there_at_all'"),
         ("users_nothing:x", "there is no module 'users_nothing'"),
+        ("users_file.py:x", "names a file; write 'users_file:x'"),
+        ("/a folder/users_file.py:x", "names a file; write 'users_file:x'"),
         ("users_tools:", "is no import path"),
     ],
 )

@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -147,6 +148,10 @@ def import_paths(config: Config) -> Iterator[Finding]:
         if attribute:
             # Only the first name: the spec of a submodule needs its parents imported.
             spec = importlib.machinery.PathFinder.find_spec(module.partition(".")[0], places)
+            if module.endswith(".py"):
+                note = f"a file; write '{Path(module).stem}:{attribute}'"
+                yield Finding(name, "no import path", False, note)
+                continue
             value, note = (
                 ("found", "") if spec else ("missing", f"no module '{module}' on the path")
             )

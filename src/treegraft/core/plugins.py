@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from inspect import get_annotations
+from pathlib import Path
 from typing import Any
 
 from treegraft.core.errors import SettingError, TreegraftError, nearest
@@ -92,6 +93,11 @@ def load_object(path: str) -> Any:
     shape, the module does not exist or fails to import, or the module has no such name.
     """
     module_name, colon, attributes = path.partition(":")
+    if colon and module_name.endswith(".py"):
+        raise SettingError(
+            f"'{path}' names a file; write '{Path(module_name).stem}:{attributes}', and start from"
+            " the folder that holds it."
+        )
     if not colon or not all(
         part.isidentifier() for part in (*module_name.split("."), *attributes.split("."))
     ):

@@ -167,7 +167,8 @@ async def lengths(preflight: Preflight) -> list[Finding]:
         if task.reference
     ]
     wanted = max(answers, default=0)
-    value = f"{limit} tokens; an answer takes {wanted}, a call with its result {num_call} or more"
+    value = f"{limit} tokens; an answer takes {wanted}"
+    value += f", a call with its result {num_call} or more" if call else ""
     fits, fits_call = wanted <= limit, wanted + num_call <= limit
     note = "" if fits_call else "a call and an answer do not fit; raise it"
     note = note if fits else "not even the reference's answer fits; raise it"
