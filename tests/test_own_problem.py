@@ -65,7 +65,7 @@ def test_tool_and_reward_are_right_on_trajectories_by_hand(folder: Path) -> None
     with pytest.raises(ValueError, match="only numbers"):
         mine.calc("__import__('os')")
     said = ["So 46 are left.", "46 of 50.", "none", "-46", "<tool_call> 2"]
-    assert mine.near(said, [46, 46, 46, -46, 3]) == [1.0, 0.2, 0.0, 1.0, 0.2]
+    assert mine.near(said, [46, 46, 46, -46, 3]) == [1.0, 0.1, 0.0, 1.0, 0.25]
 
 
 def test_the_page_s_recipe_runs_with_a_tiny_model(
@@ -100,7 +100,7 @@ def test_the_first_update_of_the_real_model_learns(
     checked = 0
     for tree in read_trees(folder / "runs/mine/trees/update-000001.jsonl"):
         for path in tree.trajectories():
-            assert path.reward in (0.0, 0.2, 1.0)
+            assert path.reward is not None and (path.reward == 1.0 or 0 <= path.reward <= 0.25)
             if (answer := answer_of(path)) is not None:
                 numbers = re.findall(r"-?\d+", answer)
                 is_right = bool(numbers) and numbers[-1] == tree.task.reference[0]
