@@ -13,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 from tests.viewed import write_run
 
+from treegraft.view.report.records import read_run
 from treegraft.view.runs import open_runs
 from treegraft.view.server import build_app
 
@@ -181,3 +182,16 @@ def test_numbers_and_names_are_bounded(whole: Path, path: str) -> None:
     answer = asked(whole).get(f"/api/runs/whole{path}")
     assert answer.status_code in (200, 404), answer.text
     assert len(answer.text) < 100_000
+
+
+def test_a_report_counts_the_lines_that_it_leaves_out(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    before = read_run(run)
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'garbage\n{"update": "x"}\n')
+    after = read_run(run)
+    assert after.lines == before.lines
+    assert set(after.notes) - set(before.notes) == {
+        "2 damaged lines of metrics.jsonl were left out"
+    }

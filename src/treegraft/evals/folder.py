@@ -134,9 +134,10 @@ class EvalFolder:
             }
             return {"asked": asked, "sets": sets}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            reason = "it has no eval.json" if isinstance(error, FileNotFoundError) else str(error)
             raise CheckpointError(
-                f"'{self.path}' is not the folder of an evaluation ({error}); expected one"
-                " that `treegraft eval --suite` made. Name another folder with --into."
+                f"'{self.path}' is not the folder of an evaluation ({reason}); expected one"
+                " that `treegraft eval --suite ... --into FOLDER` made."
             ) from error
 
     # ------------------------------------------------------------------ trees

@@ -33,6 +33,8 @@ class MetricsTable:
         """Grows when the file was cut or replaced (a resume), so that earlier lines no longer
         hold."""
         self.num_lines = 0
+        self.num_damaged = 0
+        """Lines that were left out."""
         self._lock = threading.Lock()
         self._reader: threading.Thread | None = None
         # A metric's lines and its values there: most are missing in most lines of evaluations.
@@ -48,7 +50,8 @@ class MetricsTable:
         with self._lock:
             self._size = path.stat().st_size if path.exists() else 0
             if self._size < self._read_to:
-                self._columns, self._read_to, self.num_lines = {}, 0, 0
+                self._columns, self._read_to = {}, 0
+                self.num_lines = self.num_damaged = 0
                 self.era += 1
             is_much = self._size - self._read_to > _AT_ONCE and not waits
             if is_much and self._reader is None:
@@ -89,10 +92,9 @@ class MetricsTable:
         line: Any = None
         with suppress(ValueError, RecursionError):
             line = json.loads(raw)
-        if not isinstance(line, dict):
-            return
-        update = line.get("update")
+        update = line.get("update") if isinstance(line, dict) else None
         if not isinstance(update, int | float) or not 0 <= update <= MAX_COUNT:
+            self.num_damaged += 1
             return
         for key, value in line.items():
             if isinstance(value, int | float):

@@ -108,6 +108,8 @@ def read_run(path: Path, label: str | None = None) -> Record:
     run = Run(path)
     settings = flatten(run.config())
     lines, notes = clean_lines(run.metrics()[1])
+    if num_damaged := run.table()[0].num_damaged:
+        notes.append(f"{num_damaged} damaged lines of metrics.jsonl were left out")
     state = run.state()
     done, total = state["update"], state["num_updates"]
     said = f"{'running' if state['is_live'] else 'stopped'} at update {done} of {total}"
