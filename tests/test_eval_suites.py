@@ -27,7 +27,7 @@ from treegraft.evals.judge import JudgeSettings, Verdict, messages_for, parse_ve
 from treegraft.evals.run import SuitePlan, SuiteResult, evaluate_suite
 from treegraft.evals.suites import GROUPS, SETS, EvalSet, load_sets, parse_names, read_set
 from treegraft.evals.versus import compare_evaluations
-from treegraft.runs.record import tree_to_json
+from treegraft.runs.record import RunFolder, tree_to_json
 from treegraft.settings.config import renamed
 from treegraft.settings.tasks import SearchWorldSettings
 from treegraft.tasks.search_world import SearchWorld
@@ -296,6 +296,18 @@ def lines(into: Path) -> dict[str, list[str]]:
         name: [tree_to_json(tree) for _, tree in sorted(held.trees(name).items())]
         for name in ("bamboogle", "webwalker")
     }
+
+
+def test_a_damaged_evaluation_is_left_to_others(agent: tuple[Path, Path], tmp_path: Path) -> None:
+    into = tmp_path / "first"
+    evaluated(agent, into)
+    trees = into / "trees" / "bamboogle.jsonl"
+    trees.write_bytes(b'{"group_id": 1}\n' + trees.read_bytes())
+    with pytest.raises(DataError, match="bamboogle"):
+        evaluated(agent, into)
+    folder = RunFolder(into)
+    folder.claim()  # the lock is free again
+    folder.release()
 
 
 def test_an_evaluation_stopped_twice_equals_one_that_was_not(

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from tests.tiny import contents, differing, tiny, write_recipe
 from tests.tiny_parts import SlowSearch
 
-from treegraft.core.errors import CheckpointError, SettingError
+from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.files import file_checksum
 from treegraft.core.interrupt import OTHERS, Ended, Stop, exit_status, others_as_ctrl_c, run_to_end
 from treegraft.policy import checkpoint as checkpoint_files
@@ -412,6 +413,18 @@ def test_the_command_line_tells_the_signal_and_resumes_without_a_recipe(
     )
     assert resumed.returncode == 0, resumed.stderr
     assert resumed.stderr == "" and f"update {done + 1:.0f}/{done + 1:.0f}" in resumed.stdout
+
+
+def test_a_finished_run_with_damaged_metrics_is_left_to_others(tmp_path: Path) -> None:
+    settings = tiny(run={"name": "a", "dir": str(tmp_path)})
+    train(settings)
+    with (tmp_path / "a" / "metrics.jsonl").open("ab") as file:
+        file.write(b"\xff{\n")
+    with suppress(DataError):
+        train(settings, resume=tmp_path / "a")
+    folder = RunFolder(tmp_path / "a")
+    folder.claim()  # the lock is free again
+    folder.release()
 
 
 @pytest.fixture

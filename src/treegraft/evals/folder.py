@@ -97,14 +97,18 @@ class EvalFolder:
                 " another folder with --into."
             ) from error
         folder._lock.claim()
-        # Only after the lock: another process may be writing that very line.
-        for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
-            drop_cut_line(lines)
-        data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
-        write_atomically(
-            folder._asked_path,
-            json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True) + "\n",
-        )
+        try:
+            # Only after the lock: another process may be writing that very line.
+            for lines in (folder.judge_path, *map(folder.trees_path, wanted)):
+                drop_cut_line(lines)
+            data = {"format_version": FORMAT_VERSION, "asked": asked, "sets": held | wanted}
+            write_atomically(
+                folder._asked_path,
+                json.dumps(data, indent=1, ensure_ascii=False, sort_keys=True) + "\n",
+            )
+        except BaseException:
+            folder.close()
+            raise
         return folder
 
     def asked(self) -> dict[str, Any]:

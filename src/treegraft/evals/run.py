@@ -130,8 +130,9 @@ def evaluate_suite(
         )
     asked = _asked(config, place, plan, temperature)
     folder = EvalFolder.open(plan.into or default_folder(checkpoint, place), asked, sets)
-    work = _Suite(config, place, plan, temperature, sets, folder, display or NoDisplay())
     try:
+        # Reads the trees so far, which may be damaged.
+        work = _Suite(config, place, plan, temperature, sets, folder, display or NoDisplay())
         is_stopped = run_to_end(work.main(judge), on_interrupt=work.stop.ask)
         # Also after a stop: the numbers of the finished items.
         report = work.report(checkpoint)
