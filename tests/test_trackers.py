@@ -21,8 +21,9 @@ from tests.tiny import tiny
 from treegraft.core.errors import CheckpointError, SettingError
 from treegraft.core.types import Tree
 from treegraft.runs.record import read_metrics
-from treegraft.runs.tracked import Tracked, flat
+from treegraft.runs.tracked import Tracked
 from treegraft.runs.trackers import TRACKERS, Trackers
+from treegraft.settings.table import flatten
 from treegraft.train import RunResult, train
 
 SECRET = "local-0123456789abcdef0123456789abcdef01234567"
@@ -191,7 +192,11 @@ def test_a_damaged_note_is_said(tmp_path: Path) -> None:
 
 
 def test_tables_become_dotted_names() -> None:
-    assert flat({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {"a.b": 1, "a.c.d": [2], "e": None}
+    assert flatten({"a": {"b": 1, "c": {"d": [2]}}, "e": None}) == {
+        "a.b": 1,
+        "a.c.d": [2],
+        "e": None,
+    }
 
 
 # --- the real libraries ---------------------------------------------------------------------------
@@ -286,7 +291,7 @@ def test_mlflow(resumed: tuple[Path, list[str]]) -> None:
     assert experiment is not None
     (run,) = client.search_runs([experiment.experiment_id])
     assert (run.info.run_name, run.info.status) == ("a", "FINISHED")
-    settings = flat(json.loads((folder / "a" / "config.json").read_text()))
+    settings = flatten(json.loads((folder / "a" / "config.json").read_text()))
     changed = {"run.num_updates": "2"}
     assert run.data.params == {name: str(value) for name, value in settings.items()} | changed
     assert run.data.tags["resumed.run.num_updates"] == "3"

@@ -223,7 +223,7 @@ CHECKS: list[Callable[[Preflight], Awaitable[list[Finding]]]] = [
     references,
     columns,
 ]
-"""The checks in their order; each may be one of the user's parts' own."""
+"""The checks in their order; a part of one's own may add to them."""
 
 _Scored = Sequence[tuple[Task, Leaf, Leaf]]
 

@@ -56,12 +56,3 @@ class Tracked:
         """Returns the run's resolved settings, as tables."""
         settings: dict[str, Any] = json.loads((self.run_dir / "config.json").read_text("utf-8"))
         return settings
-
-
-def flat(tables: dict[str, Any], above: str = "") -> dict[str, Any]:
-    """Returns tables as one, by dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in tables.items():
-        dotted = f"{above}{name}"
-        found |= flat(value, f"{dotted}.") if isinstance(value, dict) else {dotted: value}
-    return found

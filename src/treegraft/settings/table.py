@@ -4,7 +4,7 @@ under it, and `Facts`: when it has no effect, and who may ignore or change it.""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,3 +192,14 @@ def walk(
         yield found
         if found.table is not None:
             yield from walk(found.table, f"{prefix}{name}.", (*above, found.facts))
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns nested tables by dotted names; lists are values, and so are empty tables."""
+    found: dict[str, Any] = {}
+    for name, value in tables.items():
+        if isinstance(value, Mapping) and value:
+            found |= flatten(value, f"{prefix}{name}.")
+        else:
+            found[f"{prefix}{name}"] = value
+    return found

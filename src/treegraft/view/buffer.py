@@ -18,7 +18,7 @@ from urllib.parse import quote
 import numpy as np
 
 from treegraft.core.errors import DataError
-from treegraft.core.files import leads_outside
+from treegraft.core.files import leads_outside, parse_json
 from treegraft.tools.search.encoders import Encoder, build_encoder
 from treegraft.traces.store import APPLICATION_ID, COLUMNS, content_from_json
 
@@ -48,9 +48,9 @@ class BufferView:
     def note(self) -> dict[str, Any]:
         """Returns the content of buffer.json; empty where the run had no buffer."""
         found, path = None, self._run_dir / "buffer.json"
-        with suppress(OSError, ValueError, RecursionError):
+        with suppress(OSError, ValueError):
             if not leads_outside(path, self._run_dir):
-                found = json.loads(path.read_text(encoding="utf-8"))
+                found = parse_json(path.read_bytes())
         return found if isinstance(found, dict) else {}
 
     def path(self) -> Path | None:

@@ -3,7 +3,6 @@ given out in parts that a page can hold."""
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from treegraft.core.files import parse_json
 
 MAX_COUNT = 10**12
 """Whole numbers beyond it, which no run has, are taken for damage."""
@@ -90,8 +91,8 @@ class MetricsTable:
     def _add(self, raw: bytes) -> None:
         """Adds a line; one without the number of its update is damaged, and left out."""
         line: Any = None
-        with suppress(ValueError, RecursionError):
-            line = json.loads(raw)
+        with suppress(ValueError):
+            line = parse_json(raw)
         update = line.get("update") if isinstance(line, dict) else None
         if not isinstance(update, int | float) or not 0 <= update <= MAX_COUNT:
             self.num_damaged += 1

@@ -7,7 +7,6 @@ The places of trees and the summaries of the last few files stay in memory.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from treegraft.core.errors import DataError
-from treegraft.core.files import leads_outside
+from treegraft.core.files import leads_outside, parse_json
 from treegraft.core.types import Trajectory, Tree
 from treegraft.runs.record import RunFolder, TreePlace, parse_tree, read_places, read_trajectory
 from treegraft.view.metrics import MAX_COUNT, MetricsTable
@@ -68,8 +67,8 @@ class Run:
         """
         path = self._inside("config.json")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            found = parse_json(path.read_bytes())
+        except (OSError, ValueError) as error:
             raise DataError(
                 f"'{path}' cannot be read ({error}); expected the settings of a run"
             ) from error

@@ -18,6 +18,7 @@ from typing import Any
 from treegraft.core.errors import CheckpointError, DataError
 from treegraft.runs.record import runs_beside
 from treegraft.settings.config import renamed, settings_with
+from treegraft.settings.table import flatten
 from treegraft.view.runs import Run
 
 MetricsLine = Mapping[str, float]
@@ -128,17 +129,6 @@ def read_run(path: Path, label: str | None = None) -> Record:
         state="finished" if lines and done >= total else said,
         notes=notes,
     )
-
-
-def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns nested tables by dotted names; lists are values, and so are empty tables."""
-    found: dict[str, Any] = {}
-    for name, value in tables.items():
-        if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], list[str]]:
