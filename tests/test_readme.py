@@ -231,6 +231,16 @@ def test_there_is_one_place_for_results() -> None:
     assert PAGE.count("<!-- results -->") == 1
 
 
+def test_the_range_that_the_demo_prints_is_that_of_the_results() -> None:
+    boundary = (ROOT / "docs" / "results.md").read_text(encoding="utf-8").split("**boundary**")[1]
+    printed = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for method in ("GRPO", "RAPO"):
+        row = next(line for line in boundary.splitlines() if line.startswith(f"| {method} |"))
+        seeds = [round(100 * float(one)) for one in row.split("|")[4].split()]
+        assert len(seeds) == 6
+        assert re.search(rf"{method}[a-z ]* {min(seeds)} to {max(seeds)} %", printed)
+
+
 def test_the_layout_of_the_readme_is_that_of_the_package() -> None:
     block = re.search(r"^src/treegraft/\n(.*?)^```", PAGE, re.S | re.M)
     assert block is not None
