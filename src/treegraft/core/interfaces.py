@@ -113,7 +113,7 @@ class Engine(Measured, Protocol):
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
-        `version`."""
+        `version`. Weights that it holds already (the fingerprints are equal) need not be copied."""
 
     async def close(self) -> None: ...
 

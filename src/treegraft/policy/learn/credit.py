@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from treegraft.algo.advantages import assign_credit, batch_outcomes
 from treegraft.algo.groups import Floats
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import SettingError, about
 from treegraft.core.interfaces import CreditRule
 from treegraft.core.plugins import load_object
 from treegraft.core.types import LEARNING_RULES, Tree
@@ -25,7 +25,8 @@ def find_credit_rule(config: Config) -> CreditRule | None:
     name = config.credit.rule
     if name is None:
         return None
-    rule: CreditRule = load_object(name)
+    with about("credit.rule"):
+        rule: CreditRule = load_object(name)
     if not callable(rule):
         raise SettingError(
             f"credit.rule: '{name}' is a {type(rule).__name__}; expected a function that takes a"

@@ -246,9 +246,10 @@ class Learner:
         for part in passes:
             packs[part] = self._optimiser_step(trees, part, packs[part], tally, written)
         batches = [pack.batch for group in packs.values() for pack in group]
-        metrics = tally.metrics(len(passes))
-        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
         is_learned = [self._is_learned(tree) for tree in trees]
+        # A minibatch of skipped groups alone moves no weight.
+        metrics = tally.metrics(sum(any(is_learned[n] for n in part) for part in passes))
+        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
