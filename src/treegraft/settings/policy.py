@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.explore import with_entropy, with_graft, with_tree_search
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -38,7 +38,9 @@ def _clips(config: Settings) -> str:
 def _shares_steps(config: Settings) -> str:
     # States are compared between independent rollouts too.
     is_by_state = value_of(config, "credit.attribution") == "states"
-    return "" if is_by_state else with_entropy(config)
+    if is_by_state or not with_tree_search(config):
+        return ""
+    return with_entropy(config)
 
 
 def _rise_of_warmup(config: Settings) -> int:
