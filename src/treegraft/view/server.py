@@ -25,7 +25,7 @@ from treegraft.core.errors import DataError, SettingError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
-from treegraft.settings.config import Config, renamed
+from treegraft.settings.config import Config, known_settings, renamed
 from treegraft.settings.load import describe
 from treegraft.settings.table import flatten
 from treegraft.view.buffer import BufferView
@@ -266,9 +266,14 @@ class Api:
         return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
 
     def settings(self, _: Request) -> Any:
-        """Every setting with its meaning and its default, in the order of the tables."""
+        """Every setting with its meaning, its default, and whether that follows from others."""
         return [
-            {"name": row.name, "default": row.value, "meaning": row.meaning}
+            {
+                "name": row.name,
+                "default": row.value,
+                "meaning": row.meaning,
+                "follows": known_settings()[row.name].facts.default_of is not None,
+            }
             for row in describe(Config())
         ]
 
