@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from treegraft.algo.losses import (
     Denominators,
-    clipped_surrogate,
     contribution_weights,
     engine_correction,
     k3_divergence,
@@ -25,6 +24,7 @@ from treegraft.policy.checkpoint import read_optimiser, write_model, write_optim
 from treegraft.policy.head import Head, base_model, head_problem
 from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
 from treegraft.policy.learn.imitation import count_right_steps, imitation_packs
+from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
@@ -291,7 +291,9 @@ class Learner:
         for own in packs.values():
             tally.add_sizes([pack.batch for pack in own if pack.parts])
         tally = combined(self._team, tally.state(), Tally.of)
-        metrics = tally.metrics(len(passes), takes_lessons=takes_lessons)
+        # A minibatch of skipped groups alone moves no weight.
+        num_steps = sum(any(is_learned[n] for n in part) for part in passes)
+        metrics = tally.metrics(num_steps, takes_lessons=takes_lessons)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         written: dict[int, dict[str, Step]] = {}
         for part, plan in plans.items():
@@ -429,13 +431,12 @@ class Learner:
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
-        terms = clipped_surrogate(
+        terms = surrogate(
+            settings,
             new,
             old.index_select(0, tokens),
             batch.advantages[rows],
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
+            owners=owners,
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
