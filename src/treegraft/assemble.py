@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treegraft.core.demonstration import Show
 from treegraft.core.errors import DataError, SettingError, about
@@ -45,6 +45,9 @@ from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
+
+if TYPE_CHECKING:
+    from treegraft.policy.learn.ranks import Ranks
 
 
 @dataclass(kw_only=True)
@@ -232,13 +235,19 @@ async def assemble(
 
 @asynccontextmanager
 async def assemble_training(
-    config: Config, *, source: TaskSource | None = None, checkpoint: Path | None = None
+    config: Config,
+    *,
+    source: TaskSource | None = None,
+    checkpoint: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> AsyncIterator[TrainingParts]:
     """Holds the parts of a training.
 
     Args:
         source: tasks made already; None builds them.
         checkpoint: where to go on from, weights and optimiser; None for the beginning.
+        ranks: the processes that learn together, of which this one is the first; None for this one
+            alone.
 
     Raises:
         TreegraftError: a part that cannot be made, before any work starts.
@@ -247,7 +256,6 @@ async def assemble_training(
         with ctrl_c_ends_at_once():
             # Imported here, so that `treegraft --help` and config checks start without torch.
             from treegraft.policy.learn.credit import find_credit_rule
-            from treegraft.policy.learn.learner import Learner
             from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
@@ -268,21 +276,36 @@ async def assemble_training(
                     f" model: {error}"
                 ) from error
             parts = scenario.parts(stack, model, engine_model, tokenizer, model_path)
-            learner = Learner(
-                trained,
-                config.learn,
-                config.loss,
-                length_constant=config.rollout.max_completion_tokens,
-                num_updates=config.run.num_updates,
-            )
-            if checkpoint is not None:
-                learner.load(checkpoint)
+            learner = _build_learner(config, trained, checkpoint, ranks)
+            # Several ranks hold it in parts.
+            del model, trained
         yield TrainingParts(
             **vars(parts),
             explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
             learner=learner,
             credit_rule=credit_rule,
         )
+
+
+def _build_learner(
+    config: Config, model: Any, checkpoint: Path | None, ranks: Ranks | None
+) -> LearnerLike:
+    if ranks is not None:
+        from treegraft.policy.learn.leader import Leader
+
+        return Leader(ranks, model, config, checkpoint)
+    from treegraft.policy.learn.learner import Learner
+
+    learner = Learner(
+        model,
+        config.learn,
+        config.loss,
+        length_constant=config.rollout.max_completion_tokens,
+        num_updates=config.run.num_updates,
+    )
+    if checkpoint is not None:
+        learner.load(checkpoint)
+    return learner
 
 
 class _Scenario:
