@@ -26,6 +26,7 @@ from treegraft.settings.config import (
     renamed,
     settings_with,
     tables_and_settings,
+    values_before,
 )
 from treegraft.settings.contradictions import contradictions
 from treegraft.settings.names import find_answer, find_value
@@ -188,6 +189,11 @@ def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
         table, _, last = old.partition(".")
         if isinstance(data.get(table), dict) and last in data[table]:
             _put(data, new, data[table].pop(last))
+    # Not in a recipe, which may leave any setting to its default.
+    for name, value in values_before().items() if path.name == "config.json" else ():
+        is_ours = isinstance(data.get(name.partition(".")[0]), dict)
+        if is_ours and not _is_given(data, name):
+            _put(data, name, value)
     return data
 
 
@@ -308,6 +314,14 @@ def load_config(
     if faults:
         raise SettingError("\n".join(faults), settings=[n for one in found for n in one.settings])
     return config
+
+
+def going_on(config: Config, own: Config) -> Config:
+    """Returns the settings by which a run with the settings `own` goes on: those of `config`, and
+    its own where `config` does not name a setting that an earlier version did not have."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    unnamed = [name for name in values_before() if not _is_given(given, name)]
+    return load_config(config, [f"{name}={value_of(own, name)}" for name in unnamed])
 
 
 def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:

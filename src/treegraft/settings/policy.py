@@ -113,6 +113,10 @@ class EngineSettings(Settings):
     """Paths that go on at once; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest wait for one completion, in seconds."""
+    noise: Literal["philox", "mt19937"] = setting("philox", value_before="mt19937", labels_run=True)
+    """Generator of the noise that tokens are drawn with: "philox" (counter-based, the same on every
+    device), or "mt19937", that of runs before 0.7. Runs with different noise draw other
+    tokens."""
     native: NativeSettings = setting(NativeSettings(), idle_unless=when("engine.kind", "native"))
     """Memory and arithmetic of the native engine."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
