@@ -27,6 +27,7 @@ from typing import Any
 from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
+from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.table import value_of
@@ -168,6 +169,18 @@ def _tiny_shape(config: Config) -> ModelShape:
     )
 
 
+def _published_shape(path: str) -> ModelShape:
+    fields = published_shape(path)
+    return ModelShape(
+        num_weights=num_shape_weights(fields),
+        num_layers=fields["num_hidden_layers"],
+        num_kv_heads=fields["num_key_value_heads"],
+        head_dim=fields["head_dim"],
+        hidden_size=fields["hidden_size"],
+        vocab_size=fields["vocab_size"],
+    )
+
+
 def _folder_shape(folder: Path) -> ModelShape:
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     # Models that also see keep the language model's settings one level down.
@@ -227,6 +240,8 @@ def model_shape(config: Config) -> ModelShape | None:
     path = config.model.path
     if path == "tiny":
         return _tiny_shape(config)
+    if path.startswith(PREFIX):
+        return _published_shape(path)
     place, gguf = locate(path)
     if gguf is not None:
         return _gguf_shape(Path(place) / gguf)
