@@ -21,6 +21,8 @@ from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
 from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.plan import Alone
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.policy.weights import ModelWeights
@@ -604,13 +606,13 @@ def test_skill_counts_steps_without_their_deciding_token(
     task = world.warmup_tasks(1, 0)[0]
     steps = world.expert(task, 0)
 
-    class Stub:
+    class Stub(Learner):
         """Knows every token but those at `wrong` among the sampled ones."""
 
         settings, device = load_config(tiny()).learn, torch.device("cpu")
 
         def __init__(self, *wrong: int) -> None:
-            self.wrong = wrong
+            self.wrong, self._team = wrong, Alone()
 
         def argmax(self, batch: Any) -> torch.Tensor:
             best = batch.token_ids[batch.sampled].clone()
@@ -618,7 +620,7 @@ def test_skill_counts_steps_without_their_deciding_token(
             return best
 
     def skill(*wrong: int) -> float:
-        return step_skill(Stub(*wrong), form, [(task, steps)])  # type: ignore[arg-type]
+        return step_skill(Stub(*wrong), form, [(task, steps)])
 
     # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4,
     # 8 and 12 decide.

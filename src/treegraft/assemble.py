@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treegraft.core.demonstration import Show
 from treegraft.core.errors import DataError, SettingError, about
@@ -20,6 +20,7 @@ from treegraft.core.interfaces import (
     EnvironmentKind,
     Explorer,
     Format,
+    LearnerLike,
     Retriever,
     TaskSource,
     Tokenizer,
@@ -44,9 +45,6 @@ from treegraft.tools.environments.rehearsal import show
 from treegraft.tools.environments.sessions import Environments
 from treegraft.tools.environments.trial import Trial, try_environment
 from treegraft.tools.toolbox import Toolbox
-
-if TYPE_CHECKING:
-    from treegraft.policy.learn.learner import Learner
 
 
 @dataclass(kw_only=True)
@@ -194,7 +192,7 @@ class TrainingParts(Parts):
     """The same with the parts that learn. The engine has a copy of the model of its own."""
 
     explorer: Explorer
-    learner: Learner
+    learner: LearnerLike
     credit_rule: CreditRule | None
 
 
@@ -248,7 +246,6 @@ async def assemble_training(
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
             # Imported here, so that `treegraft --help` and config checks start without torch.
-            from treegraft.policy.checkpoint import load_checkpoint
             from treegraft.policy.learn.credit import find_credit_rule
             from treegraft.policy.learn.learner import Learner
             from treegraft.policy.load import with_adapters
@@ -279,7 +276,7 @@ async def assemble_training(
                 num_updates=config.run.num_updates,
             )
             if checkpoint is not None:
-                learner.load_state(load_checkpoint(checkpoint)[1])
+                learner.load(checkpoint)
         yield TrainingParts(
             **vars(parts),
             explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
