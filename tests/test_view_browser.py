@@ -172,7 +172,7 @@ def test_overview(page: Any, address: str) -> None:
         "Entropy",
         "Tool calls",
         "Retrieved",
-        "Branched",
+        "Branches",
         "Time",
     ]
     assert "Warnings (in 2 updates)" in text(
@@ -202,12 +202,16 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
         "title"
     )
     # What an update learned is not said of the evaluation after it.
-    cells = (
-        page.locator("#updates tr", has_text="evaluation after update 2")
-        .locator("td")
-        .all_inner_texts()
+    cells = page.locator("#updates tr", has_text="evaluation after update 2").locator("td")
+    found = dict(
+        zip(
+            cells.evaluate_all("(all) => all.map((one) => one.dataset.label)"),
+            cells.all_inner_texts(),
+            strict=True,
+        )
     )
-    assert (cells[1], cells[9]) == ("\u2013", "\u2013")
+    assert (found["reward"], found["entropy"]) == ("\u2013", "\u2013")
+    assert found["accuracy"] == "50 %"
     page.click("#updates th >> text=reward")
     page.click("#updates th >> text=reward")
     assert text(page, first) == "update 1"
@@ -247,9 +251,7 @@ def test_the_tree_says_who_why_and_what_for(page: Any, address: str) -> None:
         "Advantage +1.5 on leaf 0; lowest \u22120.5 on leaves 1, 2 and 3",
     ]
     # The first steps of two starts are equal, and drawn once.
-    assert (
-        page.locator(".drawing .node").count() == 8 and page.locator(".edge.branch").count() == 1
-    )
+    assert page.locator(".drawing .node").count() == 8 and page.locator(".edge.branch").count() == 1
     assert page.locator(".node.graft .icon.graft").count() == 1
     assert page.locator(".node.branch .icon.branch").count() == 1
     assert page.locator(".node[data-step='0.1.0'] .icon.refused").count() == 1
@@ -344,13 +346,14 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
     path = write_run(tmp_path / "credited", num_updates=1, with_buffer=False)
     write_trees(RunFolder(path).trees_path(1), [credited_tree()])
     with served(path) as address:
-        page = browser.new_page(viewport={"width": 1280, "height": 300})
+        page = browser.new_page(viewport={"width": 1280, "height": 330})
         page.set_default_timeout(60_000)
         show(page, address, "#/r/credited/t/update-000001/0")
         said = [found.inner_text().strip() for found in page.query_selector_all(".findings button")]
         assert said[0] == "2 of 4 leaves right: 0 and 1, 1 truncated"
         assert (
-            said[-1] == "Advantage +0.9 on leaves 0 and 1; lowest \u22121.3 on leaf 3 (\u00d7 1.3 for"
+            said[-1]
+            == "Advantage +0.9 on leaves 0 and 1; lowest \u22121.3 on leaf 3 (\u00d7 1.3 for"
             " its retrieval reward +0.4)"
         )
         # A leaf without a graft is shifted too, for retrieval rewards are compared within the
@@ -365,8 +368,8 @@ def test_ties_and_what_is_pushed_down_are_named(browser: Any, tmp_path: Path) ->
         assert page.evaluate("document.documentElement.scrollHeight <= innerHeight")
         page.click("button.more >> text=below")
         until(page, "document.querySelector('.more').hidden")
-        page.keyboard.press("j")
-        page.wait_for_selector(".pathpane[data-leaf='1']")
+        page.click(".findings button >> text=Advantage")
+        page.wait_for_selector(".pathpane[data-leaf='0']")
         page.close()
 
 
@@ -499,9 +502,11 @@ def test_keys_themes_and_addresses_that_lead_nowhere(page: Any, address: str) ->
     page.keyboard.press("d")
     assert page.get_attribute("html", "data-theme") != before
     page.keyboard.press("?")
-    assert "overview, updates, search, buffer" in text(page, "#help")
+    keys = text(page, "#help").split("\n")
+    assert "g o\toverview" in keys and "g b\tbuffer" in keys
     page.keyboard.press("Escape")
-    page.keyboard.press("1")
+    page.keyboard.press("g")
+    page.keyboard.press("o")
     page.wait_for_selector("section.card")
 
 

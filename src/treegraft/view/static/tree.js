@@ -61,7 +61,7 @@ export async function treePage(page, { run, query, go }, file, n) {
   const overlayButtons = OVERLAYS.map((one) => h("button", { "data-overlay": one.id, title: `${PLAN[one.id]} (key o: the next)`, onclick: () => setOverlay(one.id) }, one.label));
   const legend = h("span", { class: "scale" });
   const scroller = h("div", { class: "scroller", onscroll: () => hint() });
-  const more = h("button", { class: "more", hidden: true, onclick: () => scroller.scrollBy(0, 0.8 * scroller.clientHeight) });
+  const more = h("button", { class: "more", hidden: true, onclick: () => scroller.scrollBy(0, Math.max(80, 0.8 * scroller.clientHeight)) });
   const left = h("div", { class: "pane drawingpane" }, scroller, h("div", { class: "treefoot" }, drawingLegend(tree), more));
   const right = h("div", { class: "pane pathpane", tabindex: -1 });
   const neighbour = (by) => { const next = n + by; if (next >= 0 && next < tree.num_trees) go(to.tree(run, file, next, { over: overlay === usual ? "" : overlay, mode: mode === "read" ? "" : mode })); };
