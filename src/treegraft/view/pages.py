@@ -146,8 +146,9 @@ def draw(tree: Tree, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Returns a tree as it is drawn: steps without their tokens, leaves with their rewards, and
     for each graft its effect and its peers.
 
-    Steps with one `content_number` have equal tokens; `entropy_change` is what the branching
-    rule compared (see `entropy_changes`), None elsewhere; `config` holds the run's settings. A leaf's `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
+    Steps with one `content_number` have equal tokens; `entropy_change` is what the branching rule
+    compared (see `entropy_changes`), None elsewhere; `config` holds the run's settings. A leaf's
+    `effects` are, by the id of each graft on its path, the mean entropies (nats) of the
     policy's last step before the graft and its first after it (RAPO's H- and H+).
     """
     paths = tree.trajectories()
