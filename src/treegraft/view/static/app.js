@@ -231,7 +231,7 @@ function onKey(event) {
   else if (event.key === "d") switchTheme();
   else if (event.key === "f") toggleFollow();
   else if (event.key === "Escape" && current?.up) location.hash = current.up;
-  else if (event.key === "/") page.querySelector("input[type=search]")?.focus();
+  else if (event.key === "/") page.querySelector("input[type=search], textarea")?.focus();
   else return;
   event.preventDefault();
 }

@@ -66,7 +66,7 @@ export async function bufferPage(page, { run, query }) {
   }
   replace(page, h("h1", null, "Step-Trace Buffer"), head, h("div", { class: "tools" }, text, near, source, order, state.task && h("button", { onclick: () => { note({ task: "" }); state.task = ""; load(); } }, `task ${flat(state.task, 40)} ×`)), pages, list);
   await load();
-  return { title: "buffer", close: () => { clearTimeout(timer); turn++; }, keys: [["/", "to the query", () => text.focus()]] };
+  return { title: "buffer", close: () => { clearTimeout(timer); turn++; }, keys: [] };
 }
 
 export async function tracePage(page, { run }, hash) {
