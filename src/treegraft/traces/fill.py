@@ -240,10 +240,15 @@ class BufferBuild:
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     """Returns the tokenizer of the recipe's model without its weights."""
     from treegraft.core.locate import locate
-    from treegraft.policy.tiny import build_word_tokenizer
+    from treegraft.policy.shapes import PREFIX, is_random
+    from treegraft.policy.tiny import build_shaped_tokenizer, build_word_tokenizer
 
-    if config.model.path == "tiny":
-        return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
+    if is_random(config.model.path):
+        own = tasks.vocabulary()
+        words = [*own, *words_of(tools)] if own else []
+        if config.model.path.startswith(PREFIX):
+            return build_shaped_tokenizer(config.model.path, words)
+        return build_word_tokenizer(words)
     from transformers import AutoTokenizer
 
     folder, gguf = locate(config.model.path)

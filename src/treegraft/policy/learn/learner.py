@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from treegraft.algo.losses import (
     Denominators,
-    clipped_surrogate,
     contribution_weights,
     engine_correction,
     k3_divergence,
@@ -23,6 +22,7 @@ from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
 from treegraft.policy.head import Head, base_model, head_problem
 from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
+from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
@@ -237,8 +237,12 @@ class Learner:
         passes = [part for _ in range(self.settings.num_epochs) for part in minibatches if part]
         # Every other minibatch is scored before the first optimiser step, by the weights that its
         # ratios are against. The first step's own pass is still by those, so it needs none.
+        scores_old = self._loss.old_logprobs == "learner"
         packs = {
-            part: [self._scored(pack, part != passes[0]) for pack in self._packs(trees, part)]
+            part: [
+                self._scored(pack, scores_old and part != passes[0])
+                for pack in self._packs(trees, part)
+            ]
             for part in dict.fromkeys(passes)
         }
         tally = Tally()
@@ -246,9 +250,10 @@ class Learner:
         for part in passes:
             packs[part] = self._optimiser_step(trees, part, packs[part], tally, written)
         batches = [pack.batch for group in packs.values() for pack in group]
-        metrics = tally.metrics(len(passes))
-        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
         is_learned = [self._is_learned(tree) for tree in trees]
+        # A minibatch of skipped groups alone moves no weight.
+        metrics = tally.metrics(sum(any(is_learned[n] for n in part) for part in passes))
+        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
@@ -282,11 +287,15 @@ class Learner:
     def _packs(self, trees: Sequence[Tree], part: Sequence[int]) -> list[_Pack]:
         kept = [index for index in part if self._is_learned(trees[index])]
         batches = self._batches(trees, kept, takes_lessons=self._loss.graft_coef > 0)
-        return [_Pack(indices, batch, None, None) for indices, batch in batches]
+        by_engine = self._loss.old_logprobs == "engine"
+        return [
+            _Pack(indices, batch, batch.sampling_logprobs if by_engine else None, None)
+            for indices, batch in batches
+        ]
 
     @torch.no_grad()
     def _scored(self, pack: _Pack, needs_old: bool) -> _Pack:
-        old = self.scores(pack.batch)[0] if needs_old else None
+        old = self.scores(pack.batch)[0] if needs_old else pack.old_logprobs
         ref = None
         if self._reference is not None:
             ref = self._scores_of(self._reference.model, self._reference.head, pack.batch)[0]
@@ -314,10 +323,8 @@ class Learner:
             if pack.batch.lessons is not None:
                 loss = loss + self._lesson_loss(pack.batch, lessons, factors, tally)
             tally.loss += float(loss.detach())
-            # Backward for each pack, so that only one pack's activations are alive. Its gradients
-            # move to the float32 masters at once: added up in bfloat16, small ones would vanish.
+            # Backward for each pack, so that only one pack's activations are alive.
             torch.autograd.backward(loss)
-            self.optimiser.collect()
             # The last epoch's ratios stay in the record, the old log-probabilities never change.
             write_back(pack, trees, old, logprobs.detach(), written)
             done.append(replace(pack, old_logprobs=old))
@@ -369,21 +376,24 @@ class Learner:
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
-        terms = clipped_surrogate(
+        terms = surrogate(
+            settings,
             new,
             old.index_select(0, tokens),
             batch.advantages[rows],
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
+            owners=owners,
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
         # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.
         if settings.engine_ratio_cap is not None:
             sampled_at = batch.sampling_logprobs.index_select(0, tokens)
+            by_path = settings.engine_ratio == "sequence"
             weights, is_capped = engine_correction(
-                old.index_select(0, tokens), sampled_at, settings.engine_ratio_cap
+                old.index_select(0, tokens),
+                sampled_at,
+                settings.engine_ratio_cap,
+                torch.bincount(owners, minlength=len(batch.paths)) if by_path else None,
             )
             losses = losses * weights
             tally.add("learn/engine_capped_frac", is_capped.float())
@@ -401,8 +411,13 @@ class Learner:
         tally.add("learn/approx_kl", terms.ratios - 1.0 - log_ratios)
         if terms.ratios.numel():
             tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
-        # Over unique tokens, each once: it compares two implementations, not trajectories.
-        tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
+        # Over unique tokens, each once: it compares two implementations, not trajectories. Where
+        # the engine's own are the old ones, the learner's are those of the first step alone, whose
+        # weights still are the engine's.
+        if settings.old_logprobs == "learner":
+            tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
+        elif not tally.grad_norms:
+            tally.add("learn/engine_gap", (logprobs.detach() - batch.sampling_logprobs).abs())
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(

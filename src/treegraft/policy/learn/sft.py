@@ -297,7 +297,6 @@ def imitation_step(learner: Learner, trees: Sequence[Tree], lr: float) -> float:
         chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
         loss = -chosen.sum() / max(1, count)
         torch.autograd.backward(loss)
-        learner.optimiser.collect()
         total += float(loss.detach())
     learner.optimiser.step(lr)
     return total
