@@ -312,12 +312,31 @@ def compare(
     say(COSTS_NOTE, "dim")
 
 
+Bundle = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OUT", help="Write a copy that opens without Treegraft: a folder, or a .zip file."
+    ),
+]
+BundledUpdates = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="With --bundle: the updates whose trees it holds, e.g. 1,5,10-20, all or none."
+        " Default: 10 of each run.",
+    ),
+]
+
+
 @app.command()
 def view(
     context: typer.Context,
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders; those of active runs are followed."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders, or folders with runs in them; active runs are followed.",
+        ),
     ],
     host: Annotated[
         str,
@@ -349,13 +368,21 @@ def view(
     leaf: Annotated[
         int | None, typer.Option(min=0, help="With --text: the number of its trajectory, from 0.")
     ] = None,
+    bundle: Bundle = None,
+    updates: BundledUpdates = None,
 ) -> None:
     """Show runs in a browser, or with --text in the terminal.
 
-    Charts, trees, tokens, warnings and the Step-Trace Buffer.
+    Charts, settings, trees, tokens, warnings and the Step-Trace Buffer.
     """
-    from treegraft.view.command import view_pages, view_text
+    from treegraft.view.command import view_bundle, view_pages, view_text
 
+    if bundle is not None:
+        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
+        refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
+        view_bundle(runs, bundle, updates, buffer)
+        return
+    refuse_idle(context, "without --bundle", "--updates")
     if text:
         view_text(runs, update, evaluation, group, leaf)
         return
