@@ -441,7 +441,7 @@ def _build_engine(
 
 def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
     """Refuses explorers that branch over a state which cannot be had again."""
-    if explorer.probe_tokens is None:
+    if explorer.probe_tokens is None and not getattr(explorer, "expands", False):
         return
     own = [tool for tool in tools if isinstance(tool, EnvironmentTool)]
     if own and own[0].capability is Capability.NONE:

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from treegraft.algo.losses import (
     Denominators,
-    clipped_surrogate,
     contribution_weights,
     engine_correction,
     k3_divergence,
@@ -23,6 +22,7 @@ from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
 from treegraft.policy.head import Head, base_model, head_problem
 from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
+from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
@@ -370,13 +370,12 @@ class Learner:
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
-        terms = clipped_surrogate(
+        terms = surrogate(
+            settings,
             new,
             old.index_select(0, tokens),
             batch.advantages[rows],
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
+            owners=owners,
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
