@@ -499,6 +499,33 @@ def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
     assert differing(whole.run_dir, tmp_path / "a") == []
 
 
+def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the only one is that of the end, as `checkpoint.every` = 0 asks for."""
+    settings = {
+        "checkpoint": {"every": 0},
+        "warmup": {"num_steps": 0},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+    }
+    whole = start(tmp_path, "whole", **settings)
+    assert [path.name for path in whole.checkpoint_dir.parent.iterdir()] == ["update-000002"]
+
+    async def dies(self: NativeEngine, source: WeightSource, version: int) -> None:
+        if version == 2:
+            raise EngineError("out of memory")
+        self.policy_version, self.fingerprint = version, source.fingerprint
+
+    display = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "publish", dies)
+        with pytest.raises(EngineError, match="out of memory"):
+            start(tmp_path, "a", display=display, **settings)
+    assert f"begin anew with: treegraft train --resume {tmp_path / 'a'}" in display.warnings[-1]
+    train(None, resume=tmp_path / "a")
+    assert differing(whole.run_dir, tmp_path / "a") == []
+
+
 # --- law 11: evaluation ---------------------------------------------------------------------------
 
 

@@ -91,8 +91,9 @@ class EvalSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    every: int = setting(5, ge=1, resumable=True)
-    """Write a checkpoint after each so many updates, and at the end."""
+    every: int = setting(5, ge=0, resumable=True)
+    """Write a checkpoint after each so many updates, and at the end; 0: at the end alone, and
+    where a run is interrupted."""
     keep: int = setting(2, ge=1, resumable=True)
     """How many of the latest to keep; the best by held-out accuracy is kept besides."""
 
