@@ -104,6 +104,13 @@ OBJECTIVES = {
     # The trees' sampling log-probabilities lie in [-1, 0], the model's near -4: ratios of .02 to
     # .3, of which the cap cuts some.
     "engine-corrected": LossSettings(aggregation="token-mean", engine_ratio_cap=0.04, kl_coef=0.1),
+    "gspo": LossSettings(objective="gspo", clip_low=0.01, clip_high=0.02),
+    "cispo": LossSettings(
+        objective="cispo", aggregation="token-mean", clip_low=1.0, clip_high=0.02
+    ),
+    "ce-gppo": LossSettings(
+        objective="gppo", aggregation="token-mean", clip_low=0.02, clip_high=0.02, kept_low=0.25
+    ),
 }
 
 
@@ -126,8 +133,15 @@ def test_law_1_gradients_of_the_published_objectives(name: str, path_kind: str) 
     assert distance(descent.gradients[0], gradient_of(twin)) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "grpo-kl", "dual-clip", "engine-corrected"])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        (name, family)
+        for name in ("grpo", "dapo", "grpo-kl", "dual-clip", "engine-corrected")
+        for family in ("llama", "gemma2")
+    ]
+    + [("gspo", "llama"), ("cispo", "llama"), ("ce-gppo", "llama")],
+)
 def test_law_1_over_minibatches_and_epochs(name: str, family: str) -> None:
     """Two mini-batches, two epochs: ratios leave 1, clipping acts, old log-probabilities stay those
     of the start."""

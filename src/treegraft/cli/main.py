@@ -124,6 +124,13 @@ Resume = Annotated[
         help="Run folder to continue from its latest checkpoint.",
     ),
 ]
+Smoke = Annotated[
+    bool | None,
+    typer.Option(
+        "--smoke",
+        help="With the recipe's own table [smoke]: a small model and few tasks, in seconds.",
+    ),
+]
 AcceptChanges = Annotated[
     bool | None,
     typer.Option(
@@ -152,7 +159,11 @@ def options(
 
 
 def _settings(
-    recipe: str | None, overrides: list[str] | None, resume: Path | None, command: str
+    recipe: str | None,
+    overrides: list[str] | None,
+    resume: Path | None,
+    command: str,
+    smoke: bool | None = None,
 ) -> Config:
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
     from treegraft.settings.load import load_config
@@ -169,19 +180,19 @@ def _settings(
             f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
             f" --resume runs/NAME`."
         )
-    return load_config(recipe, typed)
+    return load_config(recipe, typed, smoke=bool(smoke))
 
 
 @contextlib.contextmanager
-def _traced(config: Config, recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
-    """Lets errors of data and models say which setting they come from."""
+def _traced(recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
+    """Lets errors of data, models and parts say which setting they come from."""
     from treegraft.settings.load import traced
 
     try:
         yield
-    except (DataError, ModelError) as error:
-        said = traced(str(error), config, recipe or "settings", overrides or [])
-        raise type(error)(said) from error
+    except (SettingError, DataError, ModelError) as error:
+        said = traced(error, recipe or "settings", overrides or [])
+        raise type(error)(said, settings=error.settings) from error
 
 
 app.command()(init)
@@ -194,6 +205,7 @@ def train(
     overrides: Overrides = None,
     resume: Resume = None,
     accept_changes: AcceptChanges = None,
+    smoke: Smoke = None,
 ) -> None:
     """Train an agent with a recipe.
 
@@ -201,11 +213,13 @@ def train(
     """
     if resume is None:
         refuse_idle(context, "without --resume", "--accept-changes")
-    config = _settings(recipe, overrides, resume, "train")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    config = _settings(recipe, overrides, resume, "train", smoke)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with _traced(config, recipe, overrides), display_on(None) as display:
+    with _traced(recipe, overrides), display_on(None) as display:
         run_training(
             config,
             recipe=recipe,
@@ -222,11 +236,14 @@ def sft(
     overrides: Overrides = None,
     resume: Resume = None,
     accept_changes: AcceptChanges = None,
+    smoke: Smoke = None,
 ) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup]."""
     if resume is None:
         refuse_idle(context, "without --resume", "--accept-changes")
-    config = _settings(recipe, overrides, resume, "sft")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    config = _settings(recipe, overrides, resume, "sft", smoke)
     if config.warmup.num_steps == 0:
         raise SettingError(
             f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
@@ -234,7 +251,7 @@ def sft(
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with _traced(config, recipe, overrides), display_on(None) as display:
+    with _traced(recipe, overrides), display_on(None) as display:
         run_fine_tuning(
             config,
             recipe=recipe,
@@ -385,11 +402,13 @@ app.command("config")(show_config)
 
 @app.command()
 def doctor(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
+    smoke: Smoke = None,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
@@ -399,7 +418,10 @@ def doctor(
     from treegraft.cli.doctor import examine, print_examination
     from treegraft.settings.load import load_config
 
-    found = examine(None if recipe is None else load_config(recipe, overrides or []))
+    if recipe is None:
+        refuse_idle(context, "without a recipe", "--smoke")
+    config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
+    found = examine(config)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:

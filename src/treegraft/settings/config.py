@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from treegraft.settings.explore import BufferSettings, ExploreSettings, with_graft
 from treegraft.settings.health import HealthSettings
@@ -184,3 +184,21 @@ def renamed() -> Mapping[str, str]:
         for name, found in known_settings().items()
         if found.facts.renamed_from
     }
+
+
+@functools.cache
+def values_before() -> Mapping[str, Any]:
+    """Returns the values that settings have in the files of runs made before there were these
+    settings, by dotted names."""
+    return {
+        name: found.facts.value_before
+        for name, found in known_settings().items()
+        if found.facts.value_before is not None
+    }
+
+
+def brought_up_to_date(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run's file, by the dotted names of its time, as they are called and
+    set now."""
+    named = {renamed().get(name, name): value for name, value in settings.items()}
+    return {**values_before(), **named}
