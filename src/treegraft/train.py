@@ -123,6 +123,7 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         if not only_warms_up:
             await buffer.check_expert(parts.environments)
         with run.opened(checkpoint_writer(config, parts), source.report()):
+            parts.keep_logs(run.path / "servers")
             for text in parts.notes:
                 run.display.note(text)
             if run.start.checkpoint is None:

@@ -17,6 +17,7 @@ from treegraft.settings.policy import (
     LearnSettings,
     LossSettings,
     ModelSettings,
+    PublishSettings,
     WarmupSettings,
 )
 from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
@@ -139,6 +140,7 @@ class Config(Settings):
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
+    publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))
     credit: CreditSettings = setting(CreditSettings(), ignored_by_eval=True)
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)
