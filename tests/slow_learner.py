@@ -128,10 +128,10 @@ def slow_loss(
             if not has_loss:
                 continue
             ratio = shaping * torch.exp(logprobs[index] - before[index])
-            bounded = torch.clamp(ratio, 1 - loss.clip_low, 1 + loss.clip_high)
-            objective = torch.minimum(ratio * advantage, bounded * advantage)
-            if loss.dual_clip is not None and advantage < 0:
-                objective = torch.maximum(objective, torch.tensor(loss.dual_clip * advantage))
+            if loss.objective == "gspo":
+                taught = torch.tensor(mask)
+                ratio = shaping * torch.exp((logprobs - before)[taught].mean())
+            objective = token_objective(loss, ratio, logprobs[index], advantage)
             if loss.engine_ratio_cap is not None:
                 factor_of_engine = math.exp(whole if by_path else gaps[index])
                 objective = objective * min(factor_of_engine, loss.engine_ratio_cap)
@@ -140,6 +140,24 @@ def slow_loss(
                 objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
             total = total - factor * objective
     return total
+
+
+def token_objective(
+    loss: LossSettings, ratio: torch.Tensor, logprob: torch.Tensor, advantage: float
+) -> torch.Tensor:
+    """One token's term, case by case."""
+    low, high = 1 - loss.clip_low, 1 + loss.clip_high
+    if loss.objective == "cispo":
+        return min(max(float(ratio), low), high) * advantage * logprob
+    if loss.objective == "gppo" and advantage < 0 and ratio < low:
+        return low * advantage * (1 + loss.kept_low * (logprob - logprob.detach()))
+    if loss.objective == "gppo" and advantage > 0 and ratio > high:
+        return high * advantage * (1 + loss.kept_high * (logprob - logprob.detach()))
+    bounded = torch.clamp(ratio, low, high)
+    objective = torch.minimum(ratio * advantage, bounded * advantage)
+    if loss.dual_clip is not None and advantage < 0:
+        objective = torch.maximum(objective, torch.tensor(loss.dual_clip * advantage))
+    return objective
 
 
 def gradient_of(model: Any) -> torch.Tensor:

@@ -65,7 +65,14 @@ NEVER = {
 }
 """What a folder must not import of its neighbours."""
 
-TORCH = ("policy", "algo.losses", "tools.search.encoders", "runs.tensorboard", "cli.profile")
+TORCH = (
+    "policy",
+    "algo.losses",
+    "algo.objectives",
+    "tools.search.encoders",
+    "runs.tensorboard",
+    "cli.profile",
+)
 """Where tensors live, the tracker whose SummaryWriter torch brings, and the profile of both."""
 
 NO_TORCH = ("policy.engine.scripted", "policy.engine.stops", "policy.kernels.compiler")

@@ -18,7 +18,7 @@ from tests.tiny import tiny, write_recipe
 from transformers.utils import logging
 
 from treegraft.cli import main as cli
-from treegraft.core.errors import DataError, ModelError, SettingError
+from treegraft.core.errors import DataError, ModelError, SettingError, TreegraftError
 from treegraft.core.types import Status
 from treegraft.policy.load import load_model
 from treegraft.runs.record import RunFolder, read_metrics, read_trees
@@ -597,3 +597,43 @@ def test_a_hub_id_that_no_hub_answers_is_not_blamed_on_the_tokenizer(
     with pytest.raises(ModelError, match="there is no such folder, and as a hub id") as refused:
         load_model(ModelSettings(path="misspelt"))
     assert "couldn't connect" in str(refused.value) and "Save the tokenizer" not in str(refused)
+
+
+@pytest.mark.parametrize(
+    ("tables", "settings"),
+    [
+        ({"model": {"path": "no/such/folder"}}, ("model.path",)),
+        (
+            {"tasks": {"kind": "dataset", "dataset": {"train": ["none.jsonl"]}}},
+            ("tasks.dataset.train",),
+        ),
+        (
+            {"tasks": {"kind": "dataset", "dataset": {"train": ["{one}"], "eval": ["none.jsonl"]}}},
+            ("tasks.dataset.eval",),
+        ),
+        (
+            {"tools": {"use": ["search"], "search": {"corpus": "none.jsonl"}}},
+            ("tools.search.corpus",),
+        ),
+        ({"reward": {"funcs": ["no_module:f"]}}, ("reward.funcs",)),
+        ({"credit": {"rule": "no_module:f"}}, ("credit.rule",)),
+        ({"engine": {"kind": "tests.tiny_parts:always_half"}}, ("engine.kind",)),
+    ],
+    ids=lambda value: ".".join(value) if isinstance(value, tuple) else "",
+)
+def test_parts_say_which_setting_an_error_is_about(
+    tables: dict[str, Any], settings: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "one.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    filled = json.loads(json.dumps(tables).replace("{one}", str(tmp_path / "one.jsonl")))
+    with pytest.raises(TreegraftError) as caught:
+        train(
+            tiny(
+                **filled,
+                rollout={"max_tool_calls": 0},
+                run={"dir": str(tmp_path), "name": "a"},
+            ),
+            display=False,
+        )
+    assert caught.value.settings == settings
+    assert not (tmp_path / "a").exists()

@@ -146,11 +146,17 @@ def test_groups_without_variance_are_skipped_but_counted() -> None:
             len(step.token_ids) for step in mixed.steps
         )
         assert learned[1] == flat and learned[0].steps[1].old_logprobs is not None
+    # In a minibatch of its own it takes no step, and the means are over the other's.
+    learner, descent = make_learner(build_model("llama"), num_minibatches=2)
+    _, metrics = learner.learn([mixed, flat])
+    assert metrics["learn/num_optimiser_steps"] == 1.0
+    norm = sum(float((part**2).sum()) for part in descent.gradients[0]) ** 0.5
+    assert metrics["learn/grad_norm"] == pytest.approx(norm)
     # Alone there is nothing to learn: no step, no error.
     learner, descent = make_learner(build_model("llama"))
     _, metrics = learner.learn([flat])
     assert metrics["learn/skipped_groups_frac"] == 1.0 and not descent.gradients[0].any()
-    assert metrics["learn/loss"] == 0.0
+    assert metrics["learn/loss"] == metrics["learn/num_optimiser_steps"] == 0.0
 
 
 def test_with_a_divergence_term_flat_groups_are_learned_from() -> None:

@@ -272,6 +272,36 @@ def test_kinds_of_learning_go_on_where_they_stopped(tables: dict[str, Any], tmp_
     assert ("learn/kl" in whole.metrics) is ("loss" in tables)
 
 
+def test_updates_without_any_variance_take_no_step_and_copy_no_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The version grows all the same, before and after a resume."""
+    copied = []
+    monkeypatch.setattr(
+        "treegraft.policy.engine.native.load_weights", lambda *given: copied.append(given)
+    )
+    settings = {
+        "reward": {"funcs": ["tests.tiny_parts:always_half"]},
+        "eval": {"every": 0, "at_end": False},
+        "warmup": {"num_steps": 0},
+    }
+    whole = start(tmp_path, "whole", **settings)
+    start(tmp_path, "half", run={"num_updates": 1}, **settings)
+    half = train(
+        tiny(**settings, run={"name": "half", "dir": str(tmp_path)}), resume=tmp_path / "half"
+    )
+    others = ("config.json", "state.json")
+    names = [name for name in differing(whole.run_dir, half.run_dir) if not name.endswith(others)]
+    assert names == [] and copied == []
+    assert whole.metrics["learn/skipped_groups_frac"] == 1.0
+    assert whole.metrics["learn/num_optimiser_steps"] == whole.metrics["learn/grad_norm"] == 0.0
+    assert whole.metrics["health/no_variance"] == 1.0
+    for update in (1, 2):
+        trees = read_trees(half.run_dir / "trees" / f"update-{update:06d}.jsonl")
+        sampled = [step for tree in trees for step in tree.steps if step.parent is not None]
+        assert {step.policy_version for step in sampled} == {update - 1}
+
+
 def test_the_best_checkpoint_is_kept_beside_the_latest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -172,7 +172,7 @@ def test_overview(page: Any, address: str) -> None:
         "Entropy",
         "Tool calls",
         "Retrieved",
-        "Branched",
+        "Branches",
         "Time",
     ]
     assert "Warnings (in 2 updates)" in text(
@@ -202,12 +202,16 @@ def test_updates_are_sorted_and_opened_with_keys(page: Any, address: str) -> Non
         "title"
     )
     # What an update learned is not said of the evaluation after it.
-    cells = (
-        page.locator("#updates tr", has_text="evaluation after update 2")
-        .locator("td")
-        .all_inner_texts()
+    cells = page.locator("#updates tr", has_text="evaluation after update 2").locator("td")
+    found = dict(
+        zip(
+            cells.evaluate_all("(all) => all.map((one) => one.dataset.label)"),
+            cells.all_inner_texts(),
+            strict=True,
+        )
     )
-    assert (cells[1], cells[9]) == ("\u2013", "\u2013")
+    assert (found["reward"], found["entropy"]) == ("\u2013", "\u2013")
+    assert found["accuracy"] == "50 %"
     page.click("#updates th >> text=reward")
     page.click("#updates th >> text=reward")
     assert text(page, first) == "update 1"
@@ -485,9 +489,11 @@ def test_keys_themes_and_addresses_that_lead_nowhere(page: Any, address: str) ->
     page.keyboard.press("d")
     assert page.get_attribute("html", "data-theme") != before
     page.keyboard.press("?")
-    assert "overview, updates, search, buffer" in text(page, "#help")
+    keys = text(page, "#help").split("\n")
+    assert "g o\toverview" in keys and "g b\tbuffer" in keys
     page.keyboard.press("Escape")
-    page.keyboard.press("1")
+    page.keyboard.press("g")
+    page.keyboard.press("o")
     page.wait_for_selector("section.card")
 
 

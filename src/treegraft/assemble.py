@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treegraft.core.demonstration import Show
-from treegraft.core.errors import DataError, SettingError
+from treegraft.core.errors import DataError, SettingError, about
 from treegraft.core.interfaces import (
     Capability,
     CreditRule,
@@ -316,12 +316,13 @@ class _Scenario:
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
         words = self.tasks.vocabulary() if is_random(settings.path) else ()
-        model, tokenizer = load_model(
-            settings,
-            vocabulary=[*words, *words_of(self.tools)] if words else [],
-            seed=config.run.seed,
-            has_weights=has_weights,
-        )
+        with about("model.path"):
+            model, tokenizer = load_model(
+                settings,
+                vocabulary=[*words, *words_of(self.tools)] if words else [],
+                seed=config.run.seed,
+                has_weights=has_weights,
+            )
         if path is not None and has_weights:
             model = with_saved_adapter(model, Path(path))
         return model, tokenizer
@@ -441,7 +442,7 @@ def _build_engine(
 
 def _refuse_branching(explorer: Explorer, tools: Sequence[Tool]) -> None:
     """Refuses explorers that branch over a state which cannot be had again."""
-    if explorer.probe_tokens is None:
+    if explorer.probe_tokens is None and not getattr(explorer, "expands", False):
         return
     own = [tool for tool in tools if isinstance(tool, EnvironmentTool)]
     if own and own[0].capability is Capability.NONE:

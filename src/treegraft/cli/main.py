@@ -173,15 +173,15 @@ def _settings(
 
 
 @contextlib.contextmanager
-def _traced(config: Config, recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
-    """Lets errors of data and models say which setting they come from."""
+def _traced(recipe: str | None, overrides: list[str] | None) -> Iterator[None]:
+    """Lets errors of data, models and parts say which setting they come from."""
     from treegraft.settings.load import traced
 
     try:
         yield
-    except (DataError, ModelError) as error:
-        said = traced(str(error), config, recipe or "settings", overrides or [])
-        raise type(error)(said) from error
+    except (SettingError, DataError, ModelError) as error:
+        said = traced(error, recipe or "settings", overrides or [])
+        raise type(error)(said, settings=error.settings) from error
 
 
 app.command()(init)
@@ -205,7 +205,7 @@ def train(
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
-    with _traced(config, recipe, overrides), display_on(None) as display:
+    with _traced(recipe, overrides), display_on(None) as display:
         run_training(
             config,
             recipe=recipe,
@@ -234,7 +234,7 @@ def sft(
         )
     from treegraft.train import sft as run_fine_tuning
 
-    with _traced(config, recipe, overrides), display_on(None) as display:
+    with _traced(recipe, overrides), display_on(None) as display:
         run_fine_tuning(
             config,
             recipe=recipe,

@@ -19,26 +19,28 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from treegraft.core.errors import ModelError
+from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
 from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.table import value_of
+from treegraft.tasks.build import build_tasks
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _PROMPT_TOKENS = 256
 """Assumed length of a prompt where the context has no limit of its own."""
 _PACKAGES_BYTES = 400_000_000
 """Resident after importing torch, transformers and peft, as measured."""
-_TINY_WORDS = 64
-"""Markup and function words of a tiny model's vocabulary, beside entities and relations."""
+_TINY_WORDS = 16
+"""Markup, tags of tools and special tokens of a tiny model's vocabulary, beside the tasks'
+words."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +143,17 @@ def gigabytes(num_bytes: float) -> str:
 # --- the shape of a model -------------------------------------------------------------------------
 
 
+def _words(config: Config) -> Collection[str]:
+    """The words of the tasks; none where they cannot be had, which is reported elsewhere."""
+    try:
+        return set(build_tasks(config.tasks, config.run.seed).vocabulary())
+    except TreegraftError:
+        return ()
+
+
 def _tiny_shape(config: Config) -> ModelShape:
-    tiny, world = config.model.tiny, config.tasks.search_world
-    vocab = world.num_entities + world.num_relations + _TINY_WORDS
+    tiny = config.model.tiny
+    vocab = len(_words(config)) + _TINY_WORDS
     head_dim = tiny.hidden_size // tiny.num_heads
     # In columns of width hidden_size: query and output, key and value, the three matrices of the
     # feed-forward part, two norms; embeddings and head are not tied.

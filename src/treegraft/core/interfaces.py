@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from treegraft.core.types import (
     Branch,
     Completion,
+    Expand,
     Generate,
     Graft,
     Observation,
@@ -113,7 +114,7 @@ class Engine(Measured, Protocol):
 
     async def publish(self, source: WeightSource, version: int) -> None:
         """Takes over new weights once running requests are done; later completions carry
-        `version`."""
+        `version`. Weights that it holds already (the fingerprints are equal) need not be copied."""
 
     async def close(self) -> None: ...
 
@@ -388,7 +389,12 @@ class Retriever(Measured, Protocol):
 
 class Explorer(Protocol):
     """Decides where a tree grows. Pure: a function of tree facts and of keyed randomness, never of
-    arrival."""
+    arrival.
+
+    An explorer whose `fill` returns `Expand` has the attribute `expands = True` besides: the states
+    between steps are then kept until the tree is done, which takes a copy each of an environment
+    that forks.
+    """
 
     probe_tokens: int | None
     """How many first tokens of a step after a tool result `after_probe` wants to see; None: it is
@@ -416,9 +422,10 @@ class Explorer(Protocol):
                 way.
         """
 
-    def fill(self, tree: Tree, max_leaves: int) -> Start:
-        """Returns how many further first-level rollouts to open once all leaves have ended; none
-        ends the tree."""
+    def fill(self, tree: Tree, max_leaves: int) -> Start | Sequence[Expand]:
+        """Returns what to open once all leaves have ended, as long as the tree has fewer than
+        `max_leaves`: further first-level rollouts, or children of finished steps. Nothing ends the
+        tree."""
 
 
 CreditRule = Callable[[Tree], Tree]

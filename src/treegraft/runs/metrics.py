@@ -68,7 +68,7 @@ METRICS: Mapping[str, str] = {
     "learn/num_contributions": "pairs of a loss token and a trajectory that contains it",
     "learn/num_lesson_tokens": "tokens of grafts that are learned from, each counted once",
     "learn/lesson_logprob": "mean log-probability of these tokens, in nats, per trajectory",
-    "learn/num_optimiser_steps": "optimiser steps of this update",
+    "learn/num_optimiser_steps": "optimiser steps of this update; skipped groups alone take none",
     "learn/positive_frac": "share of positive advantages among the contributions where it is not 0",
     "learn/skipped_groups_frac": "share of groups without variance of reward, which are skipped",
     "learn/engine_gap": "mean |engine's - learner's log-probability| over learned tokens, in nats",

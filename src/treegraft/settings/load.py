@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from treegraft.core.errors import SettingError
+from treegraft.core.errors import SettingError, TreegraftError
 from treegraft.settings.config import (
     Config,
     known_settings,
@@ -274,30 +274,27 @@ def load_config(
         if found.facts.default_of and not _is_given(data, name):
             _put(data, name, _default_of(config, name))
     config = _validate(data, where)
-    faults = [f"{_blamed(fault, typed, origin)}: {fault}" for fault in contradictions(config)]
+    found = contradictions(config)
+    faults = [f"{_blamed(fault.settings, typed, origin)}: {fault.text}" for fault in found]
     faults += _idle(config, names)
     if faults:
-        raise SettingError("\n".join(faults))
+        raise SettingError("\n".join(faults), settings=[n for one in found for n in one.settings])
     return config
 
 
-def _blamed(fault: str, typed: Sequence[str], origin: str) -> str:
-    """Where a contradiction comes from: the command line where a setting that it names was
-    typed."""
-    named = [f"{name}." for name in re.findall(r"[a-z_]+(?:\.[a-z_]+)+", fault)]
-    return COMMAND_LINE if any(name.startswith(tuple(typed)) for name in named) else origin
+def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:
+    """Where a fault comes from: the command line where one of its settings was typed."""
+    return COMMAND_LINE if any(f"{one}.".startswith(tuple(typed)) for one in settings) else origin
 
 
-def traced(message: str, config: Config, origin: str, overrides: Sequence[str]) -> str:
-    """Returns the message of an error, preceded by the setting whose value it quotes and by where
-    that was set; unchanged where it names its setting or quotes none."""
-    for name in known_settings():
-        value = value_of(config, name)
-        quoted = [f"'{one}'" for one in (value if isinstance(value, list) else [value]) if one]
-        if any(one in message for one in quoted) and len(str(value)) > 2 and name not in message:
-            is_typed = any(one.strip().startswith(f"{name}=") for one in overrides)
-            return f"{COMMAND_LINE if is_typed else origin}: {name}: {message}"
-    return message
+def traced(error: TreegraftError, origin: str, overrides: Sequence[str]) -> str:
+    """Returns the message of an error that came up after loading, preceded by the setting that it
+    is about, unless it names that, and by where this was set; unchanged where it knows none."""
+    if not error.settings:
+        return str(error)
+    typed = [f"{_whole_name(one.partition('=')[0].strip())}." for one in overrides]
+    name = "" if any(one in str(error) for one in error.settings) else f"{error.settings[0]}: "
+    return f"{_blamed(error.settings, typed, origin)}: {name}{error}"
 
 
 def config_json(config: Config) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from treegraft.settings.explore import with_entropy, with_graft
+from treegraft.settings.explore import with_entropy, with_graft, with_tree_search
 from treegraft.settings.table import (
     Condition,
     Settings,
@@ -34,6 +34,14 @@ def _clips(config: Settings) -> str:
         "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
         " ratio is exactly 1 and nothing is clipped; raise one of the two"
     )
+
+
+def _shares_steps(config: Settings) -> str:
+    # States are compared between independent rollouts too.
+    is_by_state = value_of(config, "credit.attribution") == "states"
+    if is_by_state or not with_tree_search(config):
+        return ""
+    return with_entropy(config)
 
 
 def _rise_of_warmup(config: Settings) -> int:
@@ -114,20 +122,37 @@ class EngineSettings(Settings):
 
 
 class CreditSettings(Settings):
-    advantage: Literal["grpo", "dr_grpo"] = setting("grpo")
-    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean."""
-    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo"))
+    advantage: Literal[
+        "grpo", "dr_grpo", "rloo", "tree_grpo", "reinforce++", "reinforce++-baseline"
+    ] = setting("grpo")
+    """"grpo": (reward - mean) / (std + eps) over the group; "dr_grpo": reward - mean; "rloo":
+    reward - mean of the others; "tree_grpo": "grpo" over the task plus "grpo" below each start;
+    "reinforce++": rewards whitened over all tokens of the update; "reinforce++-baseline": the same
+    after the group's mean is taken off."""
+    eps: float = setting(1e-6, gt=0, idle_unless=when("credit.advantage", "grpo", "tree_grpo"))
     """Added to the standard deviation."""
     leaf_weight: Literal["uniform", "inverse_branching"] = setting(
         "uniform", idle_unless=with_entropy
     )
     """How leaves share their group: equally, or 1 / product of the policy's branching above
     them."""
-    attribution: Literal["soft", "hard"] = setting("soft", idle_unless=with_entropy)
+    attribution: Literal["soft", "hard", "states"] = setting("soft", idle_unless=(_shares_steps,))
     """Advantage of a step that several trajectories share: "soft" each trajectory's own, "hard"
-    their mean."""
+    their mean; "states" (GiGPO) the mean of each one's own plus state_weight times how the step
+    compares with others of the task that followed the same results."""
+    state_weight: float = setting(1.0, ge=0, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's omega."""
+    discount: float = setting(0.95, ge=0, le=1, idle_unless=when("credit.attribution", "states"))
+    """GiGPO's gamma: a step's return is the reward times this to the power of the steps after
+    it."""
     retrieval_reward: Literal[
-        "paper", "inverted_entropy", "inverted_timing", "no_quality", "no_timing", "none"
+        "paper",
+        "inverted_entropy",
+        "inverted_timing",
+        "inverted_both",
+        "no_quality",
+        "no_timing",
+        "none",
     ] = setting("paper", idle_unless=(with_graft, when("credit.retrieval_weight")))
     """Measure of a graft's help: the paper's (eq. 5 to 7), or one of its ablations; "none" for no
     retrieval reward."""
@@ -148,6 +173,9 @@ class CreditSettings(Settings):
 class LossSettings(Settings):
     aggregation: Literal["token-mean", "sequence-mean", "sequence-sum"] = setting("sequence-mean")
     """"token-mean" (DAPO), "sequence-mean" (GRPO), or "sequence-sum" over a constant (Dr.GRPO)."""
+    objective: Literal["clip", "gspo", "cispo", "gppo"] = "clip"
+    """"clip" (PPO, GRPO, DAPO); "gspo": one ratio for each trajectory; "cispo": the clip acts on a
+    detached weight, so no token loses its gradient; "gppo": gradients kept past the clip."""
     clip_low: float = setting(
         0.28,
         ge=0,
@@ -162,7 +190,14 @@ class LossSettings(Settings):
         idle_unless=(_clips,),
     )
     """The ratio is clipped from above at 1 + clip_high."""
-    dual_clip: float | None = setting(None, gt=1, idle_unless=(_clips,))
+    kept_low: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    """Share of the gradient that "gppo" keeps below the clip: 1 for GPPO, 0.25 for CE-GPPO, 0 for
+    AEPO."""
+    kept_high: float = setting(1.0, ge=0, idle_unless=when("loss.objective", "gppo"))
+    """The same above the clip; 1 in all three."""
+    dual_clip: float | None = setting(
+        None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
+    )
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
     old_logprobs: Literal["learner", "engine"] = setting("learner")
     """The old log-probabilities, which ratios are against: "learner" scores the trees once more

@@ -20,6 +20,13 @@ MAX_COUNT = 10**12
 """Whole numbers beyond it, which no run has, are taken for damage."""
 MAX_LINES = 4000
 """Lines of one answer; of more lines, every so-and-so-many-th is given."""
+AXES = {
+    "tokens": "rollout/num_sampled_tokens",
+    "calls": "rollout/num_tool_calls",
+    "cpu_s": "time/cpu_s",
+}
+"""Metrics whose sums so far may be the x axis of a chart; seconds by the clock are made of
+several."""
 _AT_ONCE = 4_000_000
 """Bytes that are read while the page waits; more are read in the background."""
 _CHUNK = 1_000_000
@@ -112,6 +119,33 @@ class MetricsTable:
         """Returns the update of the last line; 0 without one."""
         with self._lock:
             return int(self._columns["update"][1][-1]) if self.num_lines else 0
+
+    def axes(self, numbers: Sequence[int]) -> dict[str, list[float]]:
+        """Returns for each axis that was recorded the sum up to and with each of these lines:
+        sampled tokens, tool calls, seconds by the clock (wall_s) and of the processor."""
+        with self._lock:
+            sums = {axis: self._dense(key) for axis, key in AXES.items() if key in self._columns}
+            if {"time/update_s", "time/eval_s"} & self._columns.keys():
+                update, evaluated = self._dense("time/update_s"), self._dense("time/eval_s")
+                # The seconds of an update hold those of its evaluation; line 0 has no update.
+                sums["wall_s"] = np.where(update > 0, update, evaluated)
+                sums["wall_s"] += self._dense("time/warmup_s")
+        wanted = np.asarray(numbers, np.int64)
+        return {axis: np.cumsum(values)[wanted].tolist() for axis, values in sums.items()}
+
+    def _dense(self, key: str) -> np.ndarray:
+        # One value a line; lines without a usable one add nothing to a sum.
+        found = np.zeros(self.num_lines)
+        places, values = self._columns.get(key, (array("i"), array("d")))
+        found[np.array(places, np.int64)] = np.nan_to_num(np.array(values), posinf=0.0, neginf=0.0)
+        return found
+
+    def last(self, keys: Sequence[str]) -> dict[str, float]:
+        """Returns the last finite value of each of these metrics that has one."""
+        with self._lock:
+            columns = {key: np.array(self._columns[key][1]) for key in keys if key in self._columns}
+        finite = {key: values[np.isfinite(values)] for key, values in columns.items()}
+        return {key: float(values[-1]) for key, values in finite.items() if len(values)}
 
     def names(self) -> list[str]:
         """Returns the metrics that occur."""

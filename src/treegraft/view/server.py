@@ -25,11 +25,14 @@ from treegraft.core.errors import DataError, SettingError, TreegraftError
 from treegraft.core.listener import OwnNames
 from treegraft.runs.health import recorded
 from treegraft.runs.metrics import METRICS, find_meaning
+from treegraft.settings.config import Config, known_settings, renamed
+from treegraft.settings.load import describe
+from treegraft.settings.table import flatten
 from treegraft.view.buffer import BufferView
 from treegraft.view.metrics import MAX_COUNT
 from treegraft.view.pages import draw, explanations, page_warnings, path_tokens
 from treegraft.view.query import Filter, find, grafts_of, task_history
-from treegraft.view.runs import Run
+from treegraft.view.runs import Run, RunSet
 from treegraft.view.tokens import TokenTexts
 
 _log = logging.getLogger(__name__)
@@ -54,9 +57,14 @@ _DAMAGE = (
     ValueError,
 )
 """Errors that reading a damaged file may raise."""
-_NO_STATE = dict.fromkeys(
-    ("era", "num_lines", "read_frac", "num_files", "newest", "update", "num_updates", "is_live"), 0
-)
+_NO_STATE: dict[str, Any] = {
+    **dict.fromkeys(("era", "num_lines", "read_frac", "num_files", "newest", "update"), 0),
+    "num_updates": 0,
+    "is_live": 0,
+    "last": {},
+    "sums": {},
+    **dict.fromkeys(("explorers", "model", "seed"), ""),
+}
 _TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -169,16 +177,19 @@ class Api:
 
     # Plain functions, not coroutines: Starlette runs them in threads, since all of them read files.
 
-    def __init__(self, runs: Mapping[str, Run], buffer: Path | None = None) -> None:
-        self._runs = dict(runs)
-        self._tokens = {name: TokenTexts(run.path) for name, run in self._runs.items()}
-        self._buffers = {name: BufferView(run.path, buffer) for name, run in self._runs.items()}
+    def __init__(self, runs: RunSet, buffer: Path | None = None) -> None:
+        self._runs = runs
+        # By run, once it is asked for: a folder may hold hundreds, and new ones appear.
+        self._tokens = cache(lambda name: TokenTexts(runs[name].path))
+        self._buffers = cache(lambda name: BufferView(runs[name].path, buffer))
 
     def _run(self, request: Request) -> Run:
         name = request.path_params["run"]
         if name not in self._runs:
+            known = [*self._runs]
+            more = f" and {len(known) - 20} more" if len(known) > 20 else ""
             raise DataError(
-                f"there is no run '{name:.80}'; expected one of {', '.join(self._runs)}"
+                f"there is no run '{name:.80}'; expected one of {', '.join(known[:20])}{more}"
             )
         return self._runs[name]
 
@@ -191,8 +202,11 @@ class Api:
 
     def runs(self, request: Request) -> Any:
         """The runs, with the numbers that change while they write."""
+        self._runs.refresh()
         return [
-            {"name": name, "path": str(run.path), **_state(run)} for name, run in self._runs.items()
+            {"name": name, "path": str(run.path), "folder": self._runs.folder_of(name)}
+            | _state(run)
+            for name, run in self._runs.items()
         ]
 
     def run(self, request: Request) -> Any:
@@ -202,11 +216,13 @@ class Api:
             {"name": f.name, "kind": f.kind, "update": f.update, "size": f.size}
             for f in run.files()
         ]
+        config = run.config()
         return {
             "name": run.name,
-            "config": run.config(),
+            # Dotted names, as a recipe and the command line have them; former ones by their new.
+            "settings": {renamed().get(name, name): one for name, one in flatten(config).items()},
             "files": files,
-            "has_texts": self._tokens[run.name].is_there,
+            "has_texts": self._tokens(run.name).is_there,
             **run.state(),
         }
 
@@ -235,6 +251,7 @@ class Api:
             "first": first,
             "stride": stride,
             "read_frac": read_frac,
+            "axes": table.axes(numbers[first:]),
             "lines": [
                 line | {"warnings": some}
                 for line, some in zip(lines, page_warnings(found, before), strict=True)
@@ -247,6 +264,18 @@ class Api:
         """The meanings of metrics."""
         asked = request.query_params.getlist("key")
         return {key: find_meaning(key) for key in asked} if asked else dict(METRICS)
+
+    def settings(self, _: Request) -> Any:
+        """Every setting with its meaning, its default, and whether that follows from others."""
+        return [
+            {
+                "name": row.name,
+                "default": row.value,
+                "meaning": row.meaning,
+                "follows": known_settings()[row.name].facts.default_of is not None,
+            }
+            for row in describe(Config())
+        ]
 
     def groups(self, request: Request) -> Any:
         """Trees that match, of one file or of all."""
@@ -269,7 +298,7 @@ class Api:
     def tree(self, request: Request) -> Any:
         """One tree as it is drawn, with its neighbours in the file."""
         run, name, number = self._tree(request)
-        tree, tokens = run.tree(name, number), self._tokens[run.name]
+        tree, tokens = run.tree(name, number), self._tokens(run.name)
         drawn = draw(tree) | {
             "file": name,
             "n": number,
@@ -293,7 +322,7 @@ class Api:
         }
         hashes = [cause["content_hash"] for cause in causes.values() if cause.get("content_hash")]
         try:
-            known = self._buffers[run].asked(drawn["task"]["question"], hashes)
+            known = self._buffers(run).asked(drawn["task"]["question"], hashes)
         except DataError:
             known = {}
         for step_id, cause in causes.items():
@@ -308,7 +337,7 @@ class Api:
         leaf = _whole(request, "leaf") or 0
         steps = path_tokens(run.path_of(name, number, leaf))
         for step in steps:
-            step["texts"] = self._tokens[run.name].of(step["token_ids"])
+            step["texts"] = self._tokens(run.name).of(step["token_ids"])
         return {"leaf": leaf, "steps": steps}
 
     def task(self, request: Request) -> Any:
@@ -318,7 +347,7 @@ class Api:
     def buffer(self, request: Request) -> Any:
         """Counts of the buffer, and a page of traces: those with a text, or those nearest to a
         history."""
-        buffer, asked = self._buffers[self._run(request).name], request.query_params
+        buffer, asked = self._buffers(self._run(request).name), request.query_params
         stats = buffer.stats()
         if not stats["is_there"]:
             return {"stats": stats, "total": 0, "offset": 0, "rows": []}
@@ -338,7 +367,7 @@ class Api:
 
     def trace(self, request: Request) -> Any:
         """One trace with its trajectory."""
-        return self._buffers[self._run(request).name].trace(request.path_params["hash"])
+        return self._buffers(self._run(request).name).trace(request.path_params["hash"])
 
     def grafts(self, request: Request) -> Any:
         """Where a trace was grafted."""
@@ -365,9 +394,7 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
     return answer
 
 
-def build_app(
-    runs: Mapping[str, Run], *, host: str = "127.0.0.1", buffer: Path | None = None
-) -> ASGIApp:
+def build_app(runs: RunSet, *, host: str = "127.0.0.1", buffer: Path | None = None) -> ASGIApp:
     """Returns the viewer as an ASGI application.
 
     Args:
@@ -380,6 +407,7 @@ def build_app(
     paths: Sequence[tuple[str, Callable[[Request], Any]]] = (
         ("/api/runs", api.runs),
         ("/api/meanings", api.meanings),
+        ("/api/settings", api.settings),
         ("/api/runs/{run}", api.run),
         ("/api/runs/{run}/metrics", api.metrics),
         ("/api/runs/{run}/groups", api.groups),

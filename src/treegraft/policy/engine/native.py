@@ -161,8 +161,8 @@ class NativeEngine:
         )
 
     async def publish(self, source: WeightSource, version: int) -> None:
-        """Copies the plain model's weights once running requests are done, and drops all cached
-        paths.
+        """Copies the plain model's weights once running requests are done, where they differ from
+        those it holds, and drops all cached paths.
 
         Raises:
             EngineError: names are missing or unknown (the engine keeps its weights), or it has
@@ -171,11 +171,13 @@ class NativeEngine:
         """
 
         def act() -> None:
-            load_weights(self.model, source)
-            self._forward.refresh()
+            # Equal after an update whose groups were all skipped, and after a resume.
+            if source.fingerprint != self.fingerprint:
+                load_weights(self.model, source)
+                self._forward.refresh()
+                self.fingerprint = weights_fingerprint(self.model.state_dict())
             # Keys and values of the old weights.
             self._cache.clear()
-            self.fingerprint = weights_fingerprint(self.model.state_dict())
             self.policy_version = version
 
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()

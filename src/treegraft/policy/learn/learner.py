@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from treegraft.algo.losses import (
     Denominators,
-    clipped_surrogate,
     contribution_weights,
     engine_correction,
     k3_divergence,
@@ -23,6 +22,7 @@ from treegraft.core.errors import CheckpointError, ModelError
 from treegraft.core.types import LEARNING_RULES, EntropyKind, Step, Tree
 from treegraft.policy.head import Head, base_model, head_problem
 from treegraft.policy.hook import ATTENTION, install_attention, tree_attention
+from treegraft.policy.learn.objective import surrogate
 from treegraft.policy.learn.optimiser import MasterAdamW
 from treegraft.policy.learn.pack import (
     TreeBatch,
@@ -250,9 +250,10 @@ class Learner:
         for part in passes:
             packs[part] = self._optimiser_step(trees, part, packs[part], tally, written)
         batches = [pack.batch for group in packs.values() for pack in group]
-        metrics = tally.metrics(len(passes))
-        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
         is_learned = [self._is_learned(tree) for tree in trees]
+        # A minibatch of skipped groups alone moves no weight.
+        metrics = tally.metrics(sum(any(is_learned[n] for n in part) for part in passes))
+        metrics |= size_metrics(batches, takes_lessons=self._loss.graft_coef > 0)
         metrics["learn/skipped_groups_frac"] = is_learned.count(False) / max(1, len(trees))
         return [
             self._recorded(tree, written.get(n, {})) if is_learned[n] else tree
@@ -375,13 +376,12 @@ class Learner:
         # Not logprobs[tokens]: where rows repeat, its backward pass adds them up in an order that
         # two threads do not repeat.
         new = logprobs.index_select(0, tokens)
-        terms = clipped_surrogate(
+        terms = surrogate(
+            settings,
             new,
             old.index_select(0, tokens),
             batch.advantages[rows],
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
+            owners=owners,
             shaping=torch.tensor(shaping, dtype=torch.float32, device=rows.device)[owners],
         )
         losses = terms.losses
