@@ -120,6 +120,9 @@ OBJECTIVES = {
 }
 
 
+BY_ENGINE = ("engine-corrected", "engine-corrected-sequence", "engine-old")
+
+
 def trees_for(loss: LossSettings, model: Any, trees: list[Tree]) -> list[Tree]:
     """The trees, with log-probabilities of an engine near the model's where products of their
     ratios are taken or the clip acts on them: each off by up to 0.4 nats."""
