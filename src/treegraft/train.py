@@ -28,7 +28,7 @@ from treegraft.rollout.loop import Grower, Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
 from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.runs.checkpoint import TrainState
-from treegraft.runs.display import shown
+from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, resumed_start
@@ -123,6 +123,7 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
             await demonstrations.prepare(state.warmup_steps)
         if not only_warms_up:
             await buffer.check_expert(parts.environments)
+        show_texts(run.display, parts.tokenizer)
         with run.opened(checkpoint_writer(config, parts), source.report()):
             parts.keep_logs(run.path / "servers")
             for text in parts.notes:

@@ -34,7 +34,7 @@ class ReasoningGymSettings(Settings):
 
 class DatasetSettings(Settings):
     train: list[str] = []
-    """Files (.jsonl, .json, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
+    """Files (.jsonl, .json, .csv, .parquet; variables such as $TREEGRAFT_DATA are expanded) or
     "hub:NAME:CONFIG/SPLIT" for training, of which CONFIG and SPLIT may be left out."""
     eval: list[str] = []
     """The same for evaluation; empty holds out the last `num_eval` training rows, a fifth where
