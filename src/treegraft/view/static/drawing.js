@@ -322,7 +322,10 @@ export class Drawing {
       const isOn = isBelow({ step_id: end }, node.ids);
       element.classList.toggle("on", isOn);
       element.classList.toggle("sel", node.ids.includes(step));
-      this.links.get(node)?.classList.toggle("on", isOn);
+      const link = this.links.get(node);
+      link?.classList.toggle("on", isOn);
+      // The chosen path lies on top where edges share a gutter.
+      if (link && isOn) link.parentElement.append(link);
     }
     this.rows.forEach((row, n) => row.classList.toggle("on", this.ends[n].leaves.includes(leaf)));
   }
