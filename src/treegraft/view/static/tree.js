@@ -85,7 +85,9 @@ export async function treePage(page, { run, query, go }, file, n) {
     const all = panes.clientWidth;
     const [least, most] = all > 1700 ? [0.5, 0.64] : [0.54, 0.7];
     panes.style.setProperty("--tree", `${Math.round(Math.max(least * all, Math.min(most * all, wish + 30)))}px`);
-    return { width: scroller.clientWidth, height: scroller.clientHeight };
+    // Where the panes stand one below the other, the drawing's height is its own.
+    const isStacked = left.offsetWidth > 0.9 * all;
+    return { width: scroller.clientWidth, height: isStacked ? 0.7 * innerHeight : scroller.clientHeight };
   }
   function draw() {
     if (isEmpty) return replace(scroller, h("p", { class: "notice" }, NO_LEAF));
