@@ -166,7 +166,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     showStep();
   }
   const takeText = () => textOf(tree, path());
-  const takeMessages = () => JSON.stringify({ messages: messagesOf(tree, path()), reward: tree.leaves[leaf].reward, task_id: tree.task.id }, null, 2);
+  const takeMessages = () => JSON.stringify({ messages: messagesOf(tree, path()), reward: tree.leaves[leaf].reward, task_id: tree.task.id });
   const pickStep = (id) => choose(Math.max(0, leafBelow(id)), id);
   // In the order of the drawing's rows, which folding may change.
   const move = (by) => { const order = drawing.ends.flatMap((node) => node.leaves); return choose(order[(order.indexOf(leaf) + by + order.length) % order.length], null); };
