@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +120,9 @@ OBJECTIVES = {
 }
 
 
+BY_ENGINE = ("engine-corrected", "engine-corrected-sequence", "engine-old")
+
+
 def trees_for(loss: LossSettings, model: Any, trees: list[Tree]) -> list[Tree]:
     """The trees, with log-probabilities of an engine near the model's where products of their
     ratios are taken or the clip acts on them: each off by up to 0.4 nats."""
@@ -143,7 +147,9 @@ def trees_for(loss: LossSettings, model: Any, trees: list[Tree]) -> list[Tree]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_law_1_gradients_of_the_published_objectives(name: str, path_kind: str) -> None:
+def test_law_1_gradients_of_the_published_objectives(
+    name: str, path_kind: str, tmp_path: Path
+) -> None:
     loss = OBJECTIVES[name]
     model, twin = build_model("llama"), build_model("llama")
     trees = example_trees(3, advantage="dr_grpo" if name == "dr-grpo" else "grpo")
@@ -151,7 +157,7 @@ def test_law_1_gradients_of_the_published_objectives(name: str, path_kind: str) 
     learner, descent = make_learner(model, loss)
     if loss.kl_coef:
         # A reference that differs: the policy has moved since.
-        learner.keep_reference()
+        learner.keep_reference(tmp_path, is_new=True)
         shift_weights(model)
         reference = copy.deepcopy(twin)
         shift_weights(twin)
@@ -167,7 +173,7 @@ def test_law_1_gradients_of_the_published_objectives(name: str, path_kind: str) 
     [(name, "llama") for name in OBJECTIVES if name != "dr-grpo"]
     + [(name, "gemma2") for name in ("grpo", "dapo", "grpo-kl", "dual-clip", "engine-corrected")],
 )
-def test_law_1_over_minibatches_and_epochs(name: str, family: str) -> None:
+def test_law_1_over_minibatches_and_epochs(name: str, family: str, tmp_path: Path) -> None:
     """Two mini-batches, two epochs: ratios leave 1, clipping acts, old log-probabilities stay those
     of the start."""
     loss = OBJECTIVES[name]
@@ -177,7 +183,7 @@ def test_law_1_over_minibatches_and_epochs(name: str, family: str) -> None:
     learner, _ = make_learner(model, loss, lr, num_minibatches=2, num_epochs=2)
     start = copy.deepcopy(twin)
     if loss.kl_coef:
-        learner.keep_reference()
+        learner.keep_reference(tmp_path, is_new=True)
     _, metrics = learner.learn(trees)
     for _ in range(2):
         for part in (trees[:2], trees[2:]):

@@ -296,9 +296,9 @@ def compare(
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
-    key, rows = compare_runs(runs)
+    key, rows, notes = compare_runs(runs)
     if as_json:
-        print(json.dumps({"accuracy": key, "rows": dict(rows)}))
+        print(json.dumps({"accuracy": key, "rows": dict(rows), "notes": notes}))
         return
     say(f"{key}: {meaning(key)}")
     shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
@@ -310,6 +310,8 @@ def compare(
         shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
     Console().print(shown)
     say(COSTS_NOTE, "dim")
+    for note in notes:
+        say(note, "yellow")
 
 
 Bundle = Annotated[

@@ -17,6 +17,7 @@ from treegraft.settings.policy import (
     LearnSettings,
     LossSettings,
     ModelSettings,
+    PublishSettings,
     WarmupSettings,
 )
 from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
@@ -91,8 +92,9 @@ class EvalSettings(Settings):
 
 
 class CheckpointSettings(Settings):
-    every: int = setting(5, ge=1, resumable=True)
-    """Write a checkpoint after each so many updates, and at the end."""
+    every: int = setting(5, ge=0, resumable=True)
+    """Write a checkpoint after each so many updates, and at the end; 0: at the end alone, and
+    where a run is interrupted."""
     keep: int = setting(2, ge=1, resumable=True)
     """How many of the latest to keep; the best by held-out accuracy is kept besides."""
 
@@ -138,6 +140,7 @@ class Config(Settings):
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
+    publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))
     credit: CreditSettings = setting(CreditSettings(), ignored_by_eval=True)
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)

@@ -299,7 +299,11 @@ class Api:
         """One tree as it is drawn, with its neighbours in the file."""
         run, name, number = self._tree(request)
         tree, tokens = run.tree(name, number), self._tokens(run.name)
-        drawn = draw(tree) | {
+        try:
+            config = run.config()
+        except DataError:  # damaged settings must not hide the trees
+            config = {}
+        drawn = draw(tree, config) | {
             "file": name,
             "n": number,
             "num_trees": run.num_trees(name),
