@@ -14,10 +14,12 @@ from tests.slow_learner import (
     plain_scores,
 )
 
-from treegraft.policy.learn import learner as learner_module
-from treegraft.policy.learn.learner import Learner, plain_weights, split_evenly
+from treegraft.policy.learn import scored as scored_module
+from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.optimiser import MasterAdamW
+from treegraft.policy.learn.plan import split_evenly
 from treegraft.policy.load import with_adapters
+from treegraft.policy.weights import plain_weights
 from treegraft.settings.policy import LearnSettings, LoraSettings, LossSettings, ModelSettings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -57,9 +59,9 @@ def test_the_first_step_needs_no_pass_before_it(
     """One for each minibatch of each epoch, and one more for the old log-probabilities of every
     minibatch but the first."""
     calls = []
-    plain = learner_module.packed_hidden
+    plain = scored_module.packed_hidden
     monkeypatch.setattr(
-        learner_module,
+        scored_module,
         "packed_hidden",
         lambda *args, **options: calls.append(1) or plain(*args, **options),
     )

@@ -24,6 +24,7 @@ pytest.importorskip(
 from treegraft.core.errors import CheckpointError, DataError, SettingError
 from treegraft.core.types import Tree
 from treegraft.runs.record import RunFolder, write_trees
+from treegraft.view.metrics import clean_lines
 from treegraft.view.report.bands import accuracy_band, band, paired, spent, student, wilson
 from treegraft.view.report.command import FIGURES, write_report
 from treegraft.view.report.curves import cost_curve
@@ -33,7 +34,6 @@ from treegraft.view.report.hybrid import TreeMeans, read_updates, spread
 from treegraft.view.report.page import group_notes, inline
 from treegraft.view.report.records import (
     Record,
-    clean_lines,
     flatten,
     read_records,
     read_run,

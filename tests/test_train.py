@@ -21,6 +21,8 @@ from treegraft.core.interfaces import WeightSource
 from treegraft.core.types import BranchCause, Status, StepContent, Task, Tree
 from treegraft.evals.evaluate import answer_question, evaluate_checkpoint
 from treegraft.policy.engine.native import NativeEngine
+from treegraft.policy.learn.learner import Learner
+from treegraft.policy.learn.plan import Alone
 from treegraft.policy.learn.sft import Demonstrations, demonstration_tree, step_skill
 from treegraft.policy.tiny import build_word_tokenizer
 from treegraft.policy.weights import ModelWeights
@@ -497,6 +499,33 @@ def test_a_dead_engine_ends_the_run_and_says_how_to_go_on(
     assert differing(whole.run_dir, tmp_path / "a") == []
 
 
+def test_a_run_that_fails_before_its_first_checkpoint_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the only one is that of the end, as `checkpoint.every` = 0 asks for."""
+    settings = {
+        "checkpoint": {"every": 0},
+        "warmup": {"num_steps": 0},
+        "eval": {"every": 0, "at_start": False, "at_end": False},
+    }
+    whole = start(tmp_path, "whole", **settings)
+    assert [path.name for path in whole.checkpoint_dir.parent.iterdir()] == ["update-000002"]
+
+    async def dies(self: NativeEngine, source: WeightSource, version: int) -> None:
+        if version == 2:
+            raise EngineError("out of memory")
+        self.policy_version, self.fingerprint = version, source.fingerprint
+
+    display = Recorder()
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "publish", dies)
+        with pytest.raises(EngineError, match="out of memory"):
+            start(tmp_path, "a", display=display, **settings)
+    assert f"begin anew with: treegraft train --resume {tmp_path / 'a'}" in display.warnings[-1]
+    train(None, resume=tmp_path / "a")
+    assert differing(whole.run_dir, tmp_path / "a") == []
+
+
 # --- law 11: evaluation ---------------------------------------------------------------------------
 
 
@@ -604,13 +633,13 @@ def test_skill_counts_steps_without_their_deciding_token(
     task = world.warmup_tasks(1, 0)[0]
     steps = world.expert(task, 0)
 
-    class Stub:
+    class Stub(Learner):
         """Knows every token but those at `wrong` among the sampled ones."""
 
         settings, device = load_config(tiny()).learn, torch.device("cpu")
 
         def __init__(self, *wrong: int) -> None:
-            self.wrong = wrong
+            self.wrong, self._team = wrong, Alone()
 
         def argmax(self, batch: Any) -> torch.Tensor:
             best = batch.token_ids[batch.sampled].clone()
@@ -618,7 +647,7 @@ def test_skill_counts_steps_without_their_deciding_token(
             return best
 
     def skill(*wrong: int) -> float:
-        return step_skill(Stub(*wrong), form, [(task, steps)])  # type: ignore[arg-type]
+        return step_skill(Stub(*wrong), form, [(task, steps)])
 
     # Each search is <search> e r </search>, so the steps start at 0, 4, 8 and 12; the tokens at 4,
     # 8 and 12 decide.

@@ -15,14 +15,13 @@ from pathlib import Path
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError
-from treegraft.core.interfaces import Display
+from treegraft.core.interfaces import Display, LearnerLike
 from treegraft.core.keyed import keyed_int
 from treegraft.core.types import Task
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
@@ -124,6 +123,7 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
         if not only_warms_up:
             await buffer.check_expert(parts.environments)
         with run.opened(checkpoint_writer(config, parts), source.report()):
+            parts.keep_logs(run.path / "servers")
             for text in parts.notes:
                 run.display.note(text)
             if run.start.checkpoint is None:
@@ -277,7 +277,7 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     await warm_up(learner, demonstrations, settings, first_step=first, on_step=on_step)
     if run.state.warmup_steps == settings.num_steps:
         # AdamW's moments of imitation would go on pushing in its direction in the first updates.
-        learner.optimiser.reset()
+        learner.forget_moments()
         solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
         held_out = [(task, steps) for task, steps in solved if steps]
         if parts.show is not None:
@@ -292,17 +292,11 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     run.stop.raise_if_asked()
 
 
-def keep_reference(run: Run, learner: Learner) -> None:
+def keep_reference(run: Run, learner: LearnerLike) -> None:
     """Keeps the policy before the first update as the reference of the KL term, also after a
     resume."""
-    if not run.config.loss.kl_coef:
-        return
-    place = run.path / "reference"
-    reference = learner.keep_reference()
-    if run.state.update > 0:
-        reference.load(place)
-    else:
-        reference.save(place)
+    if run.config.loss.kl_coef:
+        learner.keep_reference(run.path / "reference", is_new=run.state.update == 0)
 
 
 def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, TrainState], None]:
@@ -311,10 +305,8 @@ def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, T
     def write(folder: Path, state: TrainState) -> None:
         save_checkpoint(
             folder,
-            model=parts.learner.model,
+            learner=parts.learner,
             tokenizer=parts.tokenizer,
-            weights=parts.learner.weights().tensors,
-            optimiser=parts.learner.state(),
             state=state,
             config_json=config_json(config),
             keep_adapter=not config.model.lora.merge,

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from treegraft.core.errors import ModelError
-from treegraft.core.locate import locate
+from treegraft.core.locate import at_hand, locate
 from treegraft.policy.head import first_line
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.tiny import (
@@ -131,6 +131,22 @@ def _check_model(model: Any, tokenizer: Any, path: str) -> None:
         )
 
 
+def load_tokenizer(settings: ModelSettings) -> Any:
+    """Returns the tokenizer of model.path.
+
+    Raises:
+        ModelError: nothing to load there, or no tokenizer.
+    """
+    return _load_tokenizer(settings.path, *_place(settings))
+
+
+def _place(settings: ModelSettings) -> tuple[str, dict[str, Any]]:
+    """Returns folder or hub id, and what transformers has to know to load from it."""
+    folder, gguf = locate(settings.path)
+    options = {"trust_remote_code": settings.trust_remote_code}
+    return at_hand(folder), options | ({} if gguf is None else {"gguf_file": gguf})
+
+
 def _load_tokenizer(path: str, folder: str | Path, options: dict[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
@@ -155,16 +171,13 @@ def _load_pretrained(settings: ModelSettings, has_weights: bool) -> tuple[Any, A
 
     logging.disable_progress_bar()
 
-    folder, gguf = locate(settings.path)
-    shared: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    if gguf is not None:
-        shared["gguf_file"] = gguf
+    folder, shared = _place(settings)
     tokenizer = _load_tokenizer(settings.path, folder, shared)
     missing: list[str] = []
     try:
         if has_weights:
             # Unpacked, since quantized weights cannot be trained.
-            if gguf is not None:
+            if "gguf_file" in shared:
                 shared["quantization_config"] = GgufConfig(dequantize=True)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, **shared

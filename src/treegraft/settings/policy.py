@@ -49,6 +49,11 @@ def _rise_of_warmup(config: Settings) -> int:
     return 50 if is_tiny else int(value_of(config, "warmup.num_steps")) // 10
 
 
+def _starts_servers(config: Settings) -> str:
+    named = value_of(config, "engine.vllm.servers")
+    return "engine.vllm.servers names servers that run already" if named else ""
+
+
 class TinySettings(Settings):
     hidden_size: int = setting(128, ge=8)
     """Width of the decoder."""
@@ -108,15 +113,57 @@ class NativeSettings(Settings):
     per machine with its C compiler."""
 
 
+class VllmSettings(Settings):
+    servers: list[str] = setting([], same_answers=True)
+    """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
+    options that docs/serving.md names; empty starts servers of this run's own."""
+    num_servers: int = setting(1, ge=1, idle_unless=_starts_servers, same_answers=True)
+    """Servers to start, one process group each."""
+    python: str | None = setting(None, idle_unless=_starts_servers, same_answers=True)
+    """The Python whose environment holds vLLM; None takes .vllm-env/bin/python (see `make
+    vllm-env`) in the working directory or in the clone that Treegraft runs from."""
+    server_args: list[str] = setting([], idle_unless=_starts_servers)
+    """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
+    gpus: list[str] = setting([], idle_unless=_starts_servers, same_answers=True)
+    """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
+    visible GPU, from the first again where there are fewer."""
+    cache_gb: float | None = setting(None, gt=0, idle_unless=_starts_servers, same_answers=True)
+    """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
+    takes 1 on a CPU."""
+    max_restarts: int = setting(3, ge=0, same_answers=True)
+    """How often each server is started again, or waited for, after it has died; then it is left
+    out."""
+    start_timeout_s: float = setting(600.0, gt=0, same_answers=True)
+    """Longest wait for a server to become ready, in seconds."""
+    hang_timeout_s: float = setting(180.0, gt=0, same_answers=True)
+    """A server that computes no token in so many seconds although it has requests counts as
+    dead."""
+
+
+class PublishSettings(Settings):
+    kind: Literal["auto", "shared", "disk"] = setting("auto", same_answers=True)
+    """How servers get new weights: "shared" through a folder in shared memory (servers on this
+    machine), "disk" through one beside the run folder, which the servers must see under the same
+    path; "auto" takes "shared" where it can."""
+    folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
+    """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
+
+
 class EngineSettings(Settings):
-    kind: str = setting("native", built_in=("native",))
-    """"native" (in this process) or an import path "package.module:Engine"."""
+    kind: str = setting("native", built_in=("native", "vllm"))
+    """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
-    """Paths that go on at once; more wait for a free row."""
+    """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest wait for one completion, in seconds."""
+    noise: Literal["philox", "mt19937"] = setting("philox", value_before="mt19937", labels_run=True)
+    """Generator of the noise that tokens are drawn with: "philox" (counter-based, the same on every
+    device), or "mt19937", that of runs before 0.7. Runs with different noise draw other
+    tokens."""
     native: NativeSettings = setting(NativeSettings(), idle_unless=when("engine.kind", "native"))
     """Memory and arithmetic of the native engine."""
+    vllm: VllmSettings = setting(VllmSettings(), idle_unless=when("engine.kind", "vllm"))
+    """Servers of the engine "vllm"."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
 
