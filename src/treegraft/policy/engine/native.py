@@ -31,7 +31,7 @@ from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
 from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
-from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
+from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.head import Head, end_token_ids, max_context
 from treegraft.policy.weights import weights_fingerprint
@@ -399,15 +399,19 @@ class NativeEngine:
         padded = functional.pad(hidden, (0, 0, 0, rows - len(requests)))
         logits = self._head(padded)[: max(len(requests), MIN_ROWS)]
         temperatures = [0.0] * len(logits)
-        seeds: list[int | None] = [None] * len(logits)
+        keys: list[NoiseKey | None] = [None] * len(logits)
+        positions = [0] * len(logits)
         for row, request in enumerate(requests):
             temperatures[row] = request.sampling.temperature
             if request.sampling.temperature > 0:
                 # By the position in the completion, not by the pass: neither company nor a
                 # repeated request changes a token.
-                seeds[row] = keyed_seed(request.noise_key, len(request.sampled))
-        columns = sample_tokens(logits, temperatures, seeds, self._forward.kernels)
-        self._draw_filtered(requests, logits, seeds, columns)
+                keys[row], positions[row] = request.noise_key, len(request.sampled)
+        kind = self.settings.noise
+        columns = sample_tokens(
+            logits, temperatures, keys, positions, self._forward.kernels, kind=kind
+        )
+        self._draw_filtered(requests, logits, keys, columns)
         # One copy a column; zip ends with the requests, before the padding.
         found = zip(*(column.tolist() for column in columns), strict=True)
         for request, (token, logprob, entropy) in zip(requests, found, strict=False):
@@ -417,7 +421,7 @@ class NativeEngine:
         self,
         requests: list[Request],
         logits: Tensor,
-        seeds: list[int | None],
+        keys: Sequence[NoiseKey | None],
         columns: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Draws anew, into `columns`, for the requests that filter their tokens."""
@@ -427,7 +431,8 @@ class NativeEngine:
                 continue
             path = [*request.prefix_ids, *request.sampled]
             left = filtered(logits[row], sampling.temperature, sampling.filters, path)
-            drawn = sample_tokens(left[None], [1.0], [seeds[row]])
+            position, kind = len(request.sampled), self.settings.noise
+            drawn = sample_tokens(left[None], [1.0], [keys[row]], [position], kind=kind)
             for column, value in zip(columns, drawn, strict=True):
                 column[row] = value[0]
 

@@ -244,7 +244,6 @@ class Learner:
             chosen = logprobs.index_select(0, batch.tokens[batch.carries_loss])
             loss = -chosen.sum() / max(1, count)
             torch.autograd.backward(loss)
-            self.optimiser.collect()
             total += float(loss.detach())
         self.optimiser.step(lr)
         return float(combined(self._team, total, sum))
@@ -285,13 +284,14 @@ class Learner:
         }
         # Every other minibatch is scored before the first optimiser step, by the weights that its
         # ratios are against. The first step's own pass is still by those, so it needs none.
+        scores_old = self._loss.old_logprobs == "learner"
         packs = {
             part: self._scored_packs(
                 [
-                    _Pack(pack, batch)
+                    _Pack(pack, batch, batch.sampling_logprobs if not scores_old else None)
                     for pack, batch in self._batches(plan, takes_lessons=takes_lessons)
                 ],
-                part != passes[0],
+                scores_old and part != passes[0],
             )
             for part, plan in plans.items()
         }
@@ -389,10 +389,8 @@ class Learner:
                 tally.loss += float(loss.detach())
             else:
                 loss = logprobs.sum() * 0.0
-            # Backward for each pack, so that only one pack's activations are alive. Its gradients
-            # move to the float32 masters at once: added up in bfloat16, small ones would vanish.
+            # Backward for each pack, so that only one pack's activations are alive.
             torch.autograd.backward(loss)
-            self.optimiser.collect()
             done.append(replace(pack, old_logprobs=old, new_logprobs=logprobs.detach()))
         tally.grad_norms.append(self.optimiser.step())
         tally.lrs.append(self.optimiser.last_lr)
@@ -454,8 +452,12 @@ class Learner:
         # Engine and learner differ at equal weights too, in bfloat16 by some per cent a token.
         if settings.engine_ratio_cap is not None:
             sampled_at = batch.sampling_logprobs.index_select(0, tokens)
+            by_path = settings.engine_ratio == "sequence"
             weights, is_capped = engine_correction(
-                old.index_select(0, tokens), sampled_at, settings.engine_ratio_cap
+                old.index_select(0, tokens),
+                sampled_at,
+                settings.engine_ratio_cap,
+                torch.bincount(owners, minlength=len(batch.paths)) if by_path else None,
             )
             losses = losses * weights
             tally.add("learn/engine_capped_frac", is_capped.float())
@@ -473,8 +475,13 @@ class Learner:
         tally.add("learn/approx_kl", terms.ratios - 1.0 - log_ratios)
         if terms.ratios.numel():
             tally.ratio_max = max(tally.ratio_max, float(terms.ratios.max()))
-        # Over unique tokens, each once: it compares two implementations, not trajectories.
-        tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
+        # Over unique tokens, each once: it compares two implementations, not trajectories. Where
+        # the engine's own are the old ones, the learner's are those of the first step alone, whose
+        # weights still are the engine's.
+        if settings.old_logprobs == "learner":
+            tally.add("learn/engine_gap", (old - batch.sampling_logprobs).abs())
+        elif not tally.grad_norms:
+            tally.add("learn/engine_gap", (logprobs.detach() - batch.sampling_logprobs).abs())
         return (factors[owners] * losses).sum()
 
     def _lesson_loss(

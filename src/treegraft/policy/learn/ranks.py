@@ -131,13 +131,16 @@ class Ranks:
             world_size=self.size,
             timeout=timedelta(seconds=DEADLINE_S),
         )
-        self.group_size = config.learn.sequence_parallel
-        self.num_groups = self.size // self.group_size
-        self.group = self.rank // self.group_size
+        self.share_passes(config.learn.sequence_parallel)
+
+    def share_passes(self, group_size: int) -> None:
+        """Lets so many ranks with successive numbers share each pass; called by all."""
+        self.group_size = group_size
+        self.num_groups, self.group = self.size // group_size, self.rank // group_size
         self.sharing: dist.ProcessGroup | None = None
         """The ranks that share each pass with this one; None where it makes its own."""
-        for first in range(0, self.size, self.group_size) if self.group_size > 1 else ():
-            members = list(range(first, first + self.group_size))
+        for first in range(0, self.size, group_size) if group_size > 1 else ():
+            members = list(range(first, first + group_size))
             found = dist.new_group(members, timeout=timedelta(seconds=DEADLINE_S))
             if self.rank in members:
                 self.sharing = found

@@ -97,10 +97,12 @@ class ShardedLearner(Learner):
         learn, ranks, shards = self._config.learn, self._ranks, self._num_shards
         if ranks.sharing is not None:
             scored = SharedScored(scored.model, learn, ranks.sharing)
-        layout = (shards,) if learn.replicate == 1 else (learn.replicate, shards)
+        # A mesh with a dimension of one copy would cost a second collective.
+        cut = slice(0 if learn.replicate > 1 else 1, None)
+        sizes, names = (learn.replicate, shards)[cut], ("replicate", "shard")[cut]
         is_low = self._config.model.dtype != "float32"
         options: dict[str, Any] = {
-            "mesh": init_device_mesh(ranks.device.type, layout),
+            "mesh": init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names),
             # The root too, so that between passes every weight is its shard.
             "reshard_after_forward": True,
             "mp_policy": MixedPrecisionPolicy(
