@@ -109,7 +109,7 @@ def law_1(
         many.keep_reference(folder / str(ranks.size), is_new=True)
         if one is not None:
             one.keep_reference(folder / "1", is_new=True)
-    start = dict(many.stream())
+    start = {name: tensor.clone() for name, tensor in many.stream()}
     metrics, records = [0.0], [0.0]
     for _ in range(3):
         ours, told = many.learn(trees)
@@ -150,7 +150,7 @@ def resumed(ranks: Ranks, config: Config) -> dict[str, Any]:
     one process; and a checkpoint of one process on several ranks."""
     folder = Path(sys.argv[1])
     _, many = learners(ranks, config)
-    start = dict(many.stream())
+    start = {name: tensor.clone() for name, tensor in many.stream()}
     for _ in range(2):
         many.learn(some_trees())
     place = folder / f"of-{ranks.size}"
