@@ -52,7 +52,13 @@ class Process:
         """
         launcher = Path(__file__).with_name("launch.py")
         # Isolated, so that no module beside the launcher is taken for one of Python's own.
-        self._command = [sys.executable, "-I", str(launcher), json.dumps([*map(str, folders)]), *command]
+        self._command = [
+            sys.executable,
+            "-I",
+            str(launcher),
+            json.dumps([*map(str, folders)]),
+            *command,
+        ]
         self._environment, self.log = dict(environment), log
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -169,9 +175,7 @@ class Server:
     async def set_version(self, label: str) -> None:
         """Labels the weights that it holds."""
         body = {"new_version": label}
-        await self.request(
-            "POST", "/update_weight_version", body, timeout_s=CONTROL_TIMEOUT_S
-        )
+        await self.request("POST", "/update_weight_version", body, timeout_s=CONTROL_TIMEOUT_S)
 
     async def num_tokens(self) -> float:
         """Returns how many tokens it has read and written since its start."""
