@@ -11,6 +11,7 @@ STAMP := $(VENV)/.treegraft-installed
 demo: install
 	@stamp=$$(date +%Y%m%d-%H%M%S); own=grpo-$$stamp; shown=rapo-$$stamp; \
 	echo; echo "1 of 2: GRPO, an agent that explores by itself"; \
+	echo "        The warning no_variance is expected: where all attempts at a question fare alike, it learns nothing."; \
 	$(BIN)/treegraft train recipes/demo.toml run.name=$$own || exit; \
 	echo; echo "2 of 2: RAPO + learning from grafts, the same agent, now and then shown a step of an expert"; \
 	$(BIN)/treegraft train recipes/demo.toml explorers='["graft"]' run.name=$$shown || exit; \
