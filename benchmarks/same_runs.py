@@ -1,7 +1,7 @@
 """Whether two versions of the code give the same runs: trees byte for byte, metrics number for
 number.
 
-    python -m benchmarks.same_runs --before 61c8e94 [--work-dir FOLDER]
+    python -m benchmarks.same_runs --before 61c8e94 [--work-dir FOLDER] [--after SETTING]
 
 Trains recipes/demo.toml for three updates as GRPO, RAPO, ARPO and both together, once with the code
 of this working tree and once with that of a commit, which is checked out into a worktree of its
@@ -99,6 +99,13 @@ def main() -> int:
         "--only", choices=METHODS, action="append", help="this method alone; may be repeated"
     )
     parser.add_argument(
+        "--after",
+        action="append",
+        default=[],
+        metavar="SETTING",
+        help="a setting of this side alone",
+    )
+    parser.add_argument(
         "options", nargs="*", help="further settings of both sides, such as warmup.num_steps=50"
     )
     asked = parser.parse_args()
@@ -111,7 +118,7 @@ def main() -> int:
     for method in asked.only or METHODS:
         old, new = work.resolve() / f"runs-{asked.before}" / method, after / method
         run_method(code, METHODS[method], old, options)
-        run_method(ROOT, METHODS[method], new, options)
+        run_method(ROOT, METHODS[method], new, options + asked.after)
         found = list(differences(old, new))
         num_files = len(list((new / "trees").iterdir()))
         print(

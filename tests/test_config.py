@@ -19,7 +19,14 @@ from treegraft.settings.config import (
     settings_with,
     tables_and_settings,
 )
-from treegraft.settings.load import config_json, describe, load_config, refuse_ignored, traced
+from treegraft.settings.load import (
+    config_json,
+    describe,
+    going_on,
+    load_config,
+    refuse_ignored,
+    traced,
+)
 from treegraft.settings.policy import LearnSettings
 from treegraft.settings.table import Condition, setting, value_of
 
@@ -384,7 +391,7 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
     for override, part in (
         ("num_leaves=300", "explore.num_leaves: got 300, expected at most engine.max_rows"),
         ("run.name=a/b", "run.name: got 'a/b'"),
-        ("engine.kind=vllm", "engine.kind: got 'vllm'"),
+        ("engine.kind=sglang", "engine.kind: got 'sglang'"),
         ("max_agent_steps=9", ""),
         ("rollout.max_completion_tokens=1000", "expected less than model.tiny.max_context"),
         ("explore.explorers=graft", 'Write explore.explorers = ["graft"]; in a shell'),
@@ -514,6 +521,25 @@ def test_settings_written_by_0_6_are_read_without_a_word(tmp_path: Path) -> None
     assert engine.native.model_dump() == MOVED
     assert load_config(path, ["engine.native.cache_gb=3"]).engine.native.cache_gb == 3.0
     assert "'engine.native.cache_gb' now" in refused(path, "engine.cache_gb=3")
+
+
+def test_what_was_no_setting_yet_has_the_value_of_its_time_in_the_files_of_runs(
+    tmp_path: Path,
+) -> None:
+    """Tokens were drawn with mt19937 before engine.noise; new runs draw with philox."""
+    saved = json.loads(config_json(Config()))
+    assert saved["engine"].pop("noise") == "philox"
+    path, recipe = tmp_path / "config.json", tmp_path / "recipe.json"
+    for file in (path, recipe):
+        file.write_text(json.dumps(saved), encoding="utf-8")
+    own = load_config(path)
+    assert own.engine.noise == "mt19937"
+    assert load_config(path, ["engine.noise=philox"]).engine.noise == "philox"
+    assert load_config(recipe).engine.noise == load_config({}).engine.noise == "philox"
+    # A recipe that does not name it goes on as the run began; one that does is taken at its word.
+    assert going_on(load_config(recipe), own) == own
+    named = load_config(recipe, ["engine.noise=philox"])
+    assert going_on(named, own) == named
 
 
 def test_options_go_to_an_engine_of_your_own() -> None:

@@ -17,7 +17,7 @@ from transformers.generation import logits_process as hf
 
 from treegraft.core.types import Completion, Filters, Sampling
 from treegraft.policy.engine.filters import EXCLUDED, filtered
-from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
+from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.rollout.limits import eval_limits, training_limits
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
@@ -109,16 +109,15 @@ def test_a_drawn_token_that_is_kept_stays_the_one_drawn_from_a_small_vocabulary(
     logits = 3 * torch.randn(200, size, generator=generator)
     filters, same = Filters(top_k=size // 5), 0
     for number, row in enumerate(logits):
-        seeds = [keyed_seed((number,), 0)]
-        [whole] = sample_tokens(row[None], [1.0], seeds)[0].tolist()
+        [whole] = sample_tokens(row[None], [1.0], [(number,)], [0])[0].tolist()
         left = filtered(row, 1.0, filters, [])
         [token], [logprob], [entropy] = (
-            c.tolist() for c in sample_tokens(left[None], [1.0], seeds)
+            c.tolist() for c in sample_tokens(left[None], [1.0], [(number,)], [0])
         )
         assert left[token] > EXCLUDED and math.isfinite(logprob) and math.isfinite(entropy)
         same += token == whole
         assert size > 4096 or token == whole or left[whole] == EXCLUDED
-        assert sample_tokens(left[None], [1.0], seeds)[0].tolist() == [token]
+        assert sample_tokens(left[None], [1.0], [(number,)], [0])[0].tolist() == [token]
     assert same > 100
 
 

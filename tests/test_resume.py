@@ -240,15 +240,18 @@ def test_other_changes_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_of_0_6_goes_on_and_its_checkpoint_is_opened(tmp_path: Path) -> None:
-    """Its files have the settings of the native engine in [engine]."""
-    run = start(tmp_path, "a", run={"num_updates": 1}, engine={"native": {"cache_gb": 0.5}})
+    """Its files have the settings of the native engine in [engine], and its tokens were drawn with
+    the noise of that time, which is no setting there."""
+    engine = {"native": {"cache_gb": 0.5}, "noise": "mt19937"}
+    start(tmp_path, "long", engine=engine)
+    run = start(tmp_path, "a", run={"num_updates": 1}, engine=engine)
     for path in [
         *run.run_dir.glob("config.json"),
         *run.run_dir.glob("checkpoints/*/*/config.json"),
     ]:
         saved = json.loads(path.read_text())
         saved["engine"] |= saved["engine"].pop("native")
-        del saved["engine"]["options"]
+        del saved["engine"]["options"], saved["engine"]["noise"]
         path.write_text(json.dumps(saved))
         state = path.with_name("state.json")
         if state.exists():
@@ -262,6 +265,9 @@ def test_a_run_of_0_6_goes_on_and_its_checkpoint_is_opened(tmp_path: Path) -> No
     longer = {"name": "a", "dir": str(tmp_path), "num_updates": 2}
     assert train(tiny(run=longer, engine={"native": {"cache_gb": 0.5}}), resume=run.run_dir)
     assert len(read_metrics(run.run_dir)) == 3
+    assert json.loads((run.run_dir / "config.json").read_text())["engine"]["noise"] == "mt19937"
+    trees = "trees/update-000002.jsonl"
+    assert trees not in differing(tmp_path / "long", run.run_dir)
 
 
 def test_two_processes_do_not_share_a_run(tmp_path: Path) -> None:

@@ -124,6 +124,13 @@ Resume = Annotated[
         help="Run folder to continue from its latest checkpoint.",
     ),
 ]
+Smoke = Annotated[
+    bool | None,
+    typer.Option(
+        "--smoke",
+        help="With the recipe's own table [smoke]: a small model and few tasks, in seconds.",
+    ),
+]
 AcceptChanges = Annotated[
     bool | None,
     typer.Option(
@@ -152,7 +159,11 @@ def options(
 
 
 def _settings(
-    recipe: str | None, overrides: list[str] | None, resume: Path | None, command: str
+    recipe: str | None,
+    overrides: list[str] | None,
+    resume: Path | None,
+    command: str,
+    smoke: bool | None = None,
 ) -> Config:
     """Returns the settings of a recipe, or those of the run to resume, with overrides."""
     from treegraft.settings.load import load_config
@@ -169,7 +180,7 @@ def _settings(
             f" expected one of them, such as `treegraft {command} demo` or `treegraft {command}"
             f" --resume runs/NAME`."
         )
-    return load_config(recipe, typed)
+    return load_config(recipe, typed, smoke=bool(smoke))
 
 
 @contextlib.contextmanager
@@ -194,6 +205,7 @@ def train(
     overrides: Overrides = None,
     resume: Resume = None,
     accept_changes: AcceptChanges = None,
+    smoke: Smoke = None,
 ) -> None:
     """Train an agent with a recipe.
 
@@ -201,7 +213,9 @@ def train(
     """
     if resume is None:
         refuse_idle(context, "without --resume", "--accept-changes")
-    config = _settings(recipe, overrides, resume, "train")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    config = _settings(recipe, overrides, resume, "train", smoke)
     # After the settings are checked: it loads torch, which takes seconds.
     from treegraft.train import train as run_training
 
@@ -222,11 +236,14 @@ def sft(
     overrides: Overrides = None,
     resume: Resume = None,
     accept_changes: AcceptChanges = None,
+    smoke: Smoke = None,
 ) -> None:
     """Run only the supervised warm-up of a recipe, its table [warmup]."""
     if resume is None:
         refuse_idle(context, "without --resume", "--accept-changes")
-    config = _settings(recipe, overrides, resume, "sft")
+    else:
+        refuse_idle(context, "with --resume", "--smoke")
+    config = _settings(recipe, overrides, resume, "sft", smoke)
     if config.warmup.num_steps == 0:
         raise SettingError(
             f"{recipe}: warmup.num_steps is 0, so there is nothing to fine-tune; add"
@@ -297,12 +314,31 @@ def compare(
         say(note, "yellow")
 
 
+Bundle = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OUT", help="Write a copy that opens without Treegraft: a folder, or a .zip file."
+    ),
+]
+BundledUpdates = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="With --bundle: the updates whose trees it holds, e.g. 1,5,10-20, all or none."
+        " Default: 10 of each run.",
+    ),
+]
+
+
 @app.command()
 def view(
     context: typer.Context,
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders; those of active runs are followed."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders, or folders with runs in them; active runs are followed.",
+        ),
     ],
     host: Annotated[
         str,
@@ -334,13 +370,21 @@ def view(
     leaf: Annotated[
         int | None, typer.Option(min=0, help="With --text: the number of its trajectory, from 0.")
     ] = None,
+    bundle: Bundle = None,
+    updates: BundledUpdates = None,
 ) -> None:
     """Show runs in a browser, or with --text in the terminal.
 
-    Charts, trees, tokens, warnings and the Step-Trace Buffer.
+    Charts, settings, trees, tokens, warnings and the Step-Trace Buffer.
     """
-    from treegraft.view.command import view_pages, view_text
+    from treegraft.view.command import view_bundle, view_pages, view_text
 
+    if bundle is not None:
+        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
+        refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
+        view_bundle(runs, bundle, updates, buffer)
+        return
+    refuse_idle(context, "without --bundle", "--updates")
     if text:
         view_text(runs, update, evaluation, group, leaf)
         return
@@ -387,11 +431,13 @@ app.command("config")(show_config)
 
 @app.command()
 def doctor(
+    context: typer.Context,
     recipe: Annotated[
         str | None, typer.Argument(metavar="[RECIPE]", help="Recipe whose needs are checked too.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
+    smoke: Smoke = None,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
@@ -401,7 +447,10 @@ def doctor(
     from treegraft.cli.doctor import examine, print_examination
     from treegraft.settings.load import load_config
 
-    found = examine(None if recipe is None else load_config(recipe, overrides or []))
+    if recipe is None:
+        refuse_idle(context, "without a recipe", "--smoke")
+    config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
+    found = examine(config)
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:

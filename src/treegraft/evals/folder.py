@@ -29,11 +29,9 @@ from treegraft.core.files import (
 from treegraft.core.types import Status, Tree
 from treegraft.evals.suites import EvalSet
 from treegraft.runs.record import RunFolder, parse_tree, tree_to_json
-from treegraft.settings.config import renamed
+from treegraft.settings.config import brought_up_to_date, settings_with
 
 FORMAT_VERSION = 1
-_UNCOUNTED = ("rollout.deadline_s", "engine.deadline_s")
-"""Settings that folders made by 0.3 hold, and that no longer tell two evaluations apart."""
 
 
 class EvalFolder:
@@ -123,10 +121,12 @@ class EvalFolder:
                 raise ValueError(
                     f"format version {data['format_version']}, expected {FORMAT_VERSION}"
                 )
+            # A folder of an earlier version holds settings that no longer count.
+            no_matter = settings_with("ignored_by_eval", "same_answers")
             asked = {
-                renamed().get(name, name): value
-                for name, value in data["asked"].items()
-                if name not in _UNCOUNTED
+                name: value
+                for name, value in brought_up_to_date(data["asked"]).items()
+                if not name.startswith(no_matter)
             }
             sets = {
                 str(name): {

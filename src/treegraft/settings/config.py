@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from treegraft.settings.explore import BufferSettings, ExploreSettings, with_graft
 from treegraft.settings.health import HealthSettings
@@ -17,6 +17,7 @@ from treegraft.settings.policy import (
     LearnSettings,
     LossSettings,
     ModelSettings,
+    PublishSettings,
     WarmupSettings,
 )
 from treegraft.settings.table import Setting, Settings, by_model, setting, walk, when
@@ -57,6 +58,9 @@ class RolloutSettings(Settings):
     """Limit of a trajectory, in tool calls."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest life of one trajectory, in seconds; past it its leaf has failed."""
+    max_rounds: int = setting(1, ge=1, ignored_by_eval=True)
+    """Rounds of run.tasks_per_update tasks that an update may sample: groups whose rewards are all
+    equal are replaced by those of further tasks (DAPO's dynamic sampling); 1 samples once."""
     max_live_trees: int = setting(64, ge=1)
     """Trees that grow at once."""
 
@@ -139,6 +143,7 @@ class Config(Settings):
     rollout: RolloutSettings = RolloutSettings()
     eval: EvalSettings = EvalSettings()
     engine: EngineSettings = EngineSettings()
+    publish: PublishSettings = setting(PublishSettings(), idle_unless=when("engine.kind", "vllm"))
     credit: CreditSettings = setting(CreditSettings(), ignored_by_eval=True)
     loss: LossSettings = setting(LossSettings(), ignored_by_eval=True)
     learn: LearnSettings = setting(LearnSettings(), ignored_by_eval=True)
@@ -183,3 +188,21 @@ def renamed() -> Mapping[str, str]:
         for name, found in known_settings().items()
         if found.facts.renamed_from
     }
+
+
+@functools.cache
+def values_before() -> Mapping[str, Any]:
+    """Returns the values that settings have in the files of runs made before there were these
+    settings, by dotted names."""
+    return {
+        name: found.facts.value_before
+        for name, found in known_settings().items()
+        if found.facts.value_before is not None
+    }
+
+
+def brought_up_to_date(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a run's file, by the dotted names of its time, as they are called and
+    set now."""
+    named = {renamed().get(name, name): value for name, value in settings.items()}
+    return {**values_before(), **named}

@@ -26,6 +26,7 @@ from treegraft.settings.config import (
     renamed,
     settings_with,
     tables_and_settings,
+    values_before,
 )
 from treegraft.settings.contradictions import contradictions
 from treegraft.settings.names import find_answer, find_value
@@ -37,6 +38,7 @@ from treegraft.settings.plain import (
     shortened,
     shown,
 )
+from treegraft.settings.recipe import SMOKE, merged, read_recipe
 from treegraft.settings.table import value_of
 from treegraft.settings.unknown import suggestion, unknown_settings
 
@@ -158,13 +160,40 @@ def refuse_sampling(overrides: Sequence[str], reason: str) -> None:
 # --- loading --------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _from_recipe(path: Path, *, smoke: bool) -> dict[str, Any]:
+    data, overlay = read_recipe(path)
+    # Also where it is not asked for: a recipe is right as a whole or not at all.
+    if unknown := list(unknown_settings(overlay or {})):
+        name, value = unknown[0]
+        raise SettingError(
+            f"{path}: unknown setting '{SMOKE}.{shortened(name)}'.{suggestion(name, value)}"
+        )
+    if not smoke:
+        return data
+    if overlay is None:
+        raise SettingError(
+            f"{path}: --smoke: this recipe has no table [{SMOKE}]; expected the settings of its"
+            f" smoke test there, such as [{SMOKE}.model]."
+        )
+    return merged(data, overlay)
+
+
+def _read(path: Path, *, smoke: bool) -> dict[str, Any]:
+    if path.suffix != ".json":
+        return _from_recipe(path, smoke=smoke)
+    if smoke:
+        raise SettingError(f"{path}: --smoke: expected a recipe; a run's config.json has none.")
     data = read_tables(path)
     # JSON was written by `config_json`, perhaps of an earlier version; a recipe's author is told.
-    for old, new in renamed().items() if path.suffix == ".json" else ():
+    for old, new in renamed().items():
         table, _, last = old.partition(".")
         if isinstance(data.get(table), dict) and last in data[table]:
             _put(data, new, data[table].pop(last))
+    # Not in a recipe, which may leave any setting to its default.
+    for name, value in values_before().items() if path.name == "config.json" else ():
+        is_ours = isinstance(data.get(name.partition(".")[0]), dict)
+        if is_ours and not _is_given(data, name):
+            _put(data, name, value)
     return data
 
 
@@ -242,7 +271,10 @@ def _default_of(config: Config, name: str) -> Any:
 
 
 def load_config(
-    source: Config | Mapping[str, Any] | str | Path, overrides: Sequence[str] = ()
+    source: Config | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    smoke: bool = False,
 ) -> Config:
     """Returns the settings of `source` with `overrides` applied, checked as a whole.
 
@@ -251,6 +283,8 @@ def load_config(
             config.json, or the name of a shipped recipe, such as "demo".
         overrides: each "table.setting=value", the value a TOML literal or else a text; "none" for
             None.
+        smoke: with the recipe's table [smoke] put over the others: the same path through the code
+            in seconds.
     """
     data: dict[str, Any]
     if isinstance(source, Config):
@@ -260,7 +294,7 @@ def load_config(
         # A copy: overrides are put into it.
         origin, data = "settings", json.loads(json.dumps(source, default=str))
     else:
-        origin, data = str(source), _read(Path(source))
+        origin, data = str(source), _read(Path(source), smoke=smoke)
     names = _apply(data, overrides)
     typed = tuple(f"{name}." for name in names)
 
@@ -270,8 +304,8 @@ def load_config(
     if impossible := list(faults_of(data)):
         raise SettingError("\n".join(f"{origin}: {fault}." for fault in impossible))
     config = _validate(data, where)
-    for name, found in known_settings().items():
-        if found.facts.default_of and not _is_given(data, name):
+    for name, known in known_settings().items():
+        if known.facts.default_of and not _is_given(data, name):
             _put(data, name, _default_of(config, name))
     config = _validate(data, where)
     found = contradictions(config)
@@ -280,6 +314,14 @@ def load_config(
     if faults:
         raise SettingError("\n".join(faults), settings=[n for one in found for n in one.settings])
     return config
+
+
+def going_on(config: Config, own: Config) -> Config:
+    """Returns the settings by which a run with the settings `own` goes on: those of `config`, and
+    its own where `config` does not name a setting that an earlier version did not have."""
+    given = config.model_dump(mode="json", exclude_unset=True)
+    unnamed = [name for name in values_before() if not _is_given(given, name)]
+    return load_config(config, [f"{name}={value_of(own, name)}" for name in unnamed])
 
 
 def _blamed(settings: Sequence[str], typed: Sequence[str], origin: str) -> str:

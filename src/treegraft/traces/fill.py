@@ -157,7 +157,7 @@ class BufferBuild:
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools)
             format = build_format(config.format, tokenizer, tools)
-            rewards = build_rewards(config.reward)
+            rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
             check_rewards(rewards, tasks.train_tasks())
             scorer = RewardScorer(
                 rewards,
@@ -240,9 +240,14 @@ class BufferBuild:
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     """Returns the tokenizer of the recipe's model without its weights."""
     from treegraft.policy.load import load_tokenizer
-    from treegraft.policy.tiny import build_word_tokenizer
+    from treegraft.policy.shapes import PREFIX, is_random
+    from treegraft.policy.tiny import build_shaped_tokenizer, build_word_tokenizer
 
-    if config.model.path == "tiny":
-        return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
     with about("model.path"):
-        return load_tokenizer(config.model)
+        if not is_random(config.model.path):
+            return load_tokenizer(config.model)
+        own = tasks.vocabulary()
+        words = [*own, *words_of(tools)] if own else []
+        if config.model.path.startswith(PREFIX):
+            return build_shaped_tokenizer(config.model.path, words)
+        return build_word_tokenizer(words)

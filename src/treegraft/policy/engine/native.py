@@ -25,13 +25,13 @@ from torch.nn import functional
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
-from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, Sampling
 from treegraft.policy.engine.blocks import BlockPool, PathCache, Row, common_length
 from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
 from treegraft.policy.engine.graphs import RecordedForward, recorder_maker
 from treegraft.policy.engine.ragged import BUCKETS, MIN_ROWS, RaggedPlan, Segment, usable_rows
-from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
+from treegraft.policy.engine.sampling import sample_tokens
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.head import Head, end_token_ids, max_context
 from treegraft.policy.weights import weights_fingerprint
@@ -56,8 +56,6 @@ class Request:
     on_probe: Callable[[Sequence[float]], None] | None = None
     row: Row | None = None
     is_cancelled: bool = False
-    in_grace: bool = False
-    """A final text was written; one more token, which may be the end token, and it is over."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -399,15 +397,19 @@ class NativeEngine:
         padded = functional.pad(hidden, (0, 0, 0, rows - len(requests)))
         logits = self._head(padded)[: max(len(requests), MIN_ROWS)]
         temperatures = [0.0] * len(logits)
-        seeds: list[int | None] = [None] * len(logits)
+        keys: list[NoiseKey | None] = [None] * len(logits)
+        positions = [0] * len(logits)
         for row, request in enumerate(requests):
             temperatures[row] = request.sampling.temperature
             if request.sampling.temperature > 0:
                 # By the position in the completion, not by the pass: neither company nor a
                 # repeated request changes a token.
-                seeds[row] = keyed_seed(request.noise_key, len(request.sampled))
-        columns = sample_tokens(logits, temperatures, seeds, self._forward.kernels)
-        self._draw_filtered(requests, logits, seeds, columns)
+                keys[row], positions[row] = request.noise_key, len(request.sampled)
+        kind = self.settings.noise
+        columns = sample_tokens(
+            logits, temperatures, keys, positions, self._forward.kernels, kind=kind
+        )
+        self._draw_filtered(requests, logits, keys, columns)
         # One copy a column; zip ends with the requests, before the padding.
         found = zip(*(column.tolist() for column in columns), strict=True)
         for request, (token, logprob, entropy) in zip(requests, found, strict=False):
@@ -417,7 +419,7 @@ class NativeEngine:
         self,
         requests: list[Request],
         logits: Tensor,
-        seeds: list[int | None],
+        keys: Sequence[NoiseKey | None],
         columns: tuple[Tensor, Tensor, Tensor],
     ) -> None:
         """Draws anew, into `columns`, for the requests that filter their tokens."""
@@ -427,7 +429,8 @@ class NativeEngine:
                 continue
             path = [*request.prefix_ids, *request.sampled]
             left = filtered(logits[row], sampling.temperature, sampling.filters, path)
-            drawn = sample_tokens(left[None], [1.0], [seeds[row]])
+            position, kind = len(request.sampled), self.settings.noise
+            drawn = sample_tokens(left[None], [1.0], [keys[row]], [position], kind=kind)
             for column, value in zip(columns, drawn, strict=True):
                 column[row] = value[0]
 
@@ -437,7 +440,10 @@ class NativeEngine:
         request.entropies.append(entropy)
         if request.on_probe is not None and len(request.sampled) == request.probe_tokens:
             request.on_probe(tuple(request.entropies))
-        reason = self._stop_reason(request, token)
+        limit = request.sampling.max_new_tokens
+        if self.max_context is not None:
+            limit = min(limit, self.max_context - len(request.prefix_ids))
+        reason = self._stops.reason(request.sampled, request.sampling, self._end_ids, limit)
         if reason is None:
             assert request.row is not None
             request.row.token_ids.append(token)
@@ -452,22 +458,6 @@ class NativeEngine:
                 policy_version=self.policy_version,
             )
         )
-
-    def _stop_reason(self, request: Request, token: int) -> StopReason | None:
-        """Why the completion ends with this token; None while it goes on."""
-        if token in self._end_ids:
-            return StopReason.END
-        if request.in_grace:
-            return StopReason.STOP
-        sampling = request.sampling
-        if sampling.stop and self._stops.ends_with_any(request.sampled, sampling.stop):
-            return StopReason.STOP
-        if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
-            request.in_grace = True
-        limit = sampling.max_new_tokens
-        if self.max_context is not None:
-            limit = min(limit, self.max_context - len(request.prefix_ids))
-        return StopReason.LENGTH if len(request.sampled) >= limit else None
 
 
 def load_weights(model: torch.nn.Module, source: WeightSource) -> None:

@@ -3,7 +3,6 @@ of a key."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
@@ -12,16 +11,13 @@ from torch.nn import functional
 
 from treegraft.core.interfaces import NoiseKey
 from treegraft.policy.kernels.engine import DRAWN, Kernels
-
-
-def keyed_seed(noise_key: NoiseKey, position: int) -> int:
-    """Returns a 63-bit seed that depends on the key and the position alone.
-
-    Python's own `hash` differs between processes, so the key's text is hashed.
-    """
-    digest = hashlib.blake2b(repr((tuple(noise_key), position)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
+from treegraft.policy.noise import (
+    NoiseKind,
+    keyed_seed,
+    mt19937_gumbels,
+    noise_words,
+    philox_gumbels,
+)
 
 ROWS = 16
 """Rows that are drawn for together without kernels, few enough for their float32 copies to fit in a
@@ -32,8 +28,11 @@ Columns = tuple[Tensor, Tensor, Tensor]
 def sample_tokens(
     logits: Tensor,
     temperatures: Sequence[float],
-    seeds: Sequence[int | None],
+    noise_keys: Sequence[NoiseKey | None],
+    positions: Sequence[int],
     kernels: Kernels | None = None,
+    *,
+    kind: NoiseKind = "philox",
 ) -> Columns:
     """Returns one token per row with its log-probability and the entropy of its distribution.
 
@@ -46,43 +45,76 @@ def sample_tokens(
     Args:
         logits: [rows, vocabulary].
         temperatures: [rows] T; 0 is greedy and scored at T = 1.
-        seeds: [rows] from `keyed_seed`; None for greedy rows.
+        noise_keys: [rows] the keys of the completions; None for greedy rows.
+        positions: [rows] tokens of the completion before this one.
         kernels: those for the logits' type; None takes torch's operators.
 
     Returns:
         [rows] token ids, [rows] natural logarithms, [rows] nats; the last two float32.
     """
+    device, size = logits.device, logits.shape[-1]
     scale = torch.tensor(
-        [t if t > 0 else 1.0 for t in temperatures], dtype=torch.float32, device=logits.device
+        [t if t > 0 else 1.0 for t in temperatures], dtype=torch.float32, device=device
     )
-    if logits.shape[-1] <= DRAWN:
-        return _sample_at_once(logits / scale[:, None], seeds)
+    is_whole = size <= DRAWN
+    # Noise for the blocks and for one block's tokens, not for the whole vocabulary: drawing it took
+    # longer than everything else here.
+    num_entries = size if is_whole else -(-size // DRAWN) + DRAWN
+    noise = _gumbels(noise_keys, positions, num_entries, kernels, kind, device)
+    if is_whole:
+        return _sample_at_once(logits / scale[:, None], noise)
+    is_greedy = None
+    if any(key is None for key in noise_keys):
+        is_greedy = torch.tensor([key is None for key in noise_keys], device=device)
     # The kernels go row by row themselves, and a GPU is faster with all rows at once.
-    step = ROWS if logits.device.type == "cpu" and kernels is None else len(seeds)
+    step = ROWS if device.type == "cpu" and kernels is None else len(logits)
     parts = [
         _sample_by_blocks(
             logits[first : first + step],
             scale[first : first + step],
-            seeds[first : first + step],
+            noise[first : first + step],
+            None if is_greedy is None else is_greedy[first : first + step],
             kernels,
         )
-        for first in range(0, len(seeds), step)
+        for first in range(0, len(logits), step)
     ]
     tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
     return tokens, logprobs, entropies
 
 
-def _sample_at_once(scaled: Tensor, seeds: Sequence[int | None]) -> Columns:
+def _gumbels(
+    noise_keys: Sequence[NoiseKey | None],
+    positions: Sequence[int],
+    size: int,
+    kernels: Kernels | None,
+    kind: NoiseKind,
+    device: torch.device,
+) -> Tensor:
+    """[rows, size] variates -log(-log u), and 0 for greedy rows."""
+    pairs = list(zip(noise_keys, positions, strict=True))
+    if kind == "mt19937":
+        seeds = [None if key is None else keyed_seed(key, position) for key, position in pairs]
+        return mt19937_gumbels(seeds, size).to(device)
+    rows = [(0, 0, -1) if key is None else (*noise_words(key), at) for key, at in pairs]
+    draw = philox_gumbels if kernels is None else kernels.gumbels
+    return draw(torch.tensor(rows, device=device), size)
+
+
+def _sample_at_once(scaled: Tensor, noise: Tensor) -> Columns:
     # Not by an inverse cumulative sum: there a rounding error in any logit before the token moves
     # the borders of all that follow, and with them the token; here only a tie can flip.
     logprobs = torch.log_softmax(scaled.float(), dim=-1)
     entropies = -(logprobs.exp() * logprobs).sum(dim=-1)
-    tokens = (logprobs + _gumbels(seeds, scaled.shape[-1]).to(scaled.device)).argmax(dim=-1)
+    tokens = (logprobs + noise).argmax(dim=-1)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0], entropies
 
 
 def _sample_by_blocks(
-    logits: Tensor, scale: Tensor, seeds: Sequence[int | None], kernels: Kernels | None
+    logits: Tensor,
+    scale: Tensor,
+    noise: Tensor,
+    is_greedy: Tensor | None,
+    kernels: Kernels | None,
 ) -> Columns:
     """H = log Z - Σ_v e_v s_v / Z with s = logits / T - max, e = exp(s), Z = Σ_v e_v, so that no
     log-probability is written out."""
@@ -92,18 +124,14 @@ def _sample_by_blocks(
     )
     totals = blocks.sum(dim=-1)
     log_totals = totals.log()
-    # Noise for the blocks and for one block's tokens, not for the whole vocabulary: drawing it took
-    # longer than everything else here.
-    noise = _gumbels(seeds, blocks.shape[1] + DRAWN).to(logits.device)
     chosen = (blocks.log() + noise[:, : blocks.shape[1]]).argmax(dim=-1)
     places = chosen[:, None] * DRAWN + torch.arange(DRAWN, device=logits.device)
     inside = _shifted(logits.gather(1, places.clamp(max=size - 1)), peaks, scale).masked_fill(
         places >= size, float("-inf")
     )
     tokens = chosen * DRAWN + (inside + noise[:, blocks.shape[1] :]).argmax(dim=-1)
-    if any(seed is None for seed in seeds):
+    if is_greedy is not None:
         # The most likely token need not lie in the most likely block.
-        is_greedy = torch.tensor([seed is None for seed in seeds], device=logits.device)
         tokens = torch.where(is_greedy, logits.argmax(dim=-1), tokens)
     logprobs = _shifted(logits.gather(1, tokens[:, None]), peaks, scale)[:, 0] - log_totals
     return tokens, logprobs, log_totals - moments / totals
@@ -122,16 +150,3 @@ def _block_sums(logits: Tensor, scale: Tensor) -> Columns:
     filled = functional.pad(weights, (0, missing)) if missing else weights
     blocks = filled.unflatten(-1, (-1, DRAWN)).sum(dim=-1)
     return peaks, blocks, weights.mul_(shifted).sum(dim=-1)
-
-
-def _gumbels(seeds: Sequence[int | None], size: int) -> Tensor:
-    """[rows, size] variates -log(-log u), and 0 for greedy rows."""
-    # On the CPU, so that a key means the same on every device; ones become 0 below.
-    noise = torch.ones(len(seeds), size)
-    generator = torch.Generator()
-    for row, seed in zip(noise, seeds, strict=True):
-        if seed is not None:
-            generator.manual_seed(seed)
-            torch.rand(size, generator=generator, out=row)
-            row.log_().neg_()
-    return noise.log_().neg_()

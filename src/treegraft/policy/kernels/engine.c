@@ -311,6 +311,52 @@ void tg_blocks(const elem *logits, int64_t rows, int64_t size, const float *temp
     }
 }
 
+/* log x for normal x > 0, within 2 units of the last place of a double: x = 2^e m with m about 1, log m = 2 artanh((m - 1) / (m + 1)). */
+static inline double logarithm(double x) {
+    int64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    const int64_t power = (bits - 0x3fe6a09e667f3bcd) >> 52; /* m from sqrt(1/2) to sqrt(2) */
+    bits -= power * ((int64_t)1 << 52);
+    double m;
+    memcpy(&m, &bits, sizeof m);
+    const double s = (m - 1.0) / (m + 1.0), z = s * s;
+    double sum = 1.0 / 19;
+    for (int k = 17; k > 0; k -= 2) sum = sum * z + 1.0 / k;
+    return power * 0.69314718055994530942 + 2.0 * s * sum;
+}
+
+/* out [rows, size] = -log(-log u) of Philox-4x32-10's words: entry v of a row is word v % 4 of the counter (v / 4, position, 0, 0), and
+ * u = (word + 1/2) / 2^32. `draws` [rows, 3]: both words of the key, and the position, -1 for a row of zeros. */
+void tg_gumbels(const int64_t *draws, float *out, int64_t rows, int64_t size, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * size > 8192)
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t start = 0; start < size; start += 4 * LANES) {
+            uint32_t words[4][LANES];
+            float noise[LANES][4];
+            for (int i = 0; i < LANES; i++) {
+                words[0][i] = start / 4 + i;
+                words[1][i] = draws[3 * r + 2];
+                words[2][i] = words[3][i] = 0;
+            }
+            uint32_t low = draws[3 * r], high = draws[3 * r + 1];
+            for (int number = 0; number < 10; number++) {
+                for (int i = 0; i < LANES; i++) {
+                    const uint64_t first = (uint64_t)words[0][i] * 0xD2511F53, third = (uint64_t)words[2][i] * 0xCD9E8D57;
+                    words[0][i] = (uint32_t)(third >> 32) ^ words[1][i] ^ low;
+                    words[2][i] = (uint32_t)(first >> 32) ^ words[3][i] ^ high;
+                    words[1][i] = (uint32_t)third;
+                    words[3][i] = (uint32_t)first;
+                }
+                low += 0x9E3779B9;
+                high += 0xBB67AE85;
+            }
+            for (int w = 0; w < 4; w++)
+                for (int i = 0; i < LANES; i++) noise[i][w] = -logarithm(-logarithm((words[w][i] + 0.5) * 0x1p-32));
+            if (draws[3 * r + 2] < 0) memset(noise, 0, sizeof noise);
+            memcpy(out + r * size + start, noise, (size - start < 4 * LANES ? size - start : 4 * LANES) * sizeof(float));
+        }
+}
+
 /* Products of rows with weights that lie in panels of 16 outputs: [panels, inputs / STEP, 16, STEP]. Every sum runs over the inputs in
  * order, so a row's bits do not depend on the rows beside it. */
 #ifdef STEP

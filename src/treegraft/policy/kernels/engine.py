@@ -24,6 +24,7 @@ from treegraft.policy.kernels.library import (
     head_rows,
     load_library,
 )
+from treegraft.policy.noise import philox_gumbels
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Kernels:
         self._norm = declared(library.tg_norm, *[POINTER] * 4, *[LONG] * 4, FLOAT, LONG)
         self._gate = declared(library.tg_gate, *[POINTER] * 3, *[LONG] * 4)
         self._blocks = declared(library.tg_blocks, POINTER, LONG, LONG, *[POINTER] * 4, LONG)
+        self._gumbels = declared(library.tg_gumbels, *[POINTER] * 2, *[LONG] * 3)
         self._lay_out = declared(library.tg_lay_out, *[POINTER] * 2, *[LONG] * 3)
         self._product = declared(library.tg_product, POINTER, LONG, *[POINTER] * 3, *[LONG] * 4)
         self.product_step: int = declared(library.tg_product_step, returns=LONG)()
@@ -144,6 +146,13 @@ class Kernels:
         )
         return peaks, sums, moments
 
+    def gumbels(self, draws: Tensor, size: int) -> Tensor:
+        """The result of `philox_gumbels`, within 1 unit of the last place."""
+        out = torch.empty(len(draws), size)
+        draws = draws.contiguous()
+        self._gumbels(draws.data_ptr(), out.data_ptr(), *out.shape, self.num_threads())
+        return out
+
     def lay_out(self, weight: Tensor) -> Tensor:
         """Returns a weight [outputs, inputs] as `product` reads it."""
         # Padded to whole vectors of outputs, so that the product needs no rest of its own.
@@ -173,7 +182,19 @@ def kernels_for(width: int, dtype: torch.dtype, device: str) -> Kernels | None:
 @functools.cache
 def _kernels(width: int, dtype: torch.dtype) -> Kernels | None:
     try:
-        return Kernels(*load_library("engine", width, dtype))
+        kernels = Kernels(*load_library("engine", width, dtype))
+        _prove_noise(kernels)
     except KernelError as error:
         _log.warning("engine: running on torch's operators alone, which is slower: %s", error)
         return None
+    return kernels
+
+
+def _prove_noise(kernels: Kernels) -> None:
+    # Here, since a forward pass, on which the others are tried, has no noise.
+    draws = torch.tensor([(0, 0, 0), (0x243F6A88, 0x85A308D3, 2**31), (1, 2, -1)])
+    ours, plain = kernels.gumbels(draws, 99), philox_gumbels(draws, 99)
+    if not torch.allclose(ours, plain, rtol=1e-6, atol=1e-12):
+        raise KernelError(
+            f"the noise differs from torch's by up to {float((ours - plain).abs().max()):.3g}"
+        )

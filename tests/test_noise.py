@@ -1,0 +1,213 @@
+"""The noise that tokens are drawn with: known answers, an independent slow loop, both ways to
+compute it, its distribution."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from treegraft.core.keyed import keyed_int
+from treegraft.policy.engine.sampling import sample_tokens
+from treegraft.policy.kernels.engine import Kernels, kernels_for
+from treegraft.policy.noise import (
+    keyed_seed,
+    mt19937_gumbels,
+    noise_words,
+    philox_4x32,
+    philox_gumbels,
+)
+
+WORD = 2**32
+
+
+@pytest.fixture
+def kernels() -> Iterator[Kernels]:
+    found = kernels_for(16, torch.float32, "cpu")
+    if found is None:
+        pytest.skip("no C compiler, so no kernels")
+    yield found
+
+
+def draws_of(num: int, *key: int | str) -> torch.Tensor:
+    return torch.tensor([(*noise_words((*key, n)), n % 50) for n in range(num)])
+
+
+def slow_words(counter: list[int], key: list[int]) -> list[int]:
+    """Philox-4x32-10 as the paper writes it, by Python's whole numbers."""
+    for _ in range(10):
+        first, third = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57
+        counter = [
+            (third // WORD) ^ counter[1] ^ key[0],
+            third % WORD,
+            (first // WORD) ^ counter[3] ^ key[1],
+            first % WORD,
+        ]
+        key = [(key[0] + 0x9E3779B9) % WORD, (key[1] + 0xBB67AE85) % WORD]
+    return counter
+
+
+def slow_gumbel(key: tuple[int | str, ...], position: int, entry: int) -> float:
+    bits = keyed_int(*key)
+    words = slow_words([entry // 4, position, 0, 0], [bits % WORD, bits // WORD])
+    return -math.log(-math.log((words[entry % 4] + 0.5) / WORD))
+
+
+@pytest.mark.parametrize(
+    ("counter", "key", "words"),
+    [
+        ("00000000 00000000 00000000 00000000", "00000000 00000000",
+         "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff",
+         "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0",
+         "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)  # fmt: skip
+def test_known_answers_of_philox(counter: str, key: str, words: str) -> None:
+    """The three of Random123's kat_vectors, where key and counter are nothing, everything, and
+    digits of pi."""
+    own, given, expected = ([int(w, 16) for w in text.split()] for text in (counter, key, words))
+    assert slow_words(own, given) == expected
+    assert philox_4x32(torch.tensor(own), torch.tensor(given)).tolist() == expected
+
+
+def test_words_are_those_of_an_independent_slow_loop_for_any_counter_and_key() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counters = torch.randint(WORD, (4, 7, 30), generator=generator)
+    keys = torch.randint(WORD, (2, 7, 1), generator=generator)
+    found = philox_4x32(counters, keys)
+    for row in range(7):
+        for entry in range(30):
+            own, key = counters[:, row, entry].tolist(), keys[:, row, 0].tolist()
+            assert found[:, row, entry].tolist() == slow_words(own, key)
+
+
+def test_an_entry_is_a_function_of_key_position_and_number() -> None:
+    """Whatever rows stand beside it and however many entries are drawn; a row without a position
+    has none."""
+    key, at = (1, "train", 0, "task", "0.1"), 37
+    draws = torch.tensor([(0, 0, -1), (*noise_words(key), at), (*noise_words((2,)), at)])
+    many, few = philox_gumbels(draws, 103), philox_gumbels(draws[1:2], 5)
+    expected = torch.tensor([slow_gumbel(key, at, entry) for entry in range(103)])
+    torch.testing.assert_close(many[1], expected, rtol=2e-7, atol=1e-12)
+    assert torch.equal(many[1, :5], few[0])
+    assert not many[0].any() and not torch.isclose(many[1], many[2]).any()
+    later = philox_gumbels(torch.tensor([(*noise_words(key), at + 1)]), 103)
+    assert not torch.isclose(many[1], later[0]).any()
+    assert noise_words((1,)) != noise_words(("1",))
+
+
+def test_kernels_draw_the_noise_of_torch(kernels: Kernels) -> None:
+    """1 unit of the last place apart at most: neighbouring floats are neighbouring whole
+    numbers."""
+    draws = draws_of(300, "ulp")
+    draws[7, 2], draws[8, 2] = -1, WORD - 1
+    for size in (1, 63, 64, 65, 850):
+        ours, plain = kernels.gumbels(draws, size), philox_gumbels(draws, size)
+        assert ours.shape == plain.shape == (300, size) and not ours[7].any()
+        units = (ours.view(torch.int32).long() - plain.view(torch.int32).long()).abs()
+        assert int(units.max()) <= 1
+
+
+@pytest.mark.parametrize("by", ["torch", "kernels"])
+def test_uniforms_have_the_uniform_distribution(by: str, kernels: Kernels) -> None:
+    """Kolmogorov-Smirnov over entries, over positions and over keys; chi-square of 64 cells, and of
+    pairs of neighbours in 8 x 8."""
+    draw = philox_gumbels if by == "torch" else kernels.gumbels
+    one = noise_words(("one",))
+    positions = torch.tensor([(*one, n) for n in range(5000)])
+    samples = {
+        "entries": draw(positions[:1], 5000)[0],
+        "positions": draw(positions, 2)[:, 1],
+        "keys": draw(draws_of(5000, "ks"), 1)[:, 0],
+    }
+    for name, gumbels in samples.items():
+        uniforms = (-(-gumbels.double()).exp()).exp()
+        assert float(uniforms.min()) > 0 and float(uniforms.max()) < 1
+        ordered, steps = uniforms.sort().values, torch.arange(5001) / 5000
+        gap = max(float((steps[1:] - ordered).max()), float((ordered - steps[:-1]).max()))
+        # 1.95 / sqrt(n) is exceeded once in a thousand; keys and positions are fixed.
+        assert gap < 1.95 / 5000**0.5, name
+        cells = (uniforms * 64).long().bincount(minlength=64)
+        pairs = ((uniforms[::2] * 8).long() * 8 + (uniforms[1::2] * 8).long()).bincount(
+            minlength=64
+        )
+        for counts in (cells, pairs):
+            expected = counts.sum() / 64
+            chi = float(((counts - expected) ** 2 / expected).sum())
+            # Mean 63, variance 126; four deviations.
+            assert abs(chi - 63) < 4 * 126**0.5, name
+
+
+def test_a_million_draws_are_the_same_by_kernels_and_by_torch_but_for_near_ties(
+    kernels: Kernels,
+) -> None:
+    """From 8 tokens, where both take the same steps to the logits."""
+    logits = 2 * torch.randn(1, 8, generator=torch.Generator().manual_seed(1))
+    logprobs, num_ties = logits.log_softmax(dim=-1), 0
+    for part in range(10):
+        draws = draws_of(100_000, "million", part)
+        ours, plain = (logprobs + f(draws, 8) for f in (kernels.gumbels, philox_gumbels))
+        differ = ours.argmax(dim=-1) != plain.argmax(dim=-1)
+        best = plain[differ].topk(2, dim=-1).values
+        assert ((best[:, 0] - best[:, 1]) < 1e-5).all()
+        num_ties += int(differ.sum())
+    assert num_ties < 20
+
+
+def test_tokens_of_both_ways_are_the_same_from_a_large_vocabulary(kernels: Kernels) -> None:
+    """In two steps: the sums of blocks differ by rounding between the ways."""
+    logits = 3 * torch.randn(2000, 3000, generator=torch.Generator().manual_seed(2))
+    keys, positions = [("large", n) for n in range(2000)], [n % 9 for n in range(2000)]
+    with_kernels, without = (
+        sample_tokens(logits, [0.8] * 2000, keys, positions, one) for one in (kernels, None)
+    )
+    assert int((with_kernels[0] != without[0]).sum()) <= 1
+    torch.testing.assert_close(with_kernels[2], without[2], atol=1e-4, rtol=0)
+
+
+def test_the_noise_of_earlier_runs_is_torchs_generator_seeded_by_key_and_position() -> None:
+    seeds = {
+        keyed_seed(key, position)
+        for key in ((1,), (2,), ("1",), (1, 1), ("1, 1",))
+        for position in range(5)
+    }
+    assert len(seeds) == 25 and all(0 <= seed < 2**63 for seed in seeds)
+    # blake2b of the text "((1,), 0)", by another program: printf '((1,), 0)' | b2sum -l 64
+    assert keyed_seed((1,), 0) == int.from_bytes(bytes.fromhex("3bd0c0c96e56f757"), "little") >> 1
+    seed = keyed_seed((1, "train"), 4)
+    uniforms = torch.rand(30, generator=torch.Generator().manual_seed(seed))
+    noise = mt19937_gumbels([None, seed], 30)
+    torch.testing.assert_close(noise[1], -(-uniforms.log()).log())
+    assert not noise[0].any()
+    # Uniform logits: the largest noise decides.
+    kinds = {}
+    for kind in ("philox", "mt19937"):
+        tokens, *_ = sample_tokens(
+            torch.zeros(2, 30), [0.0, 1.0], [None, (1, "train")], [0, 4], kind=kind
+        )
+        kinds[kind] = tokens.tolist()
+    assert kinds["mt19937"] == [0, int(uniforms.argmax())]
+    slow = [slow_gumbel((1, "train"), 4, entry) for entry in range(30)]
+    assert kinds["philox"] == [0, slow.index(max(slow))]
+
+
+def test_importable_with_torch_alone() -> None:
+    """A server that draws for us has torch but not what our settings need."""
+    import subprocess
+    import sys
+
+    code = (
+        "import sys\n"
+        "for name in ('pydantic', 'transformers', 'httpx', 'typer'): sys.modules[name] = None\n"
+        "import torch\n"
+        "from treegraft.policy.engine.sampling import sample_tokens\n"
+        "print(sample_tokens(torch.zeros(1, 5), [1.0], [(1, 'a')], [2])[0].tolist())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    slow = [slow_gumbel((1, "a"), 2, entry) for entry in range(5)]
+    assert done.stdout.strip() == str([slow.index(max(slow))])
