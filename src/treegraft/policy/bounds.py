@@ -1,6 +1,6 @@
 """What a card could do at best: bytes and operations of sampling and learning by a model's shape.
 
-With N weights of b bytes in n layers of width h, H query heads and K key-value heads of width d, and
+With N weights of b bytes in n layers of width h, H query heads and K key-value heads of width d and
 V words:
 
     keys and values of a token   n · 2 · K · d · b bytes
@@ -9,8 +9,8 @@ V words:
 
 N' are the weights that a step reads (of the input embeddings it reads a row a token, so they do not
 count unless they are the head too), E those of embeddings and head, s the share of tokens that are
-scored, v how many tokens a token sees on average. A backward pass takes twice a forward pass; activations that are computed again are work,
-but no use.
+scored, v how many tokens a token sees on average. A backward pass takes twice a forward pass;
+activations that are computed again are not counted.
 """
 
 from __future__ import annotations

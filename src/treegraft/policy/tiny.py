@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,18 +52,23 @@ def build_shaped_model(path: str, tokenizer: Any, dtype: torch.dtype, seed: int)
     Raises:
         ModelError: there is no such shape, or the tokenizer has more entries than it.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     fields = published_shape(path)
     if len(tokenizer) > fields["vocab_size"]:
         raise ModelError(
             f"model.path '{path}': the tasks have {len(tokenizer):,} words, expected at most the"
             f" shape's vocabulary of {fields['vocab_size']:,}; take a larger shape or fewer words"
         )
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
-    config = AutoConfig.for_model(
-        fields.pop("model_type"), **fields, **ends, pad_token_id=tokenizer.pad_token_id
-    )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return build_random_model(fields | ends, dtype, seed)
+
+
+def build_random_model(fields: Mapping[str, Any], dtype: torch.dtype, seed: int) -> Any:
+    """Returns a model of random weights for the fields of a config.json, on torch's default
+    device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    others = {name: value for name, value in fields.items() if name != "model_type"}
+    config = AutoConfig.for_model(fields["model_type"], bos_token_id=None, **others)
     with seeded(seed):
         return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
