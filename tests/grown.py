@@ -72,7 +72,11 @@ class Grown:
         made = step(name, marks, content, cause or usual)
         first = -same if same else next(self.fresh)
         ids = (first % 100_003, *made.token_ids[1:])
-        self.steps.append(replace(made, token_ids=ids, decision=decision))
+        # Where a branch was opened, entropy rose.
+        rise = 0.05 * len(self.steps) % 0.4 if decision and decision.num_opened else -0.05
+        sampled = (entropy + rise if entropy else 0.0 for entropy in made.entropies)
+        entropies = tuple(sampled) if decision else made.entropies
+        self.steps.append(replace(made, token_ids=ids, decision=decision, entropies=entropies))
         return name
 
     def answer(

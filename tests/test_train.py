@@ -34,8 +34,9 @@ from treegraft.runs.run import Run
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.policy import WarmupSettings
+from treegraft.tasks.order import draw_tasks
 from treegraft.tasks.search_world import SearchWorld, WorldSearch
-from treegraft.train import RunResult, sample_tasks, train
+from treegraft.train import RunResult, train
 
 # peft, and gradient checkpointing on older releases, use names that transformers is giving up.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -394,13 +395,15 @@ def test_tasks_come_in_shuffled_epochs() -> None:
     def drawn(seed: int) -> list[str]:
         return [
             task.id
-            for update in (1, 2, 3, 4)
-            for task in sample_tasks(tasks, update, size=3, seed=seed)
+            for update in range(4)
+            for task in draw_tasks(tasks, 3 * update, size=3, seed=seed)
         ]
 
     assert sorted(drawn(0)[:6]) == sorted(drawn(0)[6:]) == [task.id for task in tasks]
     assert drawn(0)[:6] != drawn(0)[6:] and drawn(0) != drawn(1)
-    assert len(sample_tasks(tasks, 1, size=20, seed=0)) == 6
+    assert len(draw_tasks(tasks, 0, size=20, seed=0)) == 6
+    rest = draw_tasks(tasks, 0, size=6, seed=0, without={"2", "5"})
+    assert [task.id for task in rest] == [one for one in drawn(0)[:6] if one not in "25"]
 
 
 # --- law 7: one policy ----------------------------------------------------------------------------

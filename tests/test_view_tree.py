@@ -81,7 +81,8 @@ def test_the_measure_finds_what_it_looks_for(page: Any, address: str) -> None:
           second.style.setProperty('left', first.style.left);
           second.style.setProperty('top', first.style.top);
           document.querySelector('.leaf .verdict').style.setProperty('margin-left', '400px');
-          document.querySelector('.scroller').style.setProperty('width', '300px');
+          document.querySelector('.edges').style.setProperty('left', '60px');
+          document.querySelector('.drawing').style.setProperty('width', '3000px');
         }"""
     )
     found = page.evaluate(MEASURE)

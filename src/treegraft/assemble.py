@@ -299,7 +299,7 @@ class _Scenario:
     def __init__(self, config: Config, source: TaskSource | None) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
-        self.rewards = build_rewards(config.reward)
+        self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
         self.kind = open_environments(config.environment)
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]

@@ -22,6 +22,9 @@ METRICS: Mapping[str, str] = {
     "eval/accuracy_sampled": "share of correct held-out trajectories, sampled as [eval] says, 0..1",
     "eval/pass_at_{k}": "share of tasks that one of k sampled trajectories solves (unbiased), 0..1",
     "eval/accuracy_{category}": "eval/accuracy of this category, 0..1",
+    "rollout/num_rounds": "rounds of tasks that were sampled (rollout.max_rounds)",
+    "rollout/num_dropped_groups": "groups sampled and not learned from: without variance of reward,"
+    " or more than run.tasks_per_update",
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",
@@ -111,6 +114,13 @@ METRICS: Mapping[str, str] = {
     "health/{name}": "number that caused this warning, active after this update (docs/warnings.md)",
     "warmup/loss": "supervised loss per token that carries loss, in nats",
     "warmup/skill": "share of teacher-forced steps predicted exactly in call or answer, 0..1",
+    "time/engine_servers": "servers that answer at the end of the update",
+    "time/engine_requests": "requests to servers; a completion with a probe takes two",
+    "time/engine_moved": "requests that were asked again, of another server or after a restart",
+    "time/engine_stale": "replies by other weights than those that were due; they were asked again",
+    "time/engine_restarts": "times that a server was started again or waited for",
+    "time/engine_cached_frac": "share of the requests' tokens that servers had in their caches",
+    "time/publish_bytes": "size of the weights given to servers, in bytes",
     "time/engine_evictions": "cached blocks evicted and recomputed when needed (depends on timing)",
     "time/engine_rows_mean": "mean rows of a forward pass of the engine (depends on timing)",
 }

@@ -178,18 +178,23 @@ class Run:
             self.display.interrupted(self._resume_command, False)
             raise
         except Exception as error:
-            how, safe = "begin anew", "Nothing was saved."
-            if self._has_checkpoint:
-                how = "go on from its last checkpoint"
-                safe = "Everything up to its last checkpoint is safe."
+            how = "go on from its last checkpoint" if self._has_checkpoint else "begin anew"
             self.display.warn(
                 f"the run has failed; once the cause is mended, {how} with: {self._resume_command}"
             )
             if fault := storage_fault(error):
-                raise StorageError(
-                    f"run folder '{self.path}': writing failed ({fault}). {safe} Make room or mend"
-                    f" the folder, then {how} with: {self._resume_command}"
-                ) from error
+                failed = (
+                    f"run folder '{self.path}': writing failed ({fault}). Everything up to its last"
+                    f" checkpoint is safe. Make room or mend the folder, then go on with:"
+                    f" {self._resume_command}"
+                )
+                if not self._has_checkpoint:
+                    failed = (
+                        f"run folder '{self.path}': writing failed ({fault}) before its first"
+                        f" checkpoint. Make room or mend the folder, then begin anew with:"
+                        f" {self._resume_command}"
+                    )
+                raise StorageError(failed) from error
             raise
 
     @property

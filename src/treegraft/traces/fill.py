@@ -157,7 +157,7 @@ class BufferBuild:
             else:
                 agent = self._endpoint_agent(tokenizer, toolbox, tools)
             format = build_format(config.format, tokenizer, tools)
-            rewards = build_rewards(config.reward)
+            rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
             check_rewards(rewards, tasks.train_tasks())
             scorer = RewardScorer(
                 rewards,

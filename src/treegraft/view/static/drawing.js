@@ -1,10 +1,10 @@
 // The tree as a drawing: a row for each leaf, with its results in columns at the right edge; equal steps stand once, with their number.
 
 import { flat, h, hideTip, num, plain, plural, s, showTip, signed } from "./dom.js";
-import { edge, fold, LINE, place, rows, wish } from "./layout.js";
+import { edge, fold, place, rows, wish } from "./layout.js";
 import { author, brief, causeWords, headline, icon, ORIGINS, outcome, refusal, refusalWords, shade, STATUS_WORDS } from "./marks.js";
 
-const HEAD = 26;
+const HEAD = 28;
 const [ICON, SPACE] = [12, 5];
 const [LEAST_LABEL, BAR] = [22, 40];
 const [NARROW, NARROW_LINES] = [60, 3]; // a box that holds a word, or less
@@ -82,12 +82,13 @@ export class Drawing {
     this.nodes = nodes;
     for (const node of nodes) this.describe(node);
     this.ends = nodes.filter((node) => node.leaves.length);
-    this.size = innerWidth >= 1800 ? 14 : 12.5;
+    this.size = innerWidth >= 2200 ? 16 : innerWidth >= 1800 ? 14 : 12.5;
+    this.line = Math.round(1.36 * this.size);
     this.width = measure(this.size);
     const isNarrow = innerWidth < NARROW_WINDOW;
     this.side = this.columns(isNarrow);
     this.sideWidth = this.side.reduce((sum, one) => sum + one.width, 0) + (isNarrow ? 6 : 14);
-    const sizes = { side: this.sideWidth, head: HEAD, widthOf: (node) => this.full(node), linesOf: (node, inside) => this.wanted(node, inside) };
+    const sizes = { side: this.sideWidth, head: HEAD, line: this.line, widthOf: (node) => this.full(node), linesOf: (node, inside) => this.wanted(node, inside) };
     this.laid = place({ nodes, num }, { room: room(wish(nodes, sizes)), ...sizes });
     this.element = this.build();
     this.listen({ onLeaf, onStep, onUnfold });
@@ -187,7 +188,7 @@ export class Drawing {
     this.boxes = new Map(this.nodes.map((node) => [node, this.box(node, put)]));
     const svg = s("svg", { class: "edges", width: laid.width, height: laid.height, "aria-hidden": "true" }, links);
     const label = `a tree of ${plural(this.tree.steps.length, "step")} and ${plural(this.tree.leaves.length, "leaf", "leaves")}`;
-    return put(h("div", { class: `drawing${laid.isDots ? " dots" : ""}`, role: "group", "aria-label": label }, head, this.rows, svg, [...this.boxes.values()]), { width: laid.width, height: laid.height, "font-size": this.size });
+    return put(h("div", { class: `drawing${laid.isDots ? " dots" : ""}`, role: "group", "aria-label": label }, head, this.rows, svg, [...this.boxes.values()]), { width: laid.width, height: laid.height, "font-size": this.size, "--line": this.line });
   }
 
   row(node, cells, put) {
@@ -227,7 +228,7 @@ export class Drawing {
     const after = node.after && h("span", { class: `mark ${node.after.name}` }, icon(node.after.name));
     const times = !isCorner && detail > 1 && node.times && h("span", { class: "times", "data-unfold": step.id, title: "unfold the equal steps" }, node.times);
     const first = [!isCorner && marks, h("span", { class: "words foreign" }, lines[0]?.text ?? ""), !isCorner && after, times];
-    const height = Math.min(laid.row - 4, Math.max(1, lines.length) * LINE + 7);
+    const height = Math.min(laid.row - 4, Math.max(1, lines.length) * this.line + 7);
     return put(h("div", props, isCorner && h("div", { class: "corner" }, marks), isCorner && after && h("div", { class: "corner last" }, after),
       h("div", { class: "line" }, first), lines.slice(1).map((line) => h("div", { class: `line foreign${line.isSecond ? " second" : ""}` }, h("span", null, line.text)))),
     { ...common, top: at.y - height / 2, height, padding: `0 ${Math.max(0, laid.pad - 3)}px` });
@@ -322,7 +323,10 @@ export class Drawing {
       const isOn = isBelow({ step_id: end }, node.ids);
       element.classList.toggle("on", isOn);
       element.classList.toggle("sel", node.ids.includes(step));
-      this.links.get(node)?.classList.toggle("on", isOn);
+      const link = this.links.get(node);
+      link?.classList.toggle("on", isOn);
+      // The chosen path lies on top where edges share a gutter.
+      if (link && isOn) link.parentElement.append(link);
     }
     this.rows.forEach((row, n) => row.classList.toggle("on", this.ends[n].leaves.includes(leaf)));
   }

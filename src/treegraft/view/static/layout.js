@@ -5,7 +5,6 @@
 const [GAP, PAD] = [18, 8];
 const [CLOSE_GAP, CLOSE_PAD] = [10, 4];
 const [DOT, LABELLED, CLOSE, WIDEST] = [10, 36, 80, 520]; // columns: without words, the narrowest with words, narrow ones, the widest
-export const LINE = 17; // of a box, in pixels
 const [LEAST_ROW, MOST_LINES] = [26, 6];
 const [LEFT, ROOT] = [6, 19];
 
@@ -77,8 +76,8 @@ const deepest = (nodes) => Math.max(0, ...nodes.map((node) => node.depth));
 // The width with which every word could be read.
 export const wish = (nodes, { side, widthOf }) => LEFT + ROOT + side + wishes(nodes, deepest(nodes), widthOf).reduce((sum, one) => sum + one, 0);
 
-// widthOf: of a node's words and marks. linesOf: how many lines a node has something to say in, in a width. side: width of the leaves' columns at the right. Returns places in pixels.
-export function place({ nodes, num }, { room, side, head, widthOf, linesOf }) {
+// widthOf: of a node's words and marks. linesOf: how many lines a node has something to say in, in a width. side: width of the leaves' columns at the right; head, line: heights of the head and of a line. Returns places in pixels.
+export function place({ nodes, num }, { room, side, head, line, widthOf, linesOf }) {
   const depth = deepest(nodes);
   const wanted = wishes(nodes, depth, widthOf);
   const space = Math.max(0, room.width - LEFT - ROOT - side);
@@ -92,13 +91,13 @@ export function place({ nodes, num }, { room, side, head, widthOf, linesOf }) {
   const insideOf = (node) => Math.max(0, Math.floor((isDots || node.children.length ? starts[node.depth + 1] : width - side) - gap - starts[node.depth]) - 2 * pad);
   // Rows are as high as their words need, if the room has it.
   const lines = isDots ? 1 : Math.min(MOST_LINES, Math.max(1, ...nodes.map((node) => (node.depth ? linesOf(node, insideOf(node)) : 1))));
-  const row = Math.max(LEAST_ROW, Math.min(lines * LINE + 14, (room.height - head - 6) / Math.max(1, num)));
+  const row = Math.max(LEAST_ROW, line + 9, Math.min(lines * line + 14, (room.height - head - 6) / Math.max(1, num)));
   const at = new Map(nodes.map((node) => {
     const inside = insideOf(node);
     const boxed = node.depth === 0 ? 12 : isDots ? Math.floor(columns[node.depth - 1]) - gap : Math.min(inside, widthOf(node)) + 2 * pad;
     return [node, { x: starts[node.depth], y: head + row * (node.row + 0.5), inside, width: boxed }];
   }));
-  return { at, starts, row, lines: Math.max(1, Math.floor((row - 7) / LINE)), isDots, isClose: most < CLOSE, gap, pad, width, height: head + row * num + 6 };
+  return { at, starts, row, lines: Math.max(1, Math.floor((row - 7) / line)), isDots, isClose: most < CLOSE, gap, pad, width, height: head + row * num + 6 };
 }
 
 // Through the gutter to a child: straight in its parent's row, else down just before the child's column.

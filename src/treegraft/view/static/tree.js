@@ -85,7 +85,9 @@ export async function treePage(page, { run, query, go }, file, n) {
     const all = panes.clientWidth;
     const [least, most] = all > 1700 ? [0.5, 0.64] : [0.54, 0.7];
     panes.style.setProperty("--tree", `${Math.round(Math.max(least * all, Math.min(most * all, wish + 30)))}px`);
-    return { width: scroller.clientWidth, height: scroller.clientHeight };
+    // Where the panes stand one below the other, the drawing's height is its own.
+    const isStacked = left.offsetWidth > 0.9 * all;
+    return { width: scroller.clientWidth, height: isStacked ? 0.7 * innerHeight : scroller.clientHeight };
   }
   function draw() {
     if (isEmpty) return replace(scroller, h("p", { class: "notice" }, NO_LEAF));
@@ -164,7 +166,7 @@ export async function treePage(page, { run, query, go }, file, n) {
     showStep();
   }
   const takeText = () => textOf(tree, path());
-  const takeMessages = () => JSON.stringify({ messages: messagesOf(tree, path()), reward: tree.leaves[leaf].reward, task_id: tree.task.id }, null, 2);
+  const takeMessages = () => JSON.stringify({ messages: messagesOf(tree, path()), reward: tree.leaves[leaf].reward, task_id: tree.task.id });
   const pickStep = (id) => choose(Math.max(0, leafBelow(id)), id);
   // In the order of the drawing's rows, which folding may change.
   const move = (by) => { const order = drawing.ends.flatMap((node) => node.leaves); return choose(order[(order.indexOf(leaf) + by + order.length) % order.length], null); };

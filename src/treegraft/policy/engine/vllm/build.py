@@ -48,7 +48,11 @@ def build_engine(
     """
     settings = config.engine.vllm
     http = httpx.AsyncClient(
-        timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False
+        timeout=None,
+        # Idle connections are closed before the server does so, which takes vLLM 5 s: a request
+        # sent at that moment would be lost.
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+        trust_env=False,
     )
     runs = Path(config.run.dir).expanduser().absolute()
     urls = [_address(url) for url in settings.servers]
@@ -267,6 +271,8 @@ def _environment(
         "PYTHONDONTWRITEBYTECODE": "1",
         # The routes for publishing; the server listens on loopback alone.
         "VLLM_SERVER_DEV_MODE": "1",
+        # The other one passes logits processors by another interface, and none on a CPU.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_RPC_BASE_PATH": str(sockets),

@@ -1,4 +1,4 @@
-"""Weights on their way to servers: a folder of safetensors files that each server reads by itself."""
+"""Weights on their way to servers: a folder of safetensors files, which each server reads."""
 
 from __future__ import annotations
 
