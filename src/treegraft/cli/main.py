@@ -309,19 +309,34 @@ def doctor(
     overrides: Overrides = None,
     as_json: AsJson = False,
     smoke: Smoke = None,
+    num_gpus: Annotated[
+        int | None,
+        typer.Option("--gpus", min=1, help="Estimate memory and time on so many GPUs instead."),
+    ] = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", metavar="NAME", help="H200, H100, A100 or L40S.")
+    ] = "H100",
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option("--gpu-memory", min=1, metavar="GB", help="Memory of each, in 10^9 bytes."),
+    ] = None,
 ) -> None:
     """Check the installation, this machine and the needs of a recipe.
 
     With a recipe, its first tasks are written as the agent will see them, and their references are
-    scored as its answers. The exit code is 2 if something has to be corrected.
+    scored as its answers. With --gpus, the recipe's memory is that of GPUs which need not be here.
+    The exit code is 2 if something has to be corrected.
     """
     from treegraft.cli.doctor import examine, print_examination
+    from treegraft.cli.sizing import Plan
     from treegraft.settings.load import load_config
 
     if recipe is None:
-        refuse_idle(context, "without a recipe", "--smoke")
+        refuse_idle(context, "without a recipe", "--smoke", "--gpus")
+    if num_gpus is None:
+        refuse_idle(context, "without --gpus", "--gpu", "--gpu-memory")
     config = None if recipe is None else load_config(recipe, overrides or [], smoke=bool(smoke))
-    found = examine(config)
+    found = examine(config, None if num_gpus is None else Plan.of(num_gpus, gpu, gpu_memory))
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
