@@ -6,7 +6,7 @@ STAMP := $(VENV)/.treegraft-installed
 
 VLLM_ENV := .vllm-env
 
-.PHONY: vllm-env demo figures test check bench docs install clean
+.PHONY: vllm-env demo figures test check bench gpu docs install clean
 
 # Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert (RAPO).
 demo: install
@@ -39,6 +39,12 @@ check: install
 bench: install
 	@for name in engine update whole buffer growth; do $(BIN)/python -m benchmarks.speed $$name || exit 1; done
 	@for file in benchmarks/search.py benchmarks/tools.py; do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
+
+# Checks and measurements on one GPU: PART=1 correct, 2 sampling, 3 learning, 4 a whole update; rows go to build/gpu.
+# It takes the environment where there is one, else the Python that has torch, and fetches nothing.
+PART ?= 1
+gpu:
+	PYTHONPATH=src:. $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(PART)
 
 # The pages, into build/docs/site; a warning fails.
 docs: install

@@ -199,7 +199,7 @@ def imitate(config: Config, place: Path) -> None:
     from treegraft.assemble import assemble_training
     from treegraft.core.keyed import keyed_int
     from treegraft.evals.evaluate import evaluate
-    from treegraft.policy.learn.sft import demonstration_tree, imitation_step
+    from treegraft.policy.learn.sft import demonstration_tree
     from treegraft.tasks.build import build_tasks
     from treegraft.traces.run_buffer import RunBuffer
 
@@ -230,7 +230,7 @@ def imitate(config: Config, place: Path) -> None:
                             for n in range(config.warmup.batch_size)
                         ]
                         batch = [trees[keyed_int(*key) % len(trees)] for key in keys]
-                        imitation_step(parts.learner, batch, config.learn.lr)
+                        parts.learner.imitate(batch, config.learn.lr)
                 line = {"update": float(update), "time/cpu_s": time.process_time() - began}
                 if update % EVERY == 0:
                     await parts.engine.publish(parts.learner.weights(), update)

@@ -118,6 +118,11 @@ def slow_loss(
             for p, sampled in zip(path.sampling_logprobs, path.sampled_mask, strict=True)
             if sampled
         ]
+        if loss.old_logprobs == "engine":
+            before = torch.tensor(sampled_at)
+        gaps = [float(b) - p for b, p in zip(before, sampled_at, strict=True)]
+        by_path = loss.engine_ratio == "sequence"
+        whole = math.fsum(gap for gap, has_loss in zip(gaps, mask, strict=True) if has_loss)
         shaping = 1 + loss.shaping_weight * origins.count(Origin.RETRIEVED) / len(origins)
         for index, has_loss in enumerate(mask):
             if not has_loss:
@@ -128,9 +133,8 @@ def slow_loss(
                 ratio = shaping * torch.exp((logprobs - before)[taught].mean())
             objective = token_objective(loss, ratio, logprobs[index], advantage)
             if loss.engine_ratio_cap is not None:
-                objective = objective * min(
-                    math.exp(float(before[index]) - sampled_at[index]), loss.engine_ratio_cap
-                )
+                factor_of_engine = math.exp(whole if by_path else gaps[index])
+                objective = objective * min(factor_of_engine, loss.engine_ratio_cap)
             if anchor is not None:
                 gap = anchor[index] - logprobs[index]
                 objective = objective - loss.kl_coef * (torch.exp(gap) - gap - 1)
@@ -176,9 +180,6 @@ class Descent:
     def __init__(self, model: Any, lr: float) -> None:
         self.model, self.last_lr = model, lr
         self.gradients: list[torch.Tensor] = []
-
-    def collect(self) -> None:
-        """Gradients add up where they are."""
 
     def step(self) -> float:
         self.gradients.append(gradient_of(self.model))

@@ -139,7 +139,13 @@ def test_shape_of_a_folder_is_read_from_its_headers(tmp_path: Path) -> None:
     )
     shape = memory.model_shape(Config.model_validate({"model": {"path": str(tmp_path)}}))
     assert shape == memory.ModelShape(
-        num_weights=12, num_layers=5, num_kv_heads=2, head_dim=3, hidden_size=6, vocab_size=9
+        num_weights=12,
+        num_layers=5,
+        num_kv_heads=2,
+        head_dim=3,
+        hidden_size=6,
+        vocab_size=9,
+        num_heads=2,
     )
 
 

@@ -20,6 +20,7 @@ from treegraft.core.interfaces import (
     EnvironmentKind,
     Explorer,
     Format,
+    LearnerLike,
     Retriever,
     TaskSource,
     Tokenizer,
@@ -47,7 +48,6 @@ from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
     from treegraft.policy.engine.vllm.engine import VllmEngine
-    from treegraft.policy.learn.learner import Learner
 
 
 @dataclass(kw_only=True)
@@ -200,7 +200,7 @@ class TrainingParts(Parts):
     """The same with the parts that learn. The engine has a copy of the model of its own."""
 
     explorer: Explorer
-    learner: Learner
+    learner: LearnerLike
     credit_rule: CreditRule | None
 
 
@@ -255,7 +255,6 @@ async def assemble_training(
     async with AsyncExitStack() as stack:
         with ctrl_c_ends_at_once():
             # Imported here, so that `treegraft --help` and config checks start without torch.
-            from treegraft.policy.checkpoint import load_checkpoint
             from treegraft.policy.learn.credit import find_credit_rule
             from treegraft.policy.learn.learner import Learner
             from treegraft.policy.load import with_adapters
@@ -284,7 +283,7 @@ async def assemble_training(
                 num_updates=config.run.num_updates,
             )
             if checkpoint is not None:
-                learner.load_state(load_checkpoint(checkpoint)[1])
+                learner.load(checkpoint)
         yield TrainingParts(
             **vars(parts),
             explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
@@ -300,7 +299,7 @@ class _Scenario:
     def __init__(self, config: Config, source: TaskSource | None) -> None:
         self.config = config
         self.tasks = source or build_tasks(config.tasks, config.run.seed)
-        self.rewards = build_rewards(config.reward)
+        self.rewards = build_rewards(config.reward, config.rollout.max_completion_tokens)
         self.kind = open_environments(config.environment)
         _refuse_rewards(config, self.kind)
         own_tools = [*self.tasks.tools(), *(self.kind.tools if self.kind else ())]
@@ -313,13 +312,14 @@ class _Scenario:
         """Returns (model, tokenizer) of model.path, or of `path` where one is given."""
         from treegraft.policy.checkpoint import with_saved_adapter
         from treegraft.policy.load import limit_threads, load_model
+        from treegraft.policy.shapes import is_random
 
         config = self.config
         limit_threads(config.run.num_threads)
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        words = self.tasks.vocabulary() if settings.path == "tiny" else ()
+        words = self.tasks.vocabulary() if is_random(settings.path) else ()
         with about("model.path"):
             model, tokenizer = load_model(
                 settings,

@@ -9,33 +9,33 @@ repeats an uninterrupted one bit for bit.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.demonstration import solution
 from treegraft.core.errors import DataError, SettingError
-from treegraft.core.interfaces import Display
-from treegraft.core.keyed import keyed_int
-from treegraft.core.types import Task
+from treegraft.core.interfaces import Display, LearnerLike
+from treegraft.core.types import Task, Tree
 from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
-from treegraft.policy.learn.learner import Learner
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
-from treegraft.rollout.loop import Watch
+from treegraft.rollout.loop import Grower, Watch
 from treegraft.rollout.measure import paired_gain, rollout_metrics, unused_metrics
+from treegraft.rollout.rounds import Sampled, sample_rounds
 from treegraft.runs.checkpoint import TrainState
-from treegraft.runs.display import shown
+from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
 from treegraft.runs.start import Source, Start, new_start, resumed_start
 from treegraft.settings.config import Config
 from treegraft.settings.load import config_json
 from treegraft.tasks.build import build_tasks
+from treegraft.tasks.order import draw_tasks
 from treegraft.traces.run_buffer import RunBuffer
 
 
@@ -123,6 +123,7 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
             await demonstrations.prepare(state.warmup_steps)
         if not only_warms_up:
             await buffer.check_expert(parts.environments)
+        show_texts(run.display, parts.tokenizer)
         with run.opened(checkpoint_writer(config, parts), source.report()):
             parts.keep_logs(run.path / "servers")
             for text in parts.notes:
@@ -161,29 +162,19 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     """Grows trees, credits them, learns and publishes. An interruption before learning begins
     leaves no trace."""
     number, config, learner, clock = run.state.update + 1, run.config, parts.learner, Clock()
-    tasks = sample_tasks(
-        parts.train_tasks, number, size=config.run.tasks_per_update, seed=config.run.seed
-    )
-    limits = training_limits(config)
-    num_at_once = min(config.rollout.max_live_trees, parts.num_trees_at_once(limits.num_leaves))
-    grower = parts.grower(parts.explorer, limits, buffer.retriever)
+    grower = parts.grower(parts.explorer, training_limits(config), buffer.retriever)
     with clock("rollout"):
-        trees = await run.interruptible(
-            grower.grow_all(
-                tasks,
-                noise_key=(config.run.seed, "train", number),
-                group_prefix=str(number),
-                max_live_trees=num_at_once,
-                on_tree=lambda done, _: run.display.phase(
-                    "rollout", done, len(tasks), str(grower.watch)
-                ),
-            ),
-            waits_on=grower.watch,
-        )
+        sampling = sample_update(run, parts, grower, number)
+        sampled = await run.interruptible(sampling, waits_on=grower.watch)
     run.display.phase("learning", 0, 1)
     with clock("learn"):
-        trees = credit_trees(learner.with_exact_entropies(trees), config, parts.credit_rule)
-        trees, learned = learner.learn(trees)
+        kept, dropped = (
+            credit_trees(learner.with_exact_entropies(trees), config, parts.credit_rule)
+            for trees in (sampled.kept, sampled.dropped)
+        )
+        kept, learned = learner.learn(kept)
+    # What was sampled in vain is recorded and counted like the rest.
+    trees = kept + dropped
     with clock("publish"):
         await publisher.publish(number)
     # After learning, so that traces of this update are never retrieved within it.
@@ -192,13 +183,59 @@ async def update(run: Run, parts: TrainingParts, publisher: Publisher, buffer: R
     metrics = (
         rollout_metrics(trees)
         | unused_metrics(trees, parts.explorer, config.explore.num_leaves)
+        | sampled.metrics
         | learned
         | publisher.check(number, learned.get("learn/engine_gap"))
     )
     # Taken once an update: each call starts counting anew.
     for part in (parts, grower, buffer, clock):
         metrics |= part.take_metrics()
-    run.record_update(number, trees, metrics, publisher.state())
+    num_drawn = num_drawn_before(run) + sampled.num_drawn
+    run.record_update(number, trees, metrics, publisher.state() | {"num_drawn": num_drawn})
+
+
+async def sample_update(run: Run, parts: TrainingParts, grower: Grower, number: int) -> Sampled:
+    """Returns the trees of an update, in rounds where rollout.max_rounds allows several."""
+    config, size = run.config, run.config.run.tasks_per_update
+    first = num_drawn_before(run)
+    num_at_once = parts.num_trees_at_once(config.explore.num_leaves)
+
+    def draw(num_drawn: int, without: Collection[str]) -> list[Task]:
+        return draw_tasks(
+            parts.train_tasks,
+            first + num_drawn,
+            size=size,
+            seed=config.run.seed,
+            without=without,
+        )
+
+    def grow(tasks: Sequence[Task]) -> Awaitable[list[Tree]]:
+        return grower.grow_all(
+            tasks,
+            noise_key=(config.run.seed, "train", number),
+            group_prefix=str(number),
+            max_live_trees=min(config.rollout.max_live_trees, num_at_once),
+            on_tree=lambda done, _: run.display.phase(
+                "rollout", done, len(tasks), str(grower.watch)
+            ),
+        )
+
+    return await sample_rounds(
+        draw,
+        grow,
+        size=size,
+        max_rounds=config.rollout.max_rounds,
+        penalty=dict(zip(config.reward.funcs, config.reward.weights or (), strict=False)).get(
+            "overlong", 1.0
+        ),
+    )
+
+
+def num_drawn_before(run: Run) -> int:
+    """Returns the training tasks drawn so far."""
+    # Checkpoints of before rounds do not have it.
+    drawn = run.state.num_drawn
+    return run.state.update * run.config.run.tasks_per_update if drawn is None else drawn
 
 
 async def evaluate_and_keep(run: Run, parts: Parts) -> None:
@@ -278,7 +315,7 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     await warm_up(learner, demonstrations, settings, first_step=first, on_step=on_step)
     if run.state.warmup_steps == settings.num_steps:
         # AdamW's moments of imitation would go on pushing in its direction in the first updates.
-        learner.optimiser.reset()
+        learner.forget_moments()
         solved = [(task, solution(parts.source, task, 0)) for task in parts.eval_tasks]
         held_out = [(task, steps) for task, steps in solved if steps]
         if parts.show is not None:
@@ -293,17 +330,11 @@ async def warm_up_from(demonstrations: Demonstrations, run: Run, parts: Training
     run.stop.raise_if_asked()
 
 
-def keep_reference(run: Run, learner: Learner) -> None:
+def keep_reference(run: Run, learner: LearnerLike) -> None:
     """Keeps the policy before the first update as the reference of the KL term, also after a
     resume."""
-    if not run.config.loss.kl_coef:
-        return
-    place = run.path / "reference"
-    reference = learner.keep_reference()
-    if run.state.update > 0:
-        reference.load(place)
-    else:
-        reference.save(place)
+    if run.config.loss.kl_coef:
+        learner.keep_reference(run.path / "reference", is_new=run.state.update == 0)
 
 
 def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, TrainState], None]:
@@ -312,32 +343,14 @@ def checkpoint_writer(config: Config, parts: TrainingParts) -> Callable[[Path, T
     def write(folder: Path, state: TrainState) -> None:
         save_checkpoint(
             folder,
-            model=parts.learner.model,
+            learner=parts.learner,
             tokenizer=parts.tokenizer,
-            weights=parts.learner.weights().tensors,
-            optimiser=parts.learner.state(),
             state=state,
             config_json=config_json(config),
             keep_adapter=not config.model.lora.merge,
         )
 
     return write
-
-
-def sample_tasks(tasks: Sequence[Task], update: int, *, size: int, seed: int) -> list[Task]:
-    """Returns the tasks of an update: epochs over all tasks, each shuffled by a key of its own;
-    none twice in an update."""
-    orders: dict[int, list[int]] = {}
-    chosen: dict[str, Task] = {}
-    for position in range((update - 1) * size, update * size):
-        epoch, place = divmod(position, len(tasks))
-        if epoch not in orders:
-            # A function of seed and epoch alone, so that a resumed run needs no generator's state.
-            keys = [(keyed_int(seed, "epoch", epoch, n), n) for n in range(len(tasks))]
-            orders[epoch] = [n for _, n in sorted(keys)]
-        task = tasks[orders[epoch][place]]
-        chosen.setdefault(task.id, task)
-    return list(chosen.values())
 
 
 __all__ = ["RunResult", "sft", "train"]

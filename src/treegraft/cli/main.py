@@ -296,9 +296,9 @@ def compare(
     from treegraft.runs.metrics import meaning
     from treegraft.view.compare import COSTS, COSTS_NOTE, compare_runs
 
-    key, rows = compare_runs(runs)
+    key, rows, notes = compare_runs(runs)
     if as_json:
-        print(json.dumps({"accuracy": key, "rows": dict(rows)}))
+        print(json.dumps({"accuracy": key, "rows": dict(rows), "notes": notes}))
         return
     say(f"{key}: {meaning(key)}")
     shown = table("", *(folder.resolve().name for folder in runs), padding=(0, 2))
@@ -310,6 +310,24 @@ def compare(
         shown.add_row(Text(COSTS.get(name, name), no_wrap=True), *cells)
     Console().print(shown)
     say(COSTS_NOTE, "dim")
+    for note in notes:
+        say(note, "yellow")
+
+
+Bundle = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="OUT", help="Write a copy that opens without Treegraft: a folder, or a .zip file."
+    ),
+]
+BundledUpdates = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="With --bundle: the updates whose trees it holds, e.g. 1,5,10-20, all or none."
+        " Default: 10 of each run.",
+    ),
+]
 
 
 @app.command()
@@ -317,7 +335,10 @@ def view(
     context: typer.Context,
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN...", help="Run folders; those of active runs are followed."),
+        typer.Argument(
+            metavar="RUN...",
+            help="Run folders, or folders with runs in them; active runs are followed.",
+        ),
     ],
     host: Annotated[
         str,
@@ -349,13 +370,21 @@ def view(
     leaf: Annotated[
         int | None, typer.Option(min=0, help="With --text: the number of its trajectory, from 0.")
     ] = None,
+    bundle: Bundle = None,
+    updates: BundledUpdates = None,
 ) -> None:
     """Show runs in a browser, or with --text in the terminal.
 
-    Charts, trees, tokens, warnings and the Step-Trace Buffer.
+    Charts, settings, trees, tokens, warnings and the Step-Trace Buffer.
     """
-    from treegraft.view.command import view_pages, view_text
+    from treegraft.view.command import view_bundle, view_pages, view_text
 
+    if bundle is not None:
+        refuse_idle(context, "with --bundle", "--text", "--host", "--port", "--browser")
+        refuse_idle(context, "with --bundle", "--update", "--eval", "--group", "--leaf")
+        view_bundle(runs, bundle, updates, buffer)
+        return
+    refuse_idle(context, "without --bundle", "--updates")
     if text:
         view_text(runs, update, evaluation, group, leaf)
         return

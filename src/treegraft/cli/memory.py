@@ -27,6 +27,8 @@ from typing import Any
 from treegraft.core.errors import ModelError, TreegraftError
 from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
+from treegraft.policy.bounds import ModelShape, kv_bytes
+from treegraft.policy.shapes import PREFIX, num_shape_weights, published_shape
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
 from treegraft.settings.table import value_of
@@ -40,19 +42,6 @@ _PACKAGES_BYTES = 400_000_000
 _TINY_WORDS = 16
 """Markup, tags of tools and special tokens of a tiny model's vocabulary, beside the tasks'
 words."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """ModelShape(num_weights=9000, num_layers=2, num_kv_heads=1, head_dim=8, hidden_size=16,
-    vocab_size=100)"""
-
-    num_weights: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    hidden_size: int
-    vocab_size: int
 
 
 # --- what is there --------------------------------------------------------------------------------
@@ -183,15 +172,7 @@ def _folder_shape(folder: Path) -> ModelShape:
         raise ModelError(
             f"model folder '{folder}' has a config.json but no .safetensors file with weights."
         )
-    heads = settings["num_attention_heads"]
-    return ModelShape(
-        num_weights=num_weights,
-        num_layers=settings["num_hidden_layers"],
-        num_kv_heads=settings.get("num_key_value_heads") or heads,
-        head_dim=settings.get("head_dim") or settings["hidden_size"] // heads,
-        hidden_size=settings["hidden_size"],
-        vocab_size=settings["vocab_size"],
-    )
+    return ModelShape.of_config(settings, num_weights)
 
 
 def _gguf_shape(path: Path) -> ModelShape:
@@ -227,6 +208,9 @@ def model_shape(config: Config) -> ModelShape | None:
     path = config.model.path
     if path == "tiny":
         return _tiny_shape(config)
+    if path.startswith(PREFIX):
+        fields = published_shape(path)
+        return ModelShape.of_config(fields, num_shape_weights(fields))
     place, gguf = locate(path)
     if gguf is not None:
         return _gguf_shape(Path(place) / gguf)
@@ -258,7 +242,6 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     # The engine pads small batches to 16 rows.
     leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
     rows = min(config.engine.max_rows, leaves)
-    per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
     kept = 2 if config.model.gradient_checkpointing else 16
     activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
     parts = {
@@ -273,7 +256,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "engine's packed weights": weights if native.pack_weights else 0,
         # Under LoRA the reference is the same model with its adapters off.
         "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * per_token, int(native.cache_gb * 1e9)),
+        "keys and values": min(rows * context * kv_bytes(shape, width), int(native.cache_gb * 1e9)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),

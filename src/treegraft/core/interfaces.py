@@ -66,6 +66,37 @@ class WeightSource(Protocol):
         """Gives (name, whole tensor), one at a time, so that no second copy has to exist."""
 
 
+class LearnerLike(Protocol):
+    """What changes the policy's weights, in one process or in several."""
+
+    def with_exact_entropies(self, trees: Sequence[Tree]) -> list[Tree]:
+        """Returns the trees with exact entropies around grafts, for the retrieval reward."""
+
+    def learn(self, trees: Sequence[Tree]) -> tuple[list[Tree], dict[str, float]]:
+        """Returns the trees with old log-probabilities and ratios filled in, and the update's
+        metrics."""
+
+    def imitate(self, trees: Sequence[Tree], lr: float) -> float:
+        """Returns the mean loss per token, after one optimiser step on demonstrations."""
+
+    def right_steps(self, trees: Sequence[Tree]) -> tuple[int, int]:
+        """Returns (steps of demonstrations in which every token with loss is the most likely one,
+        steps)."""
+
+    def forget_moments(self) -> None:
+        """Starts the optimiser anew, as between warm-up and training."""
+
+    def keep_reference(self, folder: Path, *, is_new: bool) -> None:
+        """Freezes the reference of the KL term: the present weights, which are written to the
+        folder, or for a resumed run those that lie there."""
+
+    def weights(self) -> WeightSource:
+        """Returns the plain model's weights, adapters merged into them."""
+
+    def save(self, folder: Path, *, keep_adapter: bool) -> None:
+        """Writes the plain model and the optimiser's state into the folder of a checkpoint."""
+
+
 @runtime_checkable
 class Engine(Measured, Protocol):
     """Turns token ids into more token ids. Stateless for the caller."""

@@ -41,7 +41,7 @@ class TreeSearch(Independent):
             return Start(missing)
         # Of the tree's own tokens: no generator is at hand here, and two seeds sample other ones.
         tokens = (one for step in tree.steps for one in step.token_ids)
-        key = (tree.group_id, len(tree.leaves), *tokens)
+        key: tuple[int | str, ...] = (tree.group_id, len(tree.leaves), *tokens)
         cause = BranchCause(entropy_change=0.0, probability=1.0, rule="random")
         return [
             Expand(keyed_choice(steps, start, number, *key), 1, cause)

@@ -1,13 +1,25 @@
-"""The tiny model of random weights and its word-level tokenizer."""
+"""Models of random weights, tiny or of a published shape, and their tokenizers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from treegraft.core.errors import ModelError
+from treegraft.policy.shapes import published_shape
 from treegraft.settings.policy import TinySettings
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Draws inside the block are those of `seed`, on every device; the generators outside stay as
+    they are, so that a run's other draws do not depend on how many were made here."""
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
 
 
 def build_tiny_model(
@@ -29,14 +41,82 @@ def build_tiny_model(
         eos_token_id=eos_id,
         pad_token_id=pad_id,
     )
-    # The caller's generator stays as it is, so that a run's other draws do not depend on the model.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return LlamaForCausalLM(config)
+
+
+def build_shaped_model(path: str, tokenizer: Any, dtype: torch.dtype, seed: int) -> Any:
+    """Returns a model of the published shape `path` names and random weights, on torch's default
+    device; the same there for the same seed.
+
+    Raises:
+        ModelError: there is no such shape, or the tokenizer has more entries than it.
+    """
+    fields = published_shape(path)
+    if len(tokenizer) > fields["vocab_size"]:
+        raise ModelError(
+            f"model.path '{path}': the tasks have {len(tokenizer):,} words, expected at most the"
+            f" shape's vocabulary of {fields['vocab_size']:,}; take a larger shape or fewer words"
+        )
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    return build_random_model(fields | ends, dtype, seed)
+
+
+def build_random_model(fields: Mapping[str, Any], dtype: torch.dtype, seed: int) -> Any:
+    """Returns a model of random weights for the fields of a config.json, on torch's default
+    device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    others = {name: value for name, value in fields.items() if name != "model_type"}
+    config = AutoConfig.for_model(fields["model_type"], bos_token_id=None, **others)
+    with seeded(seed):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 _TAGS = ("think", "search", "python", "result", "retrieve", "answer")
 MARKUP_WORDS = (*(f"<{slash}{tag}>" for tag in _TAGS for slash in ("", "/")), "\\boxed{", "}")
+
+
+def fillers(known: int, size: int) -> list[str]:
+    """Returns names for the entries from `known` to `size` of a vocabulary, of which no text is
+    made but by a model that samples them."""
+    return [f"w{index}" for index in range(known, size)]
+
+
+def build_byte_tokenizer(size: int) -> Any:
+    """Returns a tokenizer with one token per byte, padded to `size` entries by words that no text
+    is split into; for models of random weights where the tasks have no closed vocabulary."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    entries = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    # "Ġ" is a blank in this alphabet.
+    entries += [f"Ġ{word}" for word in fillers(len(entries), size)]
+    vocabulary = {entry: index for index, entry in enumerate(entries)}
+    backend = Backend(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_shaped_tokenizer(path: str, words: Sequence[str]) -> Any:
+    """Returns the tokenizer for a model of a published shape, of as many entries: one per word and
+    tag, or per byte where there are no words.
+
+    Raises:
+        ModelError: there is no such shape.
+    """
+    size = published_shape(path)["vocab_size"]
+    if not words:
+        return build_byte_tokenizer(size)
+    known = len(build_word_tokenizer(words))
+    return build_word_tokenizer([*words, *fillers(known, size)])
 
 
 def build_word_tokenizer(words: Sequence[str]) -> Any:

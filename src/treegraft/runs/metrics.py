@@ -22,6 +22,9 @@ METRICS: Mapping[str, str] = {
     "eval/accuracy_sampled": "share of correct held-out trajectories, sampled as [eval] says, 0..1",
     "eval/pass_at_{k}": "share of tasks that one of k sampled trajectories solves (unbiased), 0..1",
     "eval/accuracy_{category}": "eval/accuracy of this category, 0..1",
+    "rollout/num_rounds": "rounds of tasks that were sampled (rollout.max_rounds)",
+    "rollout/num_dropped_groups": "groups sampled and not learned from: without variance of reward,"
+    " or more than run.tasks_per_update",
     "rollout/num_trajectories": "trajectories grown in this update",
     "rollout/num_sampled_tokens": "tokens sampled by the policy, each counted once",
     "rollout/num_tool_calls": "executed tool calls",

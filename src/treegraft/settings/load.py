@@ -304,8 +304,8 @@ def load_config(
     if impossible := list(faults_of(data)):
         raise SettingError("\n".join(f"{origin}: {fault}." for fault in impossible))
     config = _validate(data, where)
-    for name, found in known_settings().items():
-        if found.facts.default_of and not _is_given(data, name):
+    for name, known in known_settings().items():
+        if known.facts.default_of and not _is_given(data, name):
             _put(data, name, _default_of(config, name))
     config = _validate(data, where)
     found = contradictions(config)

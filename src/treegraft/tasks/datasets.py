@@ -41,7 +41,7 @@ class DatasetSource(OpenTasks):
         if not settings.train and not settings.eval:
             raise SettingError(
                 "tasks.kind is 'dataset', but tasks.dataset.train and tasks.dataset.eval are empty;"
-                " name a .jsonl, .json or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
+                " name a .jsonl, .json, .csv or .parquet file, or 'hub:NAME:CONFIG/SPLIT'"
             )
         self._settings = settings
         self._num_train = num_train

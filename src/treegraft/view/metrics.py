@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -190,3 +190,38 @@ class MetricsTable:
         for line in found:
             line["update"] = int(line["update"])
         return found
+
+
+def clean_lines(raw: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, float]], list[str]]:
+    """Returns one line of numbers an update, in order, and notes on lines that were left out.
+
+    Of two lines of one update (a run that was resumed) the later one counts.
+    """
+    by_update: dict[int, dict[str, float]] = {}
+    notes, repeated, unusable = list[str](), list[int](), list[str]()
+    for line in raw:
+        update = line.get("update")
+        if not isinstance(update, int | float):
+            notes.append("a line of metrics.jsonl without a number of its update was left out")
+            continue
+        numbers = {
+            key: float(value) for key, value in line.items() if isinstance(value, int | float)
+        }
+        unusable += [
+            f"{key} of update {int(update)} is {value}"
+            for key, value in line.items()
+            if isinstance(value, str)
+        ]
+        if int(update) in by_update:
+            repeated.append(int(update))
+        # The later line: a resume repeats updates, and goes on from its own.
+        by_update[int(update)] = numbers
+    if repeated:
+        notes.append(
+            f"{len(repeated)} updates stand twice in metrics.jsonl (first: {repeated[0]}); the"
+            " later lines count"
+        )
+    if unusable:
+        more = f", and {len(unusable) - 3} more" if len(unusable) > 3 else ""
+        notes.append(f"left out: {'; '.join(unusable[:3])}{more}")
+    return [by_update[update] for update in sorted(by_update)], notes

@@ -29,7 +29,7 @@ from treegraft.runs.record import (
     read_trajectory,
     runs_beside,
 )
-from treegraft.view.metrics import MAX_COUNT, MetricsTable
+from treegraft.view.metrics import MAX_COUNT, MetricsTable, clean_lines
 from treegraft.view.pages import summarise
 
 T = TypeVar("T")
@@ -115,6 +115,14 @@ class Run:
         """Returns the era and all whole lines of metrics.jsonl so far."""
         table, _ = self.table(waits=True)
         return table.era, table.lines(range(table.num_lines))
+
+    def clean_metrics(self) -> tuple[list[dict[str, float]], list[str]]:
+        """Returns one line of numbers an update, in order, and notes on what was left out of
+        metrics.jsonl."""
+        lines, notes = clean_lines(self.metrics()[1])
+        if num_damaged := self.table()[0].num_damaged:
+            notes.append(f"{num_damaged} damaged lines of metrics.jsonl were left out")
+        return lines, notes
 
     def state(self) -> dict[str, Any]:
         """Returns the numbers that change when the run has written; cheap enough to be polled."""

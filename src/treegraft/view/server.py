@@ -52,7 +52,7 @@ HEADERS = {
 }
 _MAX_DIGITS = 40
 """Characters of a number that are read: Python's own limit raises another error."""
-_DAMAGE = (
+DAMAGE = (
     *(ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError),
     ValueError,
 )
@@ -124,7 +124,7 @@ def _json(data: Any, status: int = 200) -> Response:
 
 
 @cache
-def _static() -> dict[str, tuple[bytes, str]]:
+def static_files() -> dict[str, tuple[bytes, str]]:
     """Every file of the pages with its type, by the path under which it is served."""
     root = Path(__file__).with_name("static")
     return {
@@ -137,9 +137,9 @@ def _static() -> dict[str, tuple[bytes, str]]:
 def _page(request: Request) -> Response:
     # By name from a list, never by path, so that no path leads out of the folder.
     path = request.path_params.get("path") or "index.html"
-    if path not in _static():
+    if path not in static_files():
         return Response("not found", 404, media_type="text/plain")
-    body, kind = _static()[path]
+    body, kind = static_files()[path]
     return Response(body, media_type=kind)
 
 
@@ -168,7 +168,7 @@ def _state(run: Run) -> dict[str, Any]:
     """The run's state; of a damaged one, which must not hide the others, the error instead."""
     try:
         return run.state() | {"error": None}
-    except (TreegraftError, *_DAMAGE) as error:
+    except (TreegraftError, *DAMAGE) as error:
         return {**_NO_STATE, "error": str(error) or type(error).__name__}
 
 
@@ -299,7 +299,11 @@ class Api:
         """One tree as it is drawn, with its neighbours in the file."""
         run, name, number = self._tree(request)
         tree, tokens = run.tree(name, number), self._tokens(run.name)
-        drawn = draw(tree) | {
+        try:
+            config = run.config()
+        except DataError:  # damaged settings must not hide the trees
+            config = {}
+        drawn = draw(tree, config) | {
             "file": name,
             "n": number,
             "num_trees": run.num_trees(name),
@@ -378,7 +382,9 @@ class Api:
         )
 
 
-def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
+def answering(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
+    """Returns a method with its answers as JSON; errors are answers too."""
+
     def answer(request: Request) -> Response:
         try:
             return _json(method(request))
@@ -386,7 +392,7 @@ def _answer(method: Callable[[Request], Any]) -> Callable[[Request], Response]:
             return _json({"error": str(error)}, 404)
         except TreegraftError as error:
             return _json({"error": str(error)}, 409)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             _log.warning("%s cannot be shown", request.url.path, exc_info=error)
             found = f"{type(error).__name__}: {error}"
             return _json({"error": f"a file of this run is damaged ({found:.200})"}, 422)
@@ -418,7 +424,7 @@ def build_app(runs: RunSet, *, host: str = "127.0.0.1", buffer: Path | None = No
         ("/api/runs/{run}/buffer/{hash}", api.trace),
         ("/api/runs/{run}/grafts/{hash}", api.grafts),
     )
-    routes = [Route(path, _answer(method)) for path, method in paths]
+    routes = [Route(path, answering(method)) for path, method in paths]
     routes += [Route("/", _page), Route("/static/{path:path}", _page)]
     # A foreign name in the Host header is refused: a page on the internet could point a name of its
     # own here and read runs through it (DNS rebinding).

@@ -342,6 +342,21 @@ def pack_trees(
     )
 
 
+def blank_batch(device: torch.device | str = "cpu") -> TreeBatch:
+    """Returns a batch of one sampled token that no trajectory contains, for a pass whose result
+    counts for nothing."""
+    columns = columns_of(TreeBatch) | {
+        "token_ids": [0, 0],
+        "position_ids": [0, 1],
+        "sampled": [1],
+        "sources": [0],
+        "temperatures": [1.0],
+        "sampling_logprobs": [0.0],
+    }
+    tree = PackedTree(0, 2, (Node(0, 2, 2),))
+    return TreeBatch(**_tensors(columns, device), trees=(tree,), paths=(), step_offsets=())
+
+
 def num_tree_tokens(tree: Tree) -> int:
     """Returns the unique tokens of a tree."""
     return sum(len(step.token_ids) for step in tree.steps)

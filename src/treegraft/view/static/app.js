@@ -1,6 +1,7 @@
 // The frame around the pages: address to page, keys, themes, and the watch on runs that are being written.
 
-import { fileTitle, get, here, link, to } from "./api.js";
+import { answerFrom, fileTitle, get, here, link, to } from "./api.js";
+import { fromFiles, isBundle, madeAt } from "./bundle.js";
 import { chosenRuns } from "./chosen.js";
 import { h, hideTip, replace } from "./dom.js";
 import { overview } from "./overview.js";
@@ -157,6 +158,7 @@ function drawBar({ tab, run }, parts) {
 function liveText(run) {
   if (!run) return "";
   const progress = `update ${run.update} of ${run.num_updates}`;
+  if (made) return h("span", { class: "dim", title: "A copy: it does not follow the run, and cannot search by similarity." }, `${progress}, copy of ${made}`);
   if (!run.is_live) return [h("span", { class: "dim" }, progress)];
   return [h("b", { class: "pulse" }, "running"), ` ${progress} `, h("button", { "aria-pressed": String(following), onclick: toggleFollow, title: "key f" }, following ? "following" : "follow")];
 }
@@ -229,12 +231,14 @@ function onKey(event) {
   else if (event.key === "d") switchTheme();
   else if (event.key === "f") toggleFollow();
   else if (event.key === "Escape" && current?.up) location.hash = current.up;
-  else if (event.key === "/") page.querySelector("input[type=search]")?.focus();
+  else if (event.key === "/") page.querySelector("input[type=search], textarea")?.focus();
   else return;
   event.preventDefault();
 }
 
 setTheme(firstTheme());
+if (isBundle) answerFrom(fromFiles);
+const made = isBundle ? await madeAt() : null;
 runs = await get("runs");
 // Of many runs some are chosen first.
 if (!location.hash && runs.length > 8) history.replaceState(null, "", to.runs());
@@ -242,4 +246,4 @@ addEventListener("hashchange", show);
 addEventListener("keydown", onKey);
 addEventListener("scroll", hideTip, true);
 await show();
-setTimeout(watch, 2000);
+if (!isBundle) setTimeout(watch, 2000);

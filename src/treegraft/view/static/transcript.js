@@ -3,6 +3,7 @@
 import { to } from "./api.js";
 import { author, causeWords, refusalWords, STATUS_WORDS } from "./marks.js";
 import { h, num, plain, plural, signed } from "./dom.js";
+import { retrievalFactor } from "./summary.js";
 
 const part = (name, label, text, ...marks) => h("div", { class: `part ${name}` }, h("span", { class: "label" }, label, marks), h("pre", { class: "foreign" }, plain(text)));
 
@@ -83,13 +84,6 @@ export function stepCard(step, { run, tree, leaf, onPick, selected, raw }) {
     kind !== "prompt" && kind !== "continuation" && h("p", { class: `cause ${kind}` }, `Here because it is ${causeWords(step)}.`),
     refusalWords(step) && h("p", { class: "cause refused" }, refusalWords(step)),
     notes, body, details);
-}
-
-// The factor of the retrieval reward in a leaf's advantage; null without one.
-export function retrievalFactor(leaf) {
-  const own = leaf.outcome_advantage;
-  if (leaf.advantage === null || !own || Math.abs(own - leaf.advantage) <= 1e-9) return null;
-  return leaf.advantage / own;
 }
 
 // Eq. 10 of RAPO in words: retrieval rewards are compared within the group, so one leaf's graft shifts all.
