@@ -135,9 +135,12 @@ def test_a_killed_server_changes_nothing_in_a_run(tmp_path: Path) -> None:
     are those of the native engine, undisturbed."""
     settings = tiny(
         run={"num_updates": 5, "tasks_per_update": 3, "dir": str(tmp_path)},
+        # Heads of 32, the narrowest that vLLM's attention on a CPU computes.
+        model={"tiny": {"hidden_size": 64}},
         explore={"explorers": ["entropy", "graft"], "num_leaves": 6},
         buffer={"path": "expert", "encoder": "hashing"},
         rollout={"max_completion_tokens": 40},
+        eval={"every": 0, "at_start": False},
     )
     train({**settings, "run": {**settings["run"], "name": "native"}})
     with killer(tmp_path, after=90) as killed:
