@@ -199,6 +199,15 @@ def test_torch_stays_where_tensors_live(module: str) -> None:
     )
 
 
+def test_vllm_is_imported_in_its_plugin_alone() -> None:
+    users = [
+        module
+        for module, tree in TREES.items()
+        if any(name.split(".")[0] == "vllm" for name in imports(tree, module))
+    ]
+    assert users == ["policy.engine.vllm.plugin"]
+
+
 def test_the_root_is_only_asked_for_the_version() -> None:
     for module, tree in TREES.items():
         for name in imports(tree, module, FILES[module].name == "__init__.py"):

@@ -333,14 +333,13 @@ class _Scenario:
         """Returns (model, tokenizer) of model.path, or of `path` where one is given."""
         from treegraft.policy.checkpoint import with_saved_adapter
         from treegraft.policy.load import limit_threads, load_model
-        from treegraft.policy.shapes import is_random
 
         config = self.config
         limit_threads(config.run.num_threads)
         settings = config.model
         if path is not None:
             settings = settings.model_copy(update={"path": str(path)})
-        words = self.tasks.vocabulary() if is_random(settings.path) else ()
+        words = self.tasks.vocabulary() if settings.path == "tiny" else ()
         with about("model.path"):
             model, tokenizer = load_model(
                 settings,

@@ -116,8 +116,8 @@ def named_weights(
                 delta = module.get_delta_weight("default")
             else:
                 value = gather(tensor)
-                pair = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
-                delta = _product(*pair, module)
+                b, a = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
+                delta = _product(b, a, module)
             # peft keeps the adapters of bfloat16 models in float32.
             value = (value + delta).to(tensor.dtype)
         yield name.replace(".base_layer.", "."), value.detach()

@@ -114,6 +114,13 @@ METRICS: Mapping[str, str] = {
     "health/{name}": "number that caused this warning, active after this update (docs/warnings.md)",
     "warmup/loss": "supervised loss per token that carries loss, in nats",
     "warmup/skill": "share of teacher-forced steps predicted exactly in call or answer, 0..1",
+    "time/engine_servers": "servers that answer at the end of the update",
+    "time/engine_requests": "requests to servers; a completion with a probe takes two",
+    "time/engine_moved": "requests that were asked again, of another server or after a restart",
+    "time/engine_stale": "replies by other weights than those that were due; they were asked again",
+    "time/engine_restarts": "times that a server was started again or waited for",
+    "time/engine_cached_frac": "share of the requests' tokens that servers had in their caches",
+    "time/publish_bytes": "size of the weights given to servers, in bytes",
     "time/engine_evictions": "cached blocks evicted and recomputed when needed (depends on timing)",
     "time/engine_rows_mean": "mean rows of a forward pass of the engine (depends on timing)",
 }

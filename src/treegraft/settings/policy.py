@@ -120,17 +120,17 @@ class VllmSettings(Settings):
     servers: list[str] = setting([], same_answers=True)
     """Addresses of servers that run already, such as "http://127.0.0.1:8000", started with the
     options that docs/serving.md names; empty starts servers of this run's own."""
-    num_servers: int = setting(1, ge=1, idle_unless=_starts_servers, same_answers=True)
+    num_servers: int = setting(1, ge=1, idle_unless=(_starts_servers,), same_answers=True)
     """Servers to start, one process group each."""
-    python: str | None = setting(None, idle_unless=_starts_servers, same_answers=True)
+    python: str | None = setting(None, idle_unless=(_starts_servers,), same_answers=True)
     """The Python whose environment holds vLLM; None takes .vllm-env/bin/python (see `make
     vllm-env`) in the working directory or in the clone that Treegraft runs from."""
-    server_args: list[str] = setting([], idle_unless=_starts_servers)
+    server_args: list[str] = setting([], idle_unless=(_starts_servers,))
     """Further options of `vllm serve`, such as ["--gpu-memory-utilization", "0.6"]."""
-    gpus: list[str] = setting([], idle_unless=_starts_servers, same_answers=True)
+    gpus: list[str] = setting([], idle_unless=(_starts_servers,), same_answers=True)
     """CUDA_VISIBLE_DEVICES of each server, "0,1" for two GPUs; empty gives server i the i-th
     visible GPU, from the first again where there are fewer."""
-    cache_gb: float | None = setting(None, gt=0, idle_unless=_starts_servers, same_answers=True)
+    cache_gb: float | None = setting(None, gt=0, idle_unless=(_starts_servers,), same_answers=True)
     """Memory of one server for keys and values, in 10^9 bytes; None leaves the choice to vLLM, and
     takes 1 on a CPU."""
     max_restarts: int = setting(3, ge=0, same_answers=True)

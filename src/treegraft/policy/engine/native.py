@@ -25,7 +25,7 @@ from torch.nn import functional
 from treegraft.core.errors import DeadlineExceeded, EngineError, ModelError
 from treegraft.core.interfaces import NoiseKey, Tokenizer, WeightSource
 from treegraft.core.threads import release_threads
-from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
+from treegraft.core.types import NO_FILTERS, Completion, Sampling
 from treegraft.policy.engine.blocks import BlockPool, PathCache, Row, common_length
 from treegraft.policy.engine.filters import filtered
 from treegraft.policy.engine.forward import Forward, HookedForward, build_forward
@@ -56,8 +56,6 @@ class Request:
     on_probe: Callable[[Sequence[float]], None] | None = None
     row: Row | None = None
     is_cancelled: bool = False
-    in_grace: bool = False
-    """A final text was written; one more token, which may be the end token, and it is over."""
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -442,7 +440,10 @@ class NativeEngine:
         request.entropies.append(entropy)
         if request.on_probe is not None and len(request.sampled) == request.probe_tokens:
             request.on_probe(tuple(request.entropies))
-        reason = self._stop_reason(request, token)
+        limit = request.sampling.max_new_tokens
+        if self.max_context is not None:
+            limit = min(limit, self.max_context - len(request.prefix_ids))
+        reason = self._stops.reason(request.sampled, request.sampling, self._end_ids, limit)
         if reason is None:
             assert request.row is not None
             request.row.token_ids.append(token)
@@ -457,22 +458,6 @@ class NativeEngine:
                 policy_version=self.policy_version,
             )
         )
-
-    def _stop_reason(self, request: Request, token: int) -> StopReason | None:
-        """Why the completion ends with this token; None while it goes on."""
-        if token in self._end_ids:
-            return StopReason.END
-        if request.in_grace:
-            return StopReason.STOP
-        sampling = request.sampling
-        if sampling.stop and self._stops.ends_with_any(request.sampled, sampling.stop):
-            return StopReason.STOP
-        if sampling.final and self._stops.ends_with_any(request.sampled, sampling.final):
-            request.in_grace = True
-        limit = sampling.max_new_tokens
-        if self.max_context is not None:
-            limit = min(limit, self.max_context - len(request.prefix_ids))
-        return StopReason.LENGTH if len(request.sampled) >= limit else None
 
 
 def load_weights(model: torch.nn.Module, source: WeightSource) -> None:

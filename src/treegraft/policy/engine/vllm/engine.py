@@ -19,8 +19,9 @@ from treegraft.core.types import NO_FILTERS, Completion, Sampling, StopReason
 from treegraft.policy.engine.stops import StopFinder
 from treegraft.policy.engine.vllm.fleet import Due, Fleet
 from treegraft.policy.engine.vllm.folder import write_folder
-from treegraft.policy.engine.vllm.protocol import DRAW
+from treegraft.policy.engine.vllm.protocol import DRAW, entries_of
 from treegraft.policy.engine.vllm.server import Server, Unreachable
+from treegraft.policy.noise import NoiseKind
 from treegraft.settings.policy import EngineSettings
 
 _log = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class VllmEngine:
         self._num_running, self._num_published = 0, 0
         self._is_open, self._is_idle = asyncio.Event(), asyncio.Event()
         self._is_idle.set()
-        self._took = {"publish_s": 0.0, "publish_bytes": 0.0}
+        self._num_bytes = 0
 
     async def open(self) -> None:
         """Starts the servers and waits until they can be sampled from.
@@ -110,7 +111,7 @@ class VllmEngine:
             DeadlineExceeded: no completion within engine.deadline_s.
         """
         limit = self._limit(prefix_ids, sampling)
-        draft = _Draft(self._stops, self._end_ids, sampling, limit, probe_tokens, on_probe)
+        draft = self._draft(sampling, limit, probe_tokens, on_probe)
         try:
             async with asyncio.timeout(self.settings.deadline_s):
                 # One version a completion: a publish waits for those that run, and new ones for it.
@@ -132,6 +133,16 @@ class VllmEngine:
                 " have died"
             ) from error
         return draft.completion(self.policy_version)
+
+    def _draft(
+        self,
+        sampling: Sampling,
+        limit: int,
+        probe_tokens: int | None = None,
+        on_probe: Callable[[Sequence[float]], None] | None = None,
+    ) -> _Draft:
+        probe = None if on_probe is None or probe_tokens is None else (probe_tokens, on_probe)
+        return _Draft(self._stops, self._end_ids, sampling, limit, self.settings.noise, probe)
 
     def _limit(self, prefix_ids: Sequence[int], sampling: Sampling) -> int:
         if not prefix_ids:
@@ -164,7 +175,7 @@ class VllmEngine:
             EngineError: no server took them, or servers answer differently with them.
             DeadlineExceeded: completions took longer than engine.deadline_s.
         """
-        began, deadline_s = time.monotonic(), self.settings.deadline_s
+        deadline_s = self.settings.deadline_s
         self._is_open.clear()
         try:
             try:
@@ -181,9 +192,8 @@ class VllmEngine:
                 before.remove()
             await self._compare_servers()
             self.policy_version, self.fingerprint = version, due.fingerprint
-            self._took["publish_s"] += time.monotonic() - began
             assert due.folder is not None
-            self._took["publish_bytes"] += due.folder.num_bytes()
+            self._num_bytes += due.folder.num_bytes()
         finally:
             self._is_open.set()
 
@@ -206,7 +216,7 @@ class VllmEngine:
         """Asks every live server for one completion with one key, and refuses different ones."""
         answers: list[tuple[Server, _Draft]] = []
         for member in self._fleet.live:
-            draft = _Draft(self._stops, self._end_ids, Sampling(max_new_tokens=1), 1, None, None)
+            draft = self._draft(Sampling(max_new_tokens=1), 1)
             body = draft.request((1, 2, 3), CANARY, self._fleet.due.label)
             try:
                 draft.take(await self._fleet.ask_member(member, body))
@@ -230,19 +240,19 @@ class VllmEngine:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns counts of requests and the cost of publishing since the last call."""
-        fleet, took = self._fleet, self._took
+        fleet = self._fleet
         metrics = {
-            "engine/num_requests": float(fleet.num_requests),
-            "engine/num_moved": float(fleet.num_moved),
-            "engine/num_repeated": float(fleet.num_repeated),
-            "engine/num_revivals": float(fleet.num_revivals),
-            "engine/num_servers": float(len(fleet.live)),
-            "engine/cached_frac": fleet.num_cached / max(1, fleet.num_prompt),
-            "engine/publish_bytes": took["publish_bytes"],
+            "time/engine_requests": float(fleet.num_requests),
+            "time/engine_moved": float(fleet.num_moved),
+            "time/engine_stale": float(fleet.num_repeated),
+            "time/engine_restarts": float(fleet.num_revivals),
+            "time/engine_servers": float(len(fleet.live)),
+            "time/engine_cached_frac": fleet.num_cached / max(1, fleet.num_prompt),
+            "time/publish_bytes": float(self._num_bytes),
         }
         fleet.num_requests = fleet.num_moved = fleet.num_repeated = fleet.num_revivals = 0
         fleet.num_cached = fleet.num_prompt = 0
-        self._took = dict.fromkeys(took, 0.0)
+        self._num_bytes = 0
         return metrics
 
     # ------------------------------------------------------------------ the end
@@ -275,12 +285,11 @@ class _Draft:
         end_ids: frozenset[int],
         sampling: Sampling,
         limit: int,
-        probe_tokens: int | None,
-        on_probe: Callable[[Sequence[float]], None] | None,
+        noise: NoiseKind,
+        probe: tuple[int, Callable[[Sequence[float]], None]] | None,
     ) -> None:
+        self._noise, self._probe = noise, probe
         self._stops, self._end_ids, self._sampling, self._limit = stops, end_ids, sampling, limit
-        self._probe_tokens = probe_tokens if on_probe is not None else None
-        self._on_probe = on_probe
         self.ids: list[int] = []
         self.logprobs: list[float] = []
         self.entropies: list[float] = []
@@ -290,13 +299,14 @@ class _Draft:
         """Returns the body of the next request: up to the probe first, then for the rest."""
         sampling, count = self._sampling, len(self.ids)
         room = self._limit - count
-        if self._probe_tokens is not None and count < self._probe_tokens:
-            room = min(room, self._probe_tokens - count)
+        if self._probe is not None and count < self._probe[0]:
+            room = min(room, self._probe[0] - count)
         in_grace = self._stops.is_in_grace(self.ids, sampling)
         draw: dict[str, Any] = {
             "key": list(key),
             "offset": count,
             "temperature": sampling.temperature,
+            "noise": self._noise,
         }
         if sampling.filters != NO_FILTERS:
             draw["filters"] = asdict(sampling.filters)
@@ -330,7 +340,7 @@ class _Draft:
             choice = reply["choices"][0]
             content = choice["logprobs"]["content"]
             found = [
-                (token, *_entries(one))
+                (token, *entries_of(one))
                 for token, one in zip(choice["token_ids"], content, strict=True)
             ]
         except (KeyError, TypeError, ValueError, IndexError, StopIteration) as error:
@@ -344,8 +354,8 @@ class _Draft:
             self.ids.append(token)
             self.logprobs.append(logprob)
             self.entropies.append(entropy)
-            if self._on_probe is not None and len(self.ids) == self._probe_tokens:
-                self._on_probe(tuple(self.entropies))
+            if self._probe is not None and len(self.ids) == self._probe[0]:
+                self._probe[1](tuple(self.entropies))
             self.finish = self._stops.reason(self.ids, self._sampling, self._end_ids, self._limit)
             if self.finish is not None:
                 return
@@ -360,14 +370,3 @@ class _Draft:
             finish=self.finish,
             policy_version=version,
         )
-
-
-def _entries(one: Mapping[str, Any]) -> tuple[float, float]:
-    """Returns the drawn token's log-probability and the entropy, from the two entries of a row; see
-    `plugin.Draw`."""
-    own = one["token_id"]
-    carried = next(top["logprob"] for top in one["top_logprobs"] if top["token_id"] != own)
-    # -1e-30 and 1e-30 stand for 0.
-    return (0.0 if carried > -1e-29 else carried), (
-        0.0 if one["logprob"] < 1e-29 else one["logprob"]
-    )

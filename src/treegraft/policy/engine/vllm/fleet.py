@@ -68,6 +68,7 @@ class Member:
         self.num_revivals = 0
         self.fault = ""
         """Why it is not live, in words."""
+        self.hangs = False
         self.loading = asyncio.Lock()
         self.num_tokens, self.progress_at = -1.0, 0.0
         self.identity: Mapping[str, Any] = {}
@@ -214,21 +215,28 @@ class Fleet:
         Raises:
             EngineError: one did not become ready in time; SettingError: one that cannot be used.
         """
-        timeout_s = self.settings.vllm.start_timeout_s
-        # One after another: each server checks the memory that is free.
-        for member in self.members:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._raise_up(member, is_first=True)
-            except TimeoutError as error:
-                raise EngineError(
-                    f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
-                    f" {timeout_s:g} s.{self._log_of(member)}"
-                ) from error
-            except Unreachable as error:
-                raise EngineError(f"engine: {error}.{self._log_of(member)}") from error
-            self._go_live(member)
+        starts = [asyncio.create_task(self._open_one(member)) for member in self.members]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
         self._spawn(self._watch())
+
+    async def _open_one(self, member: Member) -> None:
+        timeout_s = self.settings.vllm.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._raise_up(member, is_first=True)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
+                f" {timeout_s:g} s.{self._log_of(member)}"
+            ) from error
+        except Unreachable as error:
+            raise EngineError(f"engine: {error}.{self._log_of(member)}") from error
+        self._go_live(member)
 
     async def close(self) -> None:
         """Gives the servers up, and ends those that are ours."""
@@ -242,7 +250,7 @@ class Fleet:
         await asyncio.gather(*(asyncio.to_thread(process.stop) for process in ours))
 
     def _go_live(self, member: Member) -> None:
-        member.state, member.fault = State.LIVE, ""
+        member.state, member.fault, member.hangs = State.LIVE, "", False
         member.num_tokens = -1.0
         self._changed.set()
 
@@ -262,6 +270,10 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     async def _revive(self, member: Member) -> None:
+        if not member.hangs and await self._is_as_it_was(member):
+            # A connection was lost, not the server.
+            self._go_live(member)
+            return
         most = self.settings.vllm.max_restarts
         while member.num_revivals < most:
             member.num_revivals += 1
@@ -280,6 +292,16 @@ class Fleet:
         _log.warning("%s is left out: %s", member.server, member.fault)
         self._changed.set()
 
+    async def _is_as_it_was(self, member: Member) -> bool:
+        server = member.server
+        if server.process is not None and server.process.exit_status is not None:
+            return False
+        try:
+            is_due = await server.version() == self.due.label
+        except (Unreachable, EngineError, ValueError, KeyError):
+            return False
+        return is_due and await server.is_healthy()
+
     async def _raise_up(self, member: Member, *, is_first: bool = False) -> None:
         """Waits until the server answers, started anew where it is ours, and has the weights that
         are due."""
@@ -287,7 +309,7 @@ class Fleet:
         if process is not None:
             # Not asked for its health first: a process that hangs may still say that it is well.
             is_well = not is_first and process.exit_status is None and await server.is_healthy()
-            if not is_well or "no token" in member.fault:
+            if not is_well or member.hangs:
                 await asyncio.to_thread(process.stop)
                 process.start()
         while not await server.is_healthy():
@@ -344,6 +366,7 @@ class Fleet:
                     member.num_tokens, member.progress_at = num_tokens, loop.time()
                 elif loop.time() - member.progress_at > self.settings.vllm.hang_timeout_s:
                     waited = f"{self.settings.vllm.hang_timeout_s:g} s"
+                    member.hangs = True
                     self.lost(member, f"it computed no token within {waited}")
 
     def _log_of(self, member: Member) -> str:
@@ -391,6 +414,9 @@ class Fleet:
         server, timeout_s = member.server, self.settings.vllm.start_timeout_s
         async with member.loading:
             due = self.due
+            if server.process is None:
+                # The claim may have run out while the learner was busy.
+                await self._claim(server)
             # Drained first: a running request would get the label of weights that it does not have.
             await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
             await server.set_version(_LOADING)

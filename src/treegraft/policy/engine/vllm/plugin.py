@@ -7,9 +7,9 @@ and our own pure functions alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,11 +19,19 @@ from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.sample.logits_processor.interface import BatchUpdate, LogitsProcessor
 
+from treegraft.core.interfaces import NoiseKey
 from treegraft.core.types import NO_FILTERS, Filters
 from treegraft.policy.engine.filters import filtered
-from treegraft.policy.engine.sampling import keyed_seed, sample_tokens
+from treegraft.policy.engine.sampling import Columns, sample_tokens
 from treegraft.policy.engine.vllm.folder import WeightsFolder
-from treegraft.policy.engine.vllm.protocol import DRAW, PLUGIN_VERSION, draws_of_sampling
+from treegraft.policy.engine.vllm.protocol import (
+    DRAW,
+    PLUGIN_VERSION,
+    draws_of_sampling,
+    marked_rows,
+)
+from treegraft.policy.noise import NoiseKind
+from treegraft.policy.weights import bit_sum, fingerprint_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +42,24 @@ class Order:
     offset: int
     """Position of the request's first token in its completion."""
     temperature: float
+    noise: NoiseKind
     filters: Filters
     prompt: list[int]
     output: list[int]
     """The server's own list, which grows."""
 
     @property
-    def seed(self) -> int | None:
-        if self.temperature <= 0:
-            return None
-        return keyed_seed(self.key, self.offset + len(self.output))
+    def noise_key(self) -> NoiseKey | None:
+        return self.key if self.temperature > 0 else None
+
+    @property
+    def position(self) -> int:
+        return self.offset + len(self.output)
 
 
-class Draw(LogitsProcessor):
-    """Draws as the native engine does, and leaves a row in which two entries are finite: the drawn
-    token's, which holds the entropy (at least 0), and another one's, which holds the drawn token's
-    log-probability (below 0).
-
-    The server's greedy choice is then the drawn token, and with `--logprobs-mode processed_logits`
-    its ordinary reply carries both numbers. No state outlives a request.
-    """
+class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
+    """Draws as the native engine does, and leaves rows of `protocol.marked_rows`, among which the
+    server chooses greedily. No state outlives a request."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._orders: dict[int, Order] = {}
@@ -70,6 +76,7 @@ class Draw(LogitsProcessor):
                 raise ValueError(f"{DRAW}: {error!r} in {order!r}") from error
 
     def is_argmax_invariant(self) -> bool:
+        """Returns False: the greedy choice is the draw."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -83,6 +90,21 @@ class Draw(LogitsProcessor):
 
         process_dict_updates(self._orders, batch_update, order_of)
 
+    def _drawn(self, logits: Tensor, orders: Sequence[Order]) -> Columns:
+        # All requests of a run have one kind of noise.
+        kinds = {one.noise for one in orders}
+        if len(kinds) > 1:
+            parts = [self._drawn(logits[n : n + 1], [one]) for n, one in enumerate(orders)]
+            tokens, logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
+            return tokens, logprobs, entropies
+        return sample_tokens(
+            logits,
+            [one.temperature for one in orders],
+            [one.noise_key for one in orders],
+            [one.position for one in orders],
+            kind=kinds.pop(),
+        )
+
     def apply(self, logits: Tensor) -> Tensor:
         """Returns the logits with the rows of our requests replaced."""
         if not self._orders:
@@ -90,21 +112,17 @@ class Draw(LogitsProcessor):
         rows = sorted(self._orders)
         orders = [self._orders[row] for row in rows]
         own = logits if len(rows) == logits.shape[0] else logits[rows]
-        tokens, logprobs, entropies = sample_tokens(
-            own, [one.temperature for one in orders], [one.seed for one in orders]
-        )
+        tokens, logprobs, entropies = self._drawn(own, orders)
         for row, order in enumerate(orders):
             if order.filters != NO_FILTERS:
                 path = [*order.prompt, *order.output]
                 left = filtered(own[row], order.temperature, order.filters, path)
-                drawn = sample_tokens(left[None], [1.0], [order.seed])
+                drawn = sample_tokens(
+                    *(left[None], [1.0], [order.noise_key], [order.position]), kind=order.noise
+                )
                 for column, value in zip((tokens, logprobs, entropies), drawn, strict=True):
                     column[row] = value[0]
-        marked = torch.full_like(own, float("-inf"))
-        # Never 0: the signs tell the two entries apart, also where one token is certain.
-        marked.scatter_(1, tokens[:, None], entropies.clamp_min(1e-30)[:, None].to(own.dtype))
-        carrier = torch.where(tokens == 0, 1, 0)
-        marked.scatter_(1, carrier[:, None], logprobs.clamp_max(-1e-30)[:, None].to(own.dtype))
+        marked = marked_rows(own, (tokens, logprobs, entropies))
         if own is logits:
             return logits.copy_(marked)
         logits[rows] = marked
@@ -112,10 +130,13 @@ class Draw(LogitsProcessor):
 
 
 def _read(order: dict[str, Any], prompt: list[int], output: list[int]) -> Order:
+    if order["noise"] not in get_args(NoiseKind):
+        raise ValueError(order["noise"])
     return Order(
         key=tuple(order["key"]),
         offset=int(order["offset"]),
         temperature=float(order["temperature"]),
+        noise=order["noise"],
         filters=Filters(**order.get("filters", {})),
         prompt=prompt,
         output=output,
@@ -173,17 +194,12 @@ class Extension:
     def treegraft_load(self, path: str) -> dict[str, Any]:
         """Takes over the weights of a folder; returns their checksum as read, and the seconds."""
         began = time.perf_counter()
-        folder = WeightsFolder(path)
-        with torch.inference_mode():
-            self.model_runner.reload_weights(weights_iterator=_checked(folder))
-        return {
-            "fingerprint": folder.fingerprint(),
-            "seconds": time.perf_counter() - began,
-        }
+        sums: dict[str, tuple[str, tuple[int, ...], int]] = {}
 
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in WeightsFolder(path):
+                sums[name] = (str(tensor.dtype), tuple(tensor.shape), int(bit_sum(tensor)))
+                yield name, tensor
 
-def _checked(folder: WeightsFolder) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in folder:
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"published weights: '{name}' has entries that are not finite")
-        yield name, tensor
+        self.model_runner.reload_weights(weights_iterator=tensors())
+        return {"fingerprint": fingerprint_of(sums), "seconds": time.perf_counter() - began}
