@@ -237,7 +237,9 @@ export class Drawing {
   // The lines of a box: what was done, and what came of it if there is room for that.
   lines(node, first, inside) {
     const most = inside < NARROW ? Math.min(NARROW_LINES, this.laid.lines) : this.laid.lines;
-    const text = this.width(node.text) <= first || (most > 2 && inside >= NARROW) ? node.text : node.brief;
+    // Not a line of marks alone, where a shorter text stands beside them.
+    const begins = this.width(node.text.split(" ")[0]) <= first;
+    const text = this.width(node.text) <= first || (begins && most > 2 && inside >= NARROW) ? node.text : node.brief;
     const own = wrap(text, (n) => (n ? inside : first), most, this.width);
     return [...own.map((line) => ({ text: line })), ...wrap(inside < NARROW ? "" : node.second, () => inside, most - Math.max(1, own.length), this.width).map((line) => ({ text: line, isSecond: true }))];
   }
