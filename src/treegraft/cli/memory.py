@@ -29,6 +29,7 @@ from treegraft.core.finding import Finding
 from treegraft.core.locate import locate
 from treegraft.settings.config import Config
 from treegraft.settings.load import load_config
+from treegraft.settings.policy import CPU_CACHE_GB
 from treegraft.settings.table import value_of
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -249,6 +250,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
     rows = min(config.engine.max_rows, leaves)
     per_token = shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim * width
+    cache_gb = CPU_CACHE_GB if native.cache_gb == "auto" else native.cache_gb
     kept = 2 if config.model.gradient_checkpointing else 16
     activations = config.learn.max_pack_tokens * shape.hidden_size * shape.num_layers * kept * width
     parts = {
@@ -263,7 +265,7 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
         "engine's packed weights": weights if native.pack_weights else 0,
         # Under LoRA the reference is the same model with its adapters off.
         "reference": weights if config.loss.kl_coef > 0 and not rank else 0,
-        "keys and values": min(rows * context * per_token, int(native.cache_gb * 1e9)),
+        "keys and values": min(rows * context * per_token, int(1e9 * cache_gb)),
         "logits of one chunk, their gradients": (
             2 * config.learn.vocab_chunk * shape.vocab_size * width
         ),
