@@ -12,7 +12,7 @@ from treegraft.core.errors import ModelError
 from treegraft.policy import shapes
 from treegraft.policy.load import load_model
 from treegraft.policy.shapes import published_shape, shape_table
-from treegraft.policy.tiny import build_shaped_tokenizer, seeded
+from treegraft.policy.tiny import seeded
 from treegraft.settings.config import Config
 from treegraft.settings.policy import ModelSettings
 
@@ -84,16 +84,6 @@ def test_a_byte_tokenizer_gives_every_text_back(monkeypatch: pytest.MonkeyPatch)
         ids = tokenizer.encode(text)
         assert len(ids) == len(text.encode()) and tokenizer.decode(ids) == text
     assert tokenizer.decode([399]) == " w399" and len(tokenizer) == 400
-
-
-def test_the_words_of_closed_tasks_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, tokenizer = loaded(monkeypatch, vocabulary=["r1", "e9", "of"])
-    assert len(tokenizer.encode("<search>r1 of e9</search>")) == 5
-    assert len(tokenizer) == 400
-    with pytest.raises(ModelError, match="expected at most the shape's vocabulary of 400"):
-        loaded(monkeypatch, vocabulary=[f"x{n}" for n in range(400)])
-    monkeypatch.setattr(shapes, "shape_table", lambda: {"small": SMALL})
-    assert build_shaped_tokenizer("shape:small", ["r1"]).get_vocab()["r1"] > 0
 
 
 @pytest.mark.gpu

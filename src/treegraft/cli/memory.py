@@ -3,7 +3,7 @@
 With N weights of b bytes:
 
     Python with its packages 0.4 GB, weights N·b, engine's copy N·b (2 N·b where it packs them),
-    gradients T·b, AdamW 8·T, float32 master weights and their gradients 4·T each (bfloat16 only),
+    gradients 4·T (in float32 whatever b is), AdamW 8·T, float32 master weights 4·T (bfloat16 only),
     keys and values = rows · tokens · layers · 2 · key-value heads · head width · b
 
 T counts trained weights: N, or those of the adapters. Activations are a rough upper estimate and
@@ -34,8 +34,8 @@ from treegraft.settings.load import load_config
 from treegraft.settings.table import value_of
 from treegraft.tasks.build import build_tasks
 
-_BYTES = {"float32": 4, "bfloat16": 2}
-_PROMPT_TOKENS = 256
+BYTES = {"float32": 4, "bfloat16": 2}
+PROMPT_TOKENS = 256
 """Assumed length of a prompt where the context has no limit of its own."""
 _PACKAGES_BYTES = 400_000_000
 """Resident after importing torch, transformers and peft, as measured."""
@@ -231,14 +231,14 @@ def model_shape(config: Config) -> ModelShape | None:
 def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     """Returns bytes by part; their sum is the peak of one process, rollout and learning
     together."""
-    width, rank, native = _BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
+    width, rank, native = BYTES[config.model.dtype], config.model.lora.rank, config.engine.native
     weights = shape.num_weights * width
     # An adapter adds rank · (in + out) to each of about seven matrices of a layer; 3 is the mean
     # width in hidden sizes.
     trained = shape.num_layers * 7 * rank * 3 * shape.hidden_size if rank else shape.num_weights
     limit = max(config.rollout.max_completion_tokens, config.eval.max_completion_tokens or 0)
     is_tiny = config.model.path == "tiny"
-    context = config.model.tiny.max_context if is_tiny else _PROMPT_TOKENS + limit
+    context = config.model.tiny.max_context if is_tiny else PROMPT_TOKENS + limit
     # The engine pads small batches to 16 rows.
     leaves = max(config.explore.num_leaves * config.run.tasks_per_update, 16)
     rows = min(config.engine.max_rows, leaves)
@@ -247,11 +247,9 @@ def memory_estimate(config: Config, shape: ModelShape) -> dict[str, int]:
     parts = {
         "Python and packages": _PACKAGES_BYTES,
         "weights": weights,
-        "gradients": trained * width,
+        "gradients": 4 * trained,
         "AdamW": 8 * trained,
         "float32 master weights": 4 * trained if width == 2 else 0,
-        # Summed there beside those of the pass under way.
-        "float32 gradients": 4 * trained if width == 2 else 0,
         "engine's copy": weights,
         "engine's packed weights": weights if native.pack_weights else 0,
         # Under LoRA the reference is the same model with its adapters off.
@@ -309,7 +307,8 @@ def _advice(config: Config, shape: ModelShape, limit: float) -> str:
     least = gigabytes(total)
     return (
         f"Even with {' '.join(overrides) or 'the smallest settings'} it takes {least}: take a"
-        " smaller model or a larger machine; one model is not split over several"
+        " smaller model or a larger machine; `treegraft doctor RECIPE --gpus 8` says what several"
+        " GPUs hold"
     )
 
 

@@ -41,7 +41,7 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
         return EntropyBranching(settings.entropy, vocab_size=vocab_size)
     if found is HybridRollout:
         return HybridRollout(
-            settings.graft, num_leaves=settings.num_leaves, num_starts=_num_starts(settings)
+            settings.graft, num_leaves=settings.num_leaves, num_starts=num_starts(settings)
         )
     if found is TreeSearch:
         return TreeSearch(settings.tree_search)
@@ -49,8 +49,8 @@ def _one_explorer(name: str, settings: ExploreSettings, vocab_size: int) -> Expl
     return explorer
 
 
-def _num_starts(settings: ExploreSettings) -> int:
-    """First-level rollouts that a tree opens at once."""
+def num_starts(settings: ExploreSettings) -> int:
+    """Returns how many first-level rollouts a tree opens at once."""
     # Starts come from the first explorer, as in `Composed`; the others only add to them.
     first = settings.explorers[0]
     if first not in ("entropy", "tree_search"):
@@ -62,5 +62,5 @@ def _num_starts(settings: ExploreSettings) -> int:
 def build_allocation(settings: ExploreSettings) -> Callable[[Budget], Allocation]:
     """Returns a function that makes, for each tree, the rule that grants its branches."""
     if settings.entropy.allocation == "shares":
-        return lambda budget: Shares(budget, min(_num_starts(settings), budget.max_leaves))
+        return lambda budget: Shares(budget, min(num_starts(settings), budget.max_leaves))
     return lambda budget: Rounds(budget, settings.entropy.ranking)

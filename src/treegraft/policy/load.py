@@ -18,7 +18,6 @@ from treegraft.policy.head import first_line
 from treegraft.policy.shapes import PREFIX
 from treegraft.policy.tiny import (
     build_shaped_model,
-    build_shaped_tokenizer,
     build_tiny_model,
     build_word_tokenizer,
     seeded,
@@ -40,7 +39,7 @@ def load_model(
     """Returns (model, tokenizer) on the CPU or the first GPU, in evaluation mode, dropout off.
 
     Args:
-        vocabulary: words of the tokenizer of a "tiny" model, which needs some, or of a "shape:".
+        vocabulary: words of the "tiny" model's tokenizer.
         has_weights: False leaves the model on torch's meta device: it has a configuration and
             shapes, and takes no memory.
 
@@ -63,10 +62,9 @@ def load_model(
                 settings.tiny, len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed
             )
     elif settings.path.startswith(PREFIX):
-        tokenizer = build_shaped_tokenizer(settings.path, vocabulary)
         # On the device at once: made on the host, large shapes would take minutes.
         with torch.device(device if has_weights else "meta"):
-            model = build_shaped_model(settings.path, tokenizer, DTYPES[settings.dtype], seed)
+            model, tokenizer = build_shaped_model(settings.path, DTYPES[settings.dtype], seed)
     else:
         model, tokenizer = _load_pretrained(settings, has_weights)
     _check_model(model, tokenizer, settings.path)

@@ -21,11 +21,6 @@ def shape_table() -> Mapping[str, Mapping[str, Any]]:
     return tomllib.loads(file.read_text(encoding="utf-8"))
 
 
-def is_random(path: str) -> bool:
-    """Whether a model.path names random weights, whose tokenizer is made of the tasks' words."""
-    return path == "tiny" or path.startswith(PREFIX)
-
-
 def published_shape(path: str) -> dict[str, Any]:
     """Returns the fields for "shape:NAME".
 

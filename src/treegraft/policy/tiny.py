@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from treegraft.core.errors import ModelError
 from treegraft.policy.shapes import published_shape
 from treegraft.settings.policy import TinySettings
 
@@ -45,21 +44,17 @@ def build_tiny_model(
         return LlamaForCausalLM(config)
 
 
-def build_shaped_model(path: str, tokenizer: Any, dtype: torch.dtype, seed: int) -> Any:
-    """Returns a model of the published shape `path` names and random weights, on torch's default
-    device; the same there for the same seed.
+def build_shaped_model(path: str, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
+    """Returns (model, tokenizer) of the published shape that `path` names: random weights on
+    torch's default device, the same there for the same seed, and bytes as tokens.
 
     Raises:
-        ModelError: there is no such shape, or the tokenizer has more entries than it.
+        ModelError: there is no such shape.
     """
     fields = published_shape(path)
-    if len(tokenizer) > fields["vocab_size"]:
-        raise ModelError(
-            f"model.path '{path}': the tasks have {len(tokenizer):,} words, expected at most the"
-            f" shape's vocabulary of {fields['vocab_size']:,}; take a larger shape or fewer words"
-        )
+    tokenizer = build_byte_tokenizer(fields["vocab_size"])
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    return build_random_model(fields | ends, dtype, seed)
+    return build_random_model(fields | ends, dtype, seed), tokenizer
 
 
 def build_random_model(fields: Mapping[str, Any], dtype: torch.dtype, seed: int) -> Any:
@@ -77,22 +72,16 @@ _TAGS = ("think", "search", "python", "result", "retrieve", "answer")
 MARKUP_WORDS = (*(f"<{slash}{tag}>" for tag in _TAGS for slash in ("", "/")), "\\boxed{", "}")
 
 
-def fillers(known: int, size: int) -> list[str]:
-    """Returns names for the entries from `known` to `size` of a vocabulary, of which no text is
-    made but by a model that samples them."""
-    return [f"w{index}" for index in range(known, size)]
-
-
 def build_byte_tokenizer(size: int) -> Any:
     """Returns a tokenizer with one token per byte, padded to `size` entries by words that no text
-    is split into; for models of random weights where the tasks have no closed vocabulary."""
+    is split into, which only a model that samples them writes."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     entries = ["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     # "Ġ" is a blank in this alphabet.
-    entries += [f"Ġ{word}" for word in fillers(len(entries), size)]
+    entries += [f"Ġw{index}" for index in range(len(entries), size)]
     vocabulary = {entry: index for index, entry in enumerate(entries)}
     backend = Backend(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -103,20 +92,6 @@ def build_byte_tokenizer(size: int) -> Any:
         eos_token="<eos>",
         clean_up_tokenization_spaces=False,
     )
-
-
-def build_shaped_tokenizer(path: str, words: Sequence[str]) -> Any:
-    """Returns the tokenizer for a model of a published shape, of as many entries: one per word and
-    tag, or per byte where there are no words.
-
-    Raises:
-        ModelError: there is no such shape.
-    """
-    size = published_shape(path)["vocab_size"]
-    if not words:
-        return build_byte_tokenizer(size)
-    known = len(build_word_tokenizer(words))
-    return build_word_tokenizer([*words, *fillers(known, size)])
 
 
 def build_word_tokenizer(words: Sequence[str]) -> Any:

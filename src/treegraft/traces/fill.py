@@ -240,14 +240,13 @@ class BufferBuild:
 def _tokenizer(config: Config, tasks: TaskSource, tools: Sequence[Tool]) -> Any:
     """Returns the tokenizer of the recipe's model without its weights."""
     from treegraft.policy.load import load_tokenizer
-    from treegraft.policy.shapes import PREFIX, is_random
-    from treegraft.policy.tiny import build_shaped_tokenizer, build_word_tokenizer
+    from treegraft.policy.shapes import PREFIX, published_shape
+    from treegraft.policy.tiny import build_byte_tokenizer, build_word_tokenizer
 
+    path = config.model.path
     with about("model.path"):
-        if not is_random(config.model.path):
-            return load_tokenizer(config.model)
-        own = tasks.vocabulary()
-        words = [*own, *words_of(tools)] if own else []
-        if config.model.path.startswith(PREFIX):
-            return build_shaped_tokenizer(config.model.path, words)
-        return build_word_tokenizer(words)
+        if path == "tiny":
+            return build_word_tokenizer([*tasks.vocabulary(), *words_of(tools)])
+        if path.startswith(PREFIX):
+            return build_byte_tokenizer(published_shape(path)["vocab_size"])
+        return load_tokenizer(config.model)
