@@ -8,21 +8,29 @@ VLLM_ENV := .vllm-env
 
 .PHONY: vllm-env demo figures test check bench gpu docs install clean
 
-# Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert (RAPO).
+# Two agents from the same beginning: one explores by itself (GRPO), one is now and then shown a step of an expert and learns
+# from it (RAPO + learning from grafts).
 demo: install
-	@stamp=$$(date +%Y%m%d-%H%M%S); own=demo-grpo-$$stamp; shown=demo-rapo-$$stamp; \
+	@stamp=$$(date +%Y%m%d-%H%M%S); own=grpo-$$stamp; shown=rapo-$$stamp; \
+	echo; echo "1 of 2: GRPO, an agent that explores by itself"; \
+	echo "        The warning no_variance is expected: where all attempts at a question fare alike, it learns nothing."; \
 	$(BIN)/treegraft train recipes/demo.toml run.name=$$own || exit; \
+	echo; echo "2 of 2: RAPO + learning from grafts, the same agent, now and then shown a step of an expert"; \
 	$(BIN)/treegraft train recipes/demo.toml explorers='["graft"]' run.name=$$shown || exit; \
 	echo; \
 	$(BIN)/treegraft compare runs/$$own runs/$$shown; \
 	echo; \
-	echo "One seed. Over the six seeds of docs/results.md GRPO ended at 25 to 76 % sampled accuracy, RAPO at 61 to 99 %."; \
-	echo "Where to look in runs/$$shown"; \
+	$(BIN)/python benchmarks/demo.py --range; \
+	echo; \
+	echo "What runs/$$shown holds"; \
 	echo "  metrics.jsonl   one line per update: reward, held-out accuracy, grafts, cost"; \
 	echo "  trees/          every tree: who wrote each token, what was grafted, rewards, advantages"; \
 	echo "  checkpoints/    models that transformers loads"; \
-	echo "  buffer/         the expert's steps; look with: $(BIN)/treegraft buffer stats runs/$$shown"; \
-	echo "Ask the agent something:  $(BIN)/treegraft run runs/$$shown 'r2 of r5 of r1 of e9 ?'"
+	echo "  buffer/         the expert's steps"; \
+	echo; \
+	echo "The trees, in the browser:  $(BIN)/treegraft view runs/$$own runs/$$shown"; \
+	echo "Ask the agent something:    $(BIN)/treegraft run runs/$$shown 'r3 of r2 of r5 of r1 of e9 ?'"; \
+	echo "What the expert has shown:  $(BIN)/treegraft buffer stats runs/$$shown"
 
 # The demo's three methods one after the other, and their figures into docs/figures.
 figures: install

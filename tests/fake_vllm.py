@@ -28,6 +28,7 @@ from treegraft.policy.engine.vllm.protocol import (
     draws_of_sampling,
     marked_rows,
 )
+from treegraft.policy.weights import weights_fingerprint
 
 
 class FakeVllm:
@@ -165,7 +166,7 @@ class FakeVllm:
         self.num_loads += 1
         if not self.skip_loads:
             self.model.load_state_dict(dict(folder))
-        return {"fingerprint": folder.fingerprint(), "seconds": 0.0}
+        return {"fingerprint": weights_fingerprint(dict(folder)), "seconds": 0.0}
 
     async def _generate(self, request: Request) -> Response:
         body = await request.json()

@@ -391,7 +391,7 @@ def test_contradictions_say_whether_they_were_typed(tmp_path: Path) -> None:
     for override, part in (
         ("num_leaves=300", "explore.num_leaves: got 300, expected at most engine.max_rows"),
         ("run.name=a/b", "run.name: got 'a/b'"),
-        ("engine.kind=sglang", "engine.kind: got 'sglang'"),
+        ("engine.kind=vlm", "engine.kind: got 'vlm'"),
         ("max_agent_steps=9", ""),
         ("rollout.max_completion_tokens=1000", "expected less than model.tiny.max_context"),
         ("explore.explorers=graft", 'Write explore.explorers = ["graft"]; in a shell'),

@@ -332,7 +332,8 @@ def test_completions_are_the_same_bits_in_any_company(family: str, compiled: boo
     """Alone; all at once; shuffled and staggered; in short chunks; with few rows, so that paths
     wait, are dropped and fed anew."""
     assert_equal_in_any_company(
-        lambda **options: make_engine(family, compile_kernels=compiled, **options)
+        lambda **options: make_engine(family, compile_kernels=compiled, **options),
+        COMPANIES if family == "llama" else MIXED,
     )
 
 
@@ -346,10 +347,25 @@ def test_completions_in_bfloat16_too_where_products_are_ours(family: str) -> Non
     run(engine, one_by_one)
     if not is_rowwise:
         pytest.skip("no products of ours in bfloat16 for this processor")
-    assert_equal_in_any_company(made)
+    assert_equal_in_any_company(made, MIXED)
 
 
-def assert_equal_in_any_company(made: Callable[..., NativeEngine]) -> None:
+COMPANIES: list[tuple[float, dict[str, Any]]] = [
+    (0.0, {}),
+    (0.05, {}),
+    (0.0, {"max_prefill_tokens": 16}),
+    (0.02, {"max_rows": 3}),
+    (0.0, {"max_rows": 1, "cache_gb": 1e-9}),
+    (0.02, {"max_rows": 5, "cache_gb": 2e-4, "max_prefill_tokens": 32}),
+]
+"""Seconds over which requests arrive, and limits of the engine."""
+MIXED = [COMPANIES[1], COMPANIES[5]]
+"""Without limits, and with all of them at once."""
+
+
+def assert_equal_in_any_company(
+    made: Callable[..., NativeEngine], companies: Sequence[tuple[float, dict[str, Any]]]
+) -> None:
     expected = run(made(), one_by_one)
 
     def in_order(
@@ -366,16 +382,7 @@ def assert_equal_in_any_company(made: Callable[..., NativeEngine]) -> None:
 
         return work
 
-    for number, (spread_s, options) in enumerate(
-        [
-            (0.0, {}),
-            (0.05, {}),
-            (0.0, {"max_prefill_tokens": 16}),
-            (0.02, {"max_rows": 3}),
-            (0.0, {"max_rows": 1, "cache_gb": 1e-9}),
-            (0.02, {"max_rows": 5, "cache_gb": 2e-4, "max_prefill_tokens": 32}),
-        ]
-    ):
+    for number, (spread_s, options) in enumerate(companies):
         engine = made(**options)
         assert run(engine, in_order(number, spread_s)) == expected, (spread_s, options)
         if options.get("cache_gb") == 1e-9:

@@ -107,7 +107,7 @@ def test_recordings_that_fail_or_differ_are_not_used(
 
 def test_large_steps_are_not_recorded(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row of four blocks is one more than there may be."""
-    monkeypatch.setattr(graphs, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(graphs, "MAX_COPIED", 3)
     complete_one(make_engine(compile_kernels=False), ids_of(9, 1), greedy(8))
     assert counted.num_recorded == 0
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from tests.test_view_browser import CHROMIUM, INJECTIONS, browser, hostile_tree, show, text, until
+from tests.test_view_damage import DAMAGES, SECRET
 from tests.viewed import expert_hash, write_run, write_update
 from typer.testing import CliRunner
 
@@ -114,6 +115,18 @@ def test_a_damaged_file_is_named_and_the_others_are_kept(home: Path, tmp_path: P
     assert len(made.notes) == 1 and "update-000002" in made.notes[0]
     assert "error" in held(made.path, "0/update-000002")
     assert held(made.path, "0/update-000003")["groups"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_run_does_not_hide_the_others(home: Path, tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(home / "first", tmp_path / "bad"))
+    DAMAGES[name](copy)
+    runs = open_runs([copy, home / "second"])
+    made = write_bundle(runs, tmp_path / "out", updates="all")
+    whole = held(made.path, "1/update-000001/0")
+    assert len(whole["leaves"]) == len(INJECTIONS)
+    assert not any(SECRET in file.read_text() for file in made.path.rglob("*.js"))
 
 
 def test_modules_that_cannot_be_joined_are_noticed() -> None:

@@ -67,7 +67,9 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for run, scale, lr in ((first, 1.0, 0.1), (second, 2.0, 0.2)):
         lines_of(run, 4, scale)
         settings = {"run": {"num_updates": 10}, "tasks": {"num_eval": 40}, "learn": {"lr": lr}}
-        (run / "config.json").write_text(json.dumps(settings | {"__proto__": {"a": "<b>"}}))
+        if run is second:
+            settings |= {"__proto__": {"a": "<b>"}, "model": {"path": "/models/" + "long/" * 20}}
+        (run / "config.json").write_text(json.dumps(settings))
     trees = [plain_tree(4, f"held/{n}") for n in range(NUM_ROWS)]
     long = replace(trees[0], task=replace(trees[0].task, question=LONG))
     (leaf,) = long.leaves
@@ -111,10 +113,12 @@ def test_runs_are_chosen_filtered_and_compared(page: Any, address: str) -> None:
 def test_settings_that_differ_come_first(page: Any, address: str) -> None:
     show(page, address, "#/settings")
     differing = page.locator("#differing tbody tr")
-    assert differing.count() == 1
-    values = differing.locator("td").all_inner_texts()
-    assert differing.locator("th code").inner_text() == "learn.lr" and values[:2] == ["0.1", "0.2"]
-    assert "learning rate" in differing.locator("small").inner_text()
+    names = differing.locator("th code").all_inner_texts()
+    # Settings in their order, then names that this version does not know.
+    assert names == ["model.path", "learn.lr", "__proto__.a"]
+    row = differing.nth(1)
+    assert row.locator("td").all_inner_texts()[:2] == ["0.1", "0.2"]
+    assert "learning rate" in row.locator("small").inner_text()
     own = page.locator("#own tbody th code").all_inner_texts()
     assert own == ["run.num_updates", "tasks.num_eval"]
     page.fill("#setting-filter", "num_eval 40")

@@ -48,6 +48,7 @@ from treegraft.tools.toolbox import Toolbox
 
 if TYPE_CHECKING:
     from treegraft.policy.engine.vllm.engine import VllmEngine
+    from treegraft.policy.learn.ranks import Ranks
 
 
 @dataclass(kw_only=True)
@@ -241,13 +242,19 @@ async def assemble(
 
 @asynccontextmanager
 async def assemble_training(
-    config: Config, *, source: TaskSource | None = None, checkpoint: Path | None = None
+    config: Config,
+    *,
+    source: TaskSource | None = None,
+    checkpoint: Path | None = None,
+    ranks: Ranks | None = None,
 ) -> AsyncIterator[TrainingParts]:
     """Holds the parts of a training.
 
     Args:
         source: tasks made already; None builds them.
         checkpoint: where to go on from, weights and optimiser; None for the beginning.
+        ranks: the processes that learn together, of which this one is the first; None for this one
+            alone.
 
     Raises:
         TreegraftError: a part that cannot be made, before any work starts.
@@ -256,7 +263,6 @@ async def assemble_training(
         with ctrl_c_ends_at_once():
             # Imported here, so that `treegraft --help` and config checks start without torch.
             from treegraft.policy.learn.credit import find_credit_rule
-            from treegraft.policy.learn.learner import Learner
             from treegraft.policy.load import with_adapters
 
             credit_rule = find_credit_rule(config)
@@ -275,21 +281,36 @@ async def assemble_training(
                     f" model: {error}"
                 ) from error
             parts = await scenario.parts(stack, model, own or trained, tokenizer, model_path)
-            learner = Learner(
-                trained,
-                config.learn,
-                config.loss,
-                length_constant=config.rollout.max_completion_tokens,
-                num_updates=config.run.num_updates,
-            )
-            if checkpoint is not None:
-                learner.load(checkpoint)
+            learner = _build_learner(config, trained, checkpoint, ranks)
+            # Several ranks hold it in parts.
+            del model, trained
         yield TrainingParts(
             **vars(parts),
             explorer=build_explorer(config.explore, vocab_size=len(tokenizer)),
             learner=learner,
             credit_rule=credit_rule,
         )
+
+
+def _build_learner(
+    config: Config, model: Any, checkpoint: Path | None, ranks: Ranks | None
+) -> LearnerLike:
+    if ranks is not None:
+        from treegraft.policy.learn.leader import Leader
+
+        return Leader(ranks, model, config, checkpoint)
+    from treegraft.policy.learn.learner import Learner
+
+    learner = Learner(
+        model,
+        config.learn,
+        config.loss,
+        length_constant=config.rollout.max_completion_tokens,
+        num_updates=config.run.num_updates,
+    )
+    if checkpoint is not None:
+        learner.load(checkpoint)
+    return learner
 
 
 class _Scenario:

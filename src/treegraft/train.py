@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from treegraft.assemble import Parts, TrainingParts, assemble_training
 from treegraft.core.demonstration import solution
@@ -21,6 +22,7 @@ from treegraft.evals.evaluate import Evaluation, evaluate
 from treegraft.evals.preflight import Preflight
 from treegraft.policy.checkpoint import save_checkpoint
 from treegraft.policy.learn.credit import credit_trees
+from treegraft.policy.learn.launch import joined
 from treegraft.policy.learn.sft import Demonstrations, step_skill, warm_up
 from treegraft.policy.publish import Publisher
 from treegraft.rollout.limits import training_limits
@@ -31,12 +33,15 @@ from treegraft.runs.checkpoint import TrainState
 from treegraft.runs.display import show_texts, shown
 from treegraft.runs.record import read_trees
 from treegraft.runs.run import Clock, Run, RunResult
-from treegraft.runs.start import Source, Start, new_start, resumed_start
+from treegraft.runs.start import Source, Start, new_start, own_config, resumed_start
 from treegraft.settings.config import Config
-from treegraft.settings.load import config_json
+from treegraft.settings.load import config_json, load_config
 from treegraft.tasks.build import build_tasks
 from treegraft.tasks.order import draw_tasks
 from treegraft.traces.run_buffer import RunBuffer
+
+if TYPE_CHECKING:
+    from treegraft.policy.learn.ranks import Ranks
 
 
 def train(
@@ -64,12 +69,7 @@ def train(
         KeyboardInterrupt: after Ctrl-C, with everything saved; its kind `Ended` after SIGTERM,
             SIGHUP or SIGUSR1.
     """
-    start = _start(config, recipe, resume, accepts_changes)
-    with shown(display) as progress:
-        run = Run(start, progress, "train")
-        if start.is_finished and start.checkpoint is not None:
-            return run.already_finished(start.checkpoint)
-        return run.carry_out(story(run))
+    return _carried_out("train", config, recipe, resume, accepts_changes, display)
 
 
 def sft(
@@ -82,10 +82,56 @@ def sft(
 ) -> RunResult:
     """Runs the warm-up alone and returns where the results are; arguments and errors as in
     `train`."""
-    start = _start(config, recipe, resume, accepts_changes)
-    with shown(display) as progress:
-        run = Run(start, progress, "sft")
-        return run.carry_out(story(run, only_warms_up=True))
+    return _carried_out("sft", config, recipe, resume, accepts_changes, display)
+
+
+def _carried_out(
+    command: str,
+    config: Source,
+    recipe: str | None,
+    resume: Path | None,
+    accepts_changes: bool,
+    display: Display | bool | None,
+) -> RunResult:
+    """The run of a command, where torchrun has started several processes with all of them."""
+    if config is not None:
+        own = load_config(config)
+    else:
+        own = Config() if resume is None else own_config(resume)
+    with joined(own) as ranks:
+        if ranks is not None and ranks.rank > 0:
+            return _followed(ranks, own)
+        start = _start(config, recipe, resume, accepts_changes)
+        with shown(display) as progress:
+            run = Run(start, progress, command)
+            if command == "train" and start.is_finished and start.checkpoint is not None:
+                result = run.already_finished(start.checkpoint)
+            else:
+                result = run.carry_out(story(run, ranks, only_warms_up=command == "sft"))
+        if ranks is not None:
+            ranks.result = {
+                "run_dir": str(result.run_dir),
+                "checkpoint_dir": str(result.checkpoint_dir),
+                "metrics": dict(result.metrics),
+            }
+        return result
+
+
+def _followed(ranks: Ranks, config: Config) -> RunResult:
+    """The run as another rank than 0 sees it."""
+    from treegraft.policy.learn.leader import serve_rank
+    from treegraft.policy.load import limit_threads
+
+    limit_threads(config.run.num_threads)
+    result = serve_rank(ranks, config)
+    if result is None:
+        # Rank 0 says why.
+        raise SystemExit(0)
+    return RunResult(
+        run_dir=Path(result["run_dir"]),
+        checkpoint_dir=Path(result["checkpoint_dir"]),
+        metrics=result["metrics"],
+    )
 
 
 def _start(config: Source, recipe: str | None, resume: Path | None, accepts: bool) -> Start:
@@ -98,8 +144,8 @@ def _start(config: Source, recipe: str | None, resume: Path | None, accepts: boo
     return new_start(config, recipe)
 
 
-async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
-    """The whole run."""
+async def story(run: Run, ranks: Ranks | None = None, *, only_warms_up: bool = False) -> RunResult:
+    """The whole run; `ranks` are the processes that learn together, None for this one alone."""
     config, state = run.config, run.state
     run.display.phase("loading", 0, 0, f"{config.model.path}, {config.tasks.kind}")
     source = build_tasks(config.tasks, config.run.seed)
@@ -109,7 +155,9 @@ async def story(run: Run, *, only_warms_up: bool = False) -> RunResult:
             " [tasks.dataset]."
         )
     # All parts are made before the run folder, so bad input leaves nothing behind.
-    async with assemble_training(config, source=source, checkpoint=run.start.checkpoint) as parts:
+    async with assemble_training(
+        config, source=source, checkpoint=run.start.checkpoint, ranks=ranks
+    ) as parts:
         parts.check_tasks([*parts.train_tasks, *parts.eval_tasks])
         await parts.try_environment()
         publisher = Publisher(parts.engine, parts.learner, config.model.dtype, state)

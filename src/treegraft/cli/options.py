@@ -53,6 +53,15 @@ Overrides = Annotated[
 ]
 
 
+Smoke = Annotated[
+    bool | None,
+    typer.Option(
+        "--smoke",
+        help="With the recipe's own table [smoke]: a small model and few tasks, in seconds.",
+    ),
+]
+
+
 def refuse_idle(context: typer.Context, where: str, *names: str) -> None:
     """Raises SettingError for the first of the named options that was given.
 

@@ -69,6 +69,10 @@ class KernelError(TreegraftError, RuntimeError):
     """Our own kernels cannot be made or loaded on this machine."""
 
 
+class RankError(TreegraftError, RuntimeError):
+    """A process that learns with others has ended, hangs, or is not like them."""
+
+
 class StorageError(TreegraftError, RuntimeError):
     """Files could not be written or read: the disk is full, the folder is read-only."""
 

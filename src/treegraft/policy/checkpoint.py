@@ -6,7 +6,8 @@ needs to go on.
       adapter/                       with model.lora.merge = false: adapters, model without them
       treegraft/config.json          resolved settings
       treegraft/state.json           counters, offsets, and a checksum of every other file
-      treegraft/optimiser.safetensors  float32 master weights and moments
+      treegraft/optimiser.safetensors  float32 master weights and moments; of several ranks each
+                                     writes its rows (optimiser-00001-of-00002.safetensors, ...)
 
 The folder is written under another name and renamed when complete; one that it replaces is moved
 aside first. So whenever the process is killed, every folder with its proper name is whole, and
@@ -22,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from treegraft.core.interfaces import LearnerLike
 from treegraft.policy.head import base_model
+from treegraft.policy.shards import Rows, write_rows
 from treegraft.runs.checkpoint import (
     ASIDE,
     PARTIAL,
@@ -118,9 +119,7 @@ def write_model(
 
 def write_optimiser(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Writes the optimiser's state into the folder of a checkpoint."""
-    # Cloned: safetensors refuses tensors that share memory.
-    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-    save_file(tensors, folder / "treegraft" / "optimiser.safetensors")
+    write_rows(folder / "treegraft" / "optimiser.safetensors", state, is_first=True)
 
 
 def with_saved_adapter(model: Any, folder: Path) -> Any:
@@ -142,6 +141,7 @@ def read_optimiser(folder: Path) -> dict[str, Tensor]:
     """
     read_state(folder)
     try:
-        return load_file(folder / "treegraft" / "optimiser.safetensors")
+        rows = Rows(sorted((folder / "treegraft").glob("optimiser*.safetensors")))
+        return {name: rows.whole(name) for name in rows.names}
     except (OSError, ValueError, SafetensorError) as error:
         raise _unreadable(folder, error) from error

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+
+from treegraft.policy.head import base_model
 
 CHUNK = 1 << 20
 """Words of a tensor that are summed at once: 8 MB as 64-bit integers."""
@@ -91,30 +93,57 @@ def plain_weights(model: Any) -> dict[str, Tensor]:
     return dict(named_weights(model))
 
 
-def named_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+def named_weights(
+    model: Any, gather: Callable[[Any], Tensor] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yields what `plain_weights` holds, each tensor made when its turn comes.
 
     W' = W + scale · B A, formed anew each time: merging in place and undoing it would drift by
     rounding.
-    """
-    if not hasattr(model, "get_base_model"):
-        for name, tensor in model.state_dict().items():
-            yield name, tensor.detach()
-        return
-    from peft.tuners.lora import LoraLayer
 
-    inner = model.get_base_model()
-    adapted = {
-        f"{name}.base_layer.weight": cast(Any, module)
-        for name, module in inner.named_modules()
-        if isinstance(module, LoraLayer)
-    }
-    for name, tensor in inner.state_dict().items():
+    Args:
+        gather: makes a weight whole that is divided among processes; those without adapters are
+            yielded as they are.
+    """
+    adapted = _adapted(model)
+    for name, tensor in base_model(model).state_dict().items():
         if ".lora_" in name:
             continue
         value = tensor
         if name in adapted:
+            module = adapted[name]
+            if gather is None:
+                delta = module.get_delta_weight("default")
+            else:
+                value = gather(tensor)
+                pair = (gather(part["default"].weight) for part in (module.lora_B, module.lora_A))
+                delta = _product(*pair, module)
             # peft keeps the adapters of bfloat16 models in float32.
-            delta = adapted[name].get_delta_weight("default")
-            value = (tensor + delta).to(tensor.dtype)
+            value = (value + delta).to(tensor.dtype)
         yield name.replace(".base_layer.", "."), value.detach()
+
+
+def weight_names(model: Any) -> list[str]:
+    """Returns the names of what `plain_weights` holds."""
+    names = base_model(model).state_dict()
+    return [name.replace(".base_layer.", ".") for name in names if ".lora_" not in name]
+
+
+def _adapted(model: Any) -> dict[str, Any]:
+    """The modules with adapters, by the names of the weights that they adapt."""
+    if base_model(model) is model:
+        return {}
+    from peft.tuners.lora import LoraLayer
+
+    return {
+        f"{name}.base_layer.weight": cast(Any, module)
+        for name, module in base_model(model).named_modules()
+        if isinstance(module, LoraLayer)
+    }
+
+
+def _product(b: Tensor, a: Tensor, module: Any) -> Tensor:
+    """scale · B A, as peft forms it for a linear layer."""
+    product = b @ a
+    scaled: Tensor = (product.T if module.fan_in_fan_out else product) * module.scaling["default"]
+    return scaled

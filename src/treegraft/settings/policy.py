@@ -44,6 +44,9 @@ def _shares_steps(config: Settings) -> str:
     return with_entropy(config)
 
 
+_several_ranks = Condition("learn.ranks", lambda ranks: ranks != 1)
+
+
 def _rise_of_warmup(config: Settings) -> int:
     is_tiny = value_of(config, "model.path") == "tiny"
     return 50 if is_tiny else int(value_of(config, "warmup.num_steps")) // 10
@@ -327,6 +330,18 @@ class LearnSettings(Settings):
     compile_kernels: bool = True
     """On a CPU: attention over trees by our own kernels, made once per machine with its C
     compiler."""
+    ranks: int | Literal["auto"] = setting("auto", resumable=True)
+    """Processes that learn together, each with its share of weights, gradients and moments. "auto"
+    takes those that torchrun has started (one without it); a number is checked against them."""
+    sequence_parallel: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
+    """Ranks that share one pass, each with a part of its tokens; it divides the number of ranks and
+    the model's key-value heads."""
+    replicate: int = setting(1, ge=1, resumable=True, idle_unless=_several_ranks)
+    """Copies of the divided weights: each group of ranks / replicate holds one, so that weights are
+    gathered within a group alone. It divides the number of ranks."""
+    offload: bool = setting(False, resumable=True, idle_unless=_several_ranks)
+    """On GPUs: shards of weights, gradients and moments lie in the hosts' memory, and each layer's
+    weights come to the GPU for its pass alone."""
 
 
 class WarmupSettings(Settings):

@@ -152,8 +152,8 @@ class _Writer:
         self._put(f"data/{key}.js", f"treegraft('{key}','{text}');\n".encode())
 
     def _ask(self, method: Callable[[Request], Any], query: Any = None, **path: str) -> Any:
-        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "path_params": path}
-        scope["query_string"] = urlencode(query or {}).encode()
+        scope: dict[str, Any] = {"type": "http", "method": "GET", "path": "/", "headers": []}
+        scope |= {"path_params": path, "query_string": urlencode(query or {}).encode()}
         return json.loads(bytes(answering(method)(Request(scope)).body))
 
     def _write_run(self, key: str, run: Run, files: Sequence[TreeFile]) -> None:

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from treegraft.policy.engine.blocks import BlockPool
 from treegraft.policy.engine.forward import HookedForward, distance, limit_of
-from treegraft.policy.engine.ragged import BUCKETS, Gathered, RaggedPlan
+from treegraft.policy.engine.gathered import Gathered, makes_copies
+from treegraft.policy.engine.ragged import BUCKETS, RaggedPlan
 from treegraft.policy.head import first_line
 from treegraft.policy.hook import AttentionOptions
 
@@ -29,9 +30,11 @@ ROWS = (1, 2, 4, 8, *BUCKETS)
 """Numbers of rows that steps are recorded for."""
 FIRST_BLOCKS = 4
 """Blocks of the longest path that steps are recorded for; then twice as many, and so on."""
-MAX_BLOCKS = 4096
-"""Rows times blocks from which steps are not recorded: there the operators take longer than their
-launching, and much memory."""
+MAX_BLOCKS = 65_536
+"""Rows times blocks from which steps are not recorded: 256 rows of 16,384 tokens."""
+MAX_COPIED = 4096
+"""The same where attention copies blocks: there the operators take longer than their launching, and
+much memory."""
 
 Run = Callable[[], Tensor]
 Recorder = Callable[[Run], Run]
@@ -104,7 +107,7 @@ class RecordedForward:
         rows = next(bucket for bucket in ROWS if bucket >= len(used))
         # Powers of two: a recording for every length would take as long as it saves.
         blocks = max(FIRST_BLOCKS, 1 << (used.shape[1] - 1).bit_length())
-        if rows * blocks > MAX_BLOCKS:
+        if rows * blocks > (MAX_COPIED if makes_copies(ids.device) else MAX_BLOCKS):
             return self._forward(ids, positions, plan)
         if plan.pool.num_blocks != self._num_blocks:  # it has moved
             self._recordings.clear()

@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from treegraft.core.errors import ModelError
 from treegraft.policy.engine.blocks import BlockPool, Row
-from treegraft.policy.hook import AttentionOptions, merge_partials, partial_attention
+from treegraft.policy.engine.gathered import Gathered
+from treegraft.policy.hook import AttentionOptions
 from treegraft.policy.kernels.engine import BLOCK, Kernels, Pass
 
 MIN_ROWS = 16
@@ -148,65 +149,6 @@ class RaggedPlan:
         """[segments, blocks] those that hold positions up to `last`."""
         slots = torch.tensor([segment.row.slot for segment in segments])
         return self._table[slots, : last // BLOCK + 1].long()
-
-
-@dataclass(frozen=True)
-class Gathered:
-    """R paths of n tokens each, R or n being 1, over B blocks."""
-
-    positions: Tensor
-    """[R * n]"""
-    blocks: Tensor
-    """[R * n] the block that each token goes to."""
-    places: Tensor
-    """[R * n] its place in there."""
-    used: Tensor
-    """[R, B] the blocks of each path."""
-
-    @classmethod
-    def of(cls, positions: Tensor, used: Tensor) -> Gathered:
-        """Returns the plan for tokens at `positions` [R * n] of paths with the blocks `used` [R,
-        B]."""
-        blocks = used.gather(1, (positions // BLOCK).view(used.shape[0], -1)).flatten()
-        return cls(positions, blocks, positions % BLOCK, used)
-
-    def store(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Puts key and value [kv heads, R * n, width] into their blocks."""
-        keys[self.blocks, :, :, self.places] = key.transpose(0, 1)
-        # Values are padded to whole vector registers; the padding stays 0.
-        values[self.blocks, :, self.places, : value.shape[-1]] = value.transpose(0, 1)
-
-    def attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, options: AttentionOptions
-    ) -> Tensor:
-        """Returns [R * n, heads, width] for query [heads, R * n, width]; the query heads of a kv
-        head are stacked."""
-        heads, count, width = query.shape
-        num_paths, kv_heads = self.used.shape[0], keys.shape[1]
-        length, group = count // num_paths, heads // kv_heads
-        own_keys = keys[self.used].permute(0, 2, 1, 4, 3).reshape(num_paths, kv_heads, -1, width)
-        own_values = (
-            values[self.used]
-            .permute(0, 2, 1, 3, 4)
-            .reshape(num_paths, kv_heads, -1, values.shape[-1])[..., :width]
-        )
-        stacked = query.reshape(kv_heads, group, num_paths, length, width).permute(2, 0, 1, 3, 4)
-        # A block's places behind the path's last token hold what an earlier path left there; their
-        # columns are larger than every position, so the causal mask hides them too.
-        rows = self.positions.view(num_paths, 1, 1, length, 1)
-        columns = torch.arange(own_keys.shape[2], device=query.device)
-        visible = columns <= rows
-        if options.window is not None:
-            visible &= rows - columns < options.window
-        visible = visible.expand(-1, -1, group, -1, -1).reshape(num_paths, 1, group * length, -1)
-        part = partial_attention(
-            stacked.reshape(num_paths, kv_heads, -1, width), own_keys, own_values, visible, options
-        )
-        sinks = None
-        if options.sinks is not None:
-            sinks = options.sinks.float().view(kv_heads, group, 1).repeat_interleave(length, dim=1)
-        merged = merge_partials([part], sinks).reshape(num_paths, kv_heads, group, length, width)
-        return merged.permute(0, 3, 1, 2, 4).reshape(count, heads, width)
 
 
 @torch.inference_mode()

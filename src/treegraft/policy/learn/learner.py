@@ -138,12 +138,23 @@ class Learner:
         # For good, not for each pass: gradient checkpointing runs the layers once more backward.
         if self.packing_problem is None:
             install_attention(model)
-        self._scored = Scored(model, learn, is_packed=self.packing_problem is None)
         self._team = team or Alone()
+        self._scored = self._placed(Scored(model, learn, is_packed=self.packing_problem is None))
         self.optimiser = MasterAdamW(
             model, learn, num_planned=num_updates * learn.num_epochs * learn.num_minibatches
         )
         self._reference: Reference | None = None
+
+    def _placed(self, scored: Scored) -> Scored:
+        """The module through which all passes run, where its weights are to lie."""
+        # Weights of a DTensor that are used outside their own module's forward pass get no
+        # gradient from the others, without an error.
+        if any(hasattr(weight, "placements") for weight in scored.parameters()):
+            raise ModelError(
+                "learner: the model's weights are divided among processes already (DTensor);"
+                " expected a whole model. Leave the division to Treegraft: start it with torchrun."
+            )
+        return scored
 
     @property
     def device(self) -> torch.device:

@@ -96,7 +96,9 @@ class MasterAdamW:
         if all(master.grad is None for master in self._masters):
             return 0.0
         # Here and not for each pass: the limit is on the sum over all micro-batches.
-        norm = float(torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm))
+        found: Any = torch.nn.utils.clip_grad_norm_(self._masters, self._settings.max_grad_norm)
+        # Of weights that are divided among ranks, it comes as parts of a sum.
+        norm = float(found.full_tensor() if hasattr(found, "full_tensor") else found)
         for group in self._adam.param_groups:
             group["lr"] = lr
         self._adam.step()

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-
 from treegraft.core.errors import CheckpointError
+from treegraft.policy.shards import Rows, local_rows, write_rows
 
-FILE = "reference.safetensors"
+STEM = "reference"
+"""Beginning of the names of its files."""
 
 
 class Reference:
@@ -35,29 +34,35 @@ class Reference:
 
     def _exchange(self) -> None:
         for name, weight in self._weights.items():
-            weight.data, self._kept[name] = self._kept[name], weight.data
+            local, kept = local_rows(weight)[0], self._kept[name]
+            if local is weight:
+                weight.data, self._kept[name] = kept, weight.data
+            else:
+                # What is gathered for a pass is the memory itself of a divided weight.
+                now = local.detach().clone()
+                local.data.copy_(local_rows(kept)[0])
+                local_rows(kept)[0].copy_(now)
 
-    def save(self, folder: Path) -> None:
-        """Writes the weights, for a resumed run."""
+    def save(self, folder: Path, suffix: str = "", *, is_first: bool = True) -> None:
+        """Writes the weights, for a resumed run; see `write_rows`."""
         folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / ".reference.partial"
-        save_file({name: kept.contiguous() for name, kept in self._kept.items()}, partial)
+        partial = folder / f".reference{suffix}.partial"
+        write_rows(partial, self._kept, is_first=is_first)
         # Renamed when complete: a run killed meanwhile must not be resumed with half of it.
-        partial.replace(folder / FILE)
+        partial.replace(folder / f"{STEM}{suffix}.safetensors")
 
     def load(self, folder: Path) -> None:
-        """Takes the weights that `save` wrote.
+        """Takes the weights that `save` wrote, whatever number of ranks did.
 
         Raises:
             CheckpointError: they are missing.
         """
-        path = folder / FILE
-        if not path.exists():
-            raise CheckpointError(
-                f"'{path}' is missing; a run with loss.kl_coef > 0 cannot be resumed without its"
-                " reference"
-            )
-        found = load_file(path)
-        with torch.no_grad():
+        rows = Rows(sorted(folder.glob(f"{STEM}*.safetensors")))
+        try:
             for name, kept in self._kept.items():
-                kept.copy_(found[name])
+                rows.fill(name, kept)
+        except KeyError as error:
+            raise CheckpointError(
+                f"'{folder / STEM}.safetensors' is missing or lacks {error}; a run with"
+                " loss.kl_coef > 0 cannot be resumed without its reference"
+            ) from error

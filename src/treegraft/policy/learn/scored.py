@@ -42,15 +42,20 @@ class Scored(nn.Module):
     ) -> Scores | Tensor:
         """Returns (logprobs, entropies) of the unique sampled tokens and, with `takes_lessons`,
         of the lesson tokens after them; with `wants_argmax` the most likely tokens instead."""
-        targets, temperatures = batch.sampled, batch.temperatures
-        if takes_lessons and batch.lessons is not None:
-            targets = torch.cat([targets, batch.lessons.packed])
-            temperatures = torch.cat([temperatures, batch.lessons.temperatures])
+        targets, temperatures = self._wanted(batch, takes_lessons)
         hidden = self._hidden(batch)[: targets.numel()]
         chunk = self._settings.vocab_chunk
         if wants_argmax:
             return chunked_argmax(self._head, hidden, chunk)
-        return chunked_scores(self._head, hidden, batch.token_ids[targets], temperatures, chunk)
+        return chunked_scores(self._head, hidden, targets, temperatures, chunk)
+
+    def _wanted(self, batch: TreeBatch, takes_lessons: bool) -> tuple[Tensor, Tensor]:
+        """The tokens to score, and their temperatures."""
+        places, temperatures = batch.sampled, batch.temperatures
+        if takes_lessons and batch.lessons is not None:
+            places = torch.cat([places, batch.lessons.packed])
+            temperatures = torch.cat([temperatures, batch.lessons.temperatures])
+        return batch.token_ids[places], temperatures
 
     def _hidden(self, batch: TreeBatch) -> Tensor:
         if not self._is_packed:

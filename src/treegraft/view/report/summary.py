@@ -4,6 +4,7 @@ which they differ."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -24,6 +25,10 @@ def _wall_s(line: MetricsLine) -> float:
     # The seconds of an update hold those of its evaluation; the first line has no update.
     own = line.get("time/update_s", line.get("time/eval_s", 0.0))
     return own + line.get("time/warmup_s", 0.0)
+
+
+def _recorded(key: str, line: MetricsLine) -> float | None:
+    return line.get(key)
 
 
 def _mean(records: Sequence[Record], cost: Callable[[MetricsLine], float | None]) -> float | None:
@@ -60,7 +65,7 @@ def summary(groups: Sequence[Group]) -> Table:
                 f"{ends[0]} to {ends[-1]}" if len(ends) > 1 else ends[0] if ends else None,
                 _accuracy(group, GREEDY),
                 _accuracy(group, SAMPLED),
-                *(_mean(records, lambda line, key=key: line.get(key)) for _, key in _COSTS),
+                *(_mean(records, partial(_recorded, key)) for _, key in _COSTS),
                 None if seconds is None else duration(seconds),
             )
         )

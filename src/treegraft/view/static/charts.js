@@ -36,13 +36,16 @@ export function duration(value, longest = value, digits = 3) {
 
 export const short = (value) => (Math.abs(value) >= 1e6 ? `${num(value / 1e6, 3)} M` : Math.abs(value) >= 1e4 ? `${num(value / 1e3, 3)} k` : num(value, 3));
 
+// Seconds between two ticks: round numbers of their unit.
+const STEPS = [0.001, 0.01, 0.1, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, ...[1, 2, 5, 10, 20, 50, 100, 200, 500].map((days) => 86400 * days)];
+
 // What charts can be drawn over: a metric's sum so far, from the server, or the update itself.
 export const AXES = {
   update: { label: "update", show: (value) => (Number.isInteger(value) ? String(value) : "") },
   tokens: { label: "sampled tokens", show: short },
   calls: { label: "tool calls", show: short },
-  wall_s: { label: "time", show: (value, most) => duration(value, most) },
-  cpu_s: { label: "processor time", show: (value, most) => duration(value, most) },
+  wall_s: { label: "time", show: (value, most) => duration(value, most), steps: STEPS },
+  cpu_s: { label: "processor time", show: (value, most) => duration(value, most), steps: STEPS },
 };
 
 // Draws values over x. series: {label, colour, values, raw, dash, points, low, high}; marks: [{x, texts}];
@@ -94,7 +97,7 @@ export function chart(place, { x, series, marks = [], range, format = num, sync,
       y: logs ? { distr: 3 } : { range: range ? () => range : (u, low, high) => (stacked ? [0, 1.06 * (high || 1)] : padded(low, high)) },
     },
     axes: [
-      { ...line, size: 28, values: (u, ticks) => ticks.map((tick) => axis.show(tick, most)) },
+      { ...line, size: 28, ...(axis.steps ? { incrs: axis.steps } : {}), values: (u, ticks) => ticks.map((tick) => axis.show(tick, most)) },
       // Between powers of ten there are lines, and no room for numbers.
       { ...line, size: 58, values: (u, ticks) => ticks.map((tick) => (tick === null || (logs && !isPower(tick)) ? "" : format(tick, 3))) },
     ],

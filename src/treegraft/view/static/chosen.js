@@ -12,7 +12,9 @@ export function chosenRuns(runs, query) {
   const known = (some) => some.filter((name) => runs.some((run) => run.name === name));
   if (query.runs !== undefined) names = known(query.runs.split(","));
   else if (names === null) {
-    const whole = runs.filter((run) => !run.error);
+    const readable = runs.filter((run) => !run.error);
+    const written = readable.filter((run) => run.num_lines > 0);
+    const whole = written.length ? written : readable;
     const newest = [...whole].sort((a, b) => b.newest - a.newest).slice(0, MOST);
     names = whole.filter((run) => newest.includes(run)).map((run) => run.name);
   } else names = known(names);

@@ -10,6 +10,9 @@ const STATES = { running: 0, stopped: 1, finished: 2, damaged: 3 };
 const stateOf = (run) => (run.error ? "damaged" : run.is_live ? "running" : run.num_updates && run.update >= run.num_updates ? "finished" : "stopped");
 const ago = (newest) => (newest ? `${duration(Math.max(0, Date.now() / 1000 - newest / 1e9), undefined, 2)} ago` : "");
 
+// Of a path its end tells runs apart.
+const ending = (path) => { const parts = path.split("/"); return parts.length > 4 ? `…/${parts.slice(-3).join("/")}` : path; };
+
 export async function runsPage(page, { runs, query, go }) {
   let chosen = [...chosenRuns(runs, query)];
   let words = query.q ?? "";
@@ -34,18 +37,18 @@ export async function runsPage(page, { runs, query, go }) {
       if (box.checked) mark.style.setProperty("--own", colourOf(run.name));
       return h("label", { class: "pick" }, box, mark);
     } },
-    { key: "name", label: "run", lead: true, keep: true, text: true, of: (run) => run.name, show: (run) => plain(run.name) },
-    { key: "folder", label: "folder", text: true, of: (run) => run.folder, show: (run) => plain(run.folder) },
+    { key: "name", label: "run", lead: true, keep: true, text: true, name: true, of: (run) => run.name, show: (run) => plain(run.name) },
+    { key: "folder", label: "folder", text: true, clip: true, of: (run) => run.folder, show: (run) => plain(run.folder) },
     { key: "state", label: "state", text: true, keep: true, of: (run) => STATES[stateOf(run)], show: (run) => h("span", { class: { running: "pulse", damaged: "bad" }[stateOf(run)] ?? "dim", title: plain(run.error ?? "") }, run.error ? `cannot be read: ${plain(run.error).slice(0, 120)}` : stateOf(run)) },
     { key: "update", label: "updates", keep: true, of: (run) => run.update, show: (run) => `${run.update}/${run.num_updates}` },
-    { key: "explorers", label: "explorers", text: true, of: (run) => run.explorers, show: (run) => plain(run.explorers) },
-    { key: "model", label: "model", text: true, of: (run) => run.model, show: (run) => plain(run.model) },
+    { key: "explorers", label: "explorers", text: true, clip: true, of: (run) => run.explorers, show: (run) => h("span", { title: plain(run.explorers) }, plain(run.explorers)) },
+    { key: "model", label: "model", text: true, of: (run) => run.model, clip: true, show: (run) => h("span", { title: plain(run.model) }, plain(ending(run.model))) },
     { key: "seed", label: "seed", of: (run) => (Number.isNaN(Number(run.seed)) ? run.seed : Number(run.seed)), show: (run) => plain(run.seed) },
     { key: "reward", label: "reward", title: "mean reward of the last update", of: (run) => run.last["reward/mean"] },
     { key: "greedy", label: "greedy", title: "held-out accuracy of the last greedy evaluation", of: (run) => run.last["eval/accuracy"], show: (run) => percent(run.last["eval/accuracy"]) },
     { key: "sampled", label: "sampled", title: "held-out accuracy of the last sampled evaluation", of: (run) => run.last["eval/accuracy_sampled"], show: (run) => percent(run.last["eval/accuracy_sampled"]) },
     { key: "calls", label: "tool calls", of: (run) => run.sums.calls, show: (run) => (run.sums.calls === undefined ? "–" : short(run.sums.calls)) },
-    { key: "tokens", label: "sampled tokens", of: (run) => run.sums.tokens, show: (run) => (run.sums.tokens === undefined ? "–" : short(run.sums.tokens)) },
+    { key: "tokens", label: "tokens", title: "sampled tokens", of: (run) => run.sums.tokens, show: (run) => (run.sums.tokens === undefined ? "–" : short(run.sums.tokens)) },
     { key: "time", label: "time", title: "by the clock, warm-up and evaluations included", of: (run) => run.sums.wall_s, show: (run) => (run.sums.wall_s === undefined ? "–" : duration(run.sums.wall_s)) },
     { key: "newest", label: "written", title: "when it last wrote", of: (run) => run.newest, same: (run) => run.name, show: (run) => ago(run.newest) },
   ];

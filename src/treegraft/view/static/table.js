@@ -46,7 +46,7 @@ export function makeList(place, { id, columns, address, query, first, down: firs
     const part = sorted.slice((at - 1) * SIZE, at * SIZE);
     const arrow = (one) => (one === column ? (down ? " ▼" : " ▲") : "");
     const head = told.map((one) => h("th", { class: one.text ? "text" : null, "aria-sort": one === column ? (down ? "descending" : "ascending") : null }, one.label && h("button", { onclick: () => sortBy(one), title: one.title ?? null }, one.label, arrow(one))));
-    const cell = (one, row) => h("td", { class: [one.text && "text", one.wide && "wide", !one.keep && !one.of(row) && "nil"].filter(Boolean).join(" ") || null, "data-label": one.label }, one.lead ? h("a", { href: address(row) }, shownIn(one, row)) : shownIn(one, row));
+    const cell = (one, row) => h("td", { class: [one.text && "text", one.wide && "wide", one.clip && "clip", one.name && "name", !one.keep && !one.of(row) && "nil"].filter(Boolean).join(" ") || null, "data-label": one.label }, one.lead ? h("a", { href: address(row) }, shownIn(one, row)) : shownIn(one, row));
     const body = part.map((row) => h("tr", { "data-href": address(row), tabindex: -1, class: rowClass(row) }, told.map((one) => cell(one, row))));
     const list = h("table", { class: `list${told.some((one) => one.wide) ? " full" : ""}`, id }, h("thead", null, h("tr", null, head)), h("tbody", null, body));
     list.addEventListener("click", (event) => {
@@ -58,7 +58,9 @@ export function makeList(place, { id, columns, address, query, first, down: firs
     order.value = column.key;
     const pager = () => pages > 1 && h("span", { class: "pager" }, h("button", { disabled: at === 1, onclick: () => turnTo(at - 1), "aria-label": "page before" }, "‹"), ` ${(at - 1) * SIZE + 1} to ${(at - 1) * SIZE + part.length} of ${rows.length} `, h("button", { disabled: at === pages, onclick: () => turnTo(at + 1), "aria-label": "next page" }, "›"));
     const equal = quiet.length > 0 && h("span", { class: "dim equal" }, "Equal in all rows: ", quiet.map((one, n) => [n ? ", " : "", `${one.label} `, word(one)]), " ", h("button", { onclick: () => change(() => (showsAll = !showsAll)) }, showsAll ? "hide them" : "show as columns"));
-    replace(place, about(rows), rows.length ? [h("div", { class: "tools listtools" }, order, pager(), equal), list, pages > 1 && h("div", { class: "tools listtools" }, pager())] : h("p", { class: "notice" }, empty()));
+    replace(place, about(rows), rows.length ? [h("div", { class: "tools listtools" }, order, pager(), equal), h("div", { class: "listbox" }, list), pages > 1 && h("div", { class: "tools listtools" }, pager())] : h("p", { class: "notice" }, empty()));
+    // Only a list that is too wide scrolls in a box of its own: heads that stay in sight need the page's scrolling.
+    list.parentElement?.classList.toggle("scroll", list.offsetWidth > place.clientWidth);
   }
 
   function move(by) {

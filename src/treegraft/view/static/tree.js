@@ -104,7 +104,8 @@ export async function treePage(page, { run, query, go }, file, n) {
   function hint() {
     const below = drawing?.hidden(scroller.scrollTop + scroller.clientHeight) ?? [];
     more.hidden = below.length === 0;
-    more.textContent = `${leafNames(below)} below ▾`;
+    const right = below.filter((one) => tree.leaves[one].is_correct).length;
+    more.textContent = `${leafNames(below)} below${right ? `, ${below.length === 1 ? "" : `${right} `}right` : ""} ▾`;
   }
 
   function reveal() {
@@ -114,7 +115,7 @@ export async function treePage(page, { run, query, go }, file, n) {
 
   // ---- the path
   async function drawPath() {
-    if (isEmpty) return replace(right, h("p", { class: "dim" }, NO_LEAF));
+    if (isEmpty) return replace(right);
     const which = leaf;
     const one = tree.leaves[leaf];
     const isBest = leaf === tree.best;

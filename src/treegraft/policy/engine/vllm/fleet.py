@@ -215,21 +215,28 @@ class Fleet:
         Raises:
             EngineError: one did not become ready in time; SettingError: one that cannot be used.
         """
-        timeout_s = self.settings.vllm.start_timeout_s
-        # One after another: each server checks the memory that is free.
-        for member in self.members:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await self._raise_up(member, is_first=True)
-            except TimeoutError as error:
-                raise EngineError(
-                    f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
-                    f" {timeout_s:g} s.{self._log_of(member)}"
-                ) from error
-            except Unreachable as error:
-                raise EngineError(f"engine: {error}.{self._log_of(member)}") from error
-            self._go_live(member)
+        starts = [asyncio.create_task(self._open_one(member)) for member in self.members]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
         self._spawn(self._watch())
+
+    async def _open_one(self, member: Member) -> None:
+        timeout_s = self.settings.vllm.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._raise_up(member, is_first=True)
+        except TimeoutError as error:
+            raise EngineError(
+                f"engine: {member.server} was not ready within engine.vllm.start_timeout_s ="
+                f" {timeout_s:g} s.{self._log_of(member)}"
+            ) from error
+        except Unreachable as error:
+            raise EngineError(f"engine: {error}.{self._log_of(member)}") from error
+        self._go_live(member)
 
     async def close(self) -> None:
         """Gives the servers up, and ends those that are ours."""
@@ -407,6 +414,9 @@ class Fleet:
         server, timeout_s = member.server, self.settings.vllm.start_timeout_s
         async with member.loading:
             due = self.due
+            if server.process is None:
+                # The claim may have run out while the learner was busy.
+                await self._claim(server)
             # Drained first: a running request would get the label of weights that it does not have.
             await server.request("POST", "/pause?mode=wait", timeout_s=timeout_s)
             await server.set_version(_LOADING)

@@ -12,8 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treegraft.policy.weights import weights_fingerprint
-
 if TYPE_CHECKING:
     from treegraft.core.interfaces import WeightSource
 
@@ -39,10 +37,6 @@ class WeightsFolder:
                     for twin in index["twins"].get(name, ()):
                         yield twin, tensor
 
-    def fingerprint(self) -> str:
-        """Returns the checksum of the tensors as read, to be compared with the learner's."""
-        return weights_fingerprint(dict(self))
-
     def num_bytes(self) -> int:
         """Returns the size of all files."""
         return sum(file.stat().st_size for file in self.path.iterdir())
@@ -55,30 +49,29 @@ class WeightsFolder:
 def write_folder(path: Path, source: WeightSource) -> WeightsFolder:
     """Writes all weights of `source` into a new folder, and returns it.
 
-    Tensors that share their memory (a head tied to the embeddings) are written once.
+    Tensors that share their memory (a head tied to the embeddings) are written once where they meet
+    in one file.
     """
     path.mkdir(parents=True)
     files: list[str] = []
     twins: dict[str, list[str]] = {}
-    written: dict[tuple[int, tuple[int, ...]], str] = {}
-    held: dict[str, Tensor] = {}
+    held: dict[str, tuple[Tensor, Tensor]] = {}
+    """As given and as written: the first keeps its memory from being given to another tensor."""
 
     def close() -> None:
         if held:
             files.append(f"weights-{len(files):05d}.safetensors")
-            save_file(held, path / files[-1])
+            save_file({name: own for name, (_, own) in held.items()}, path / files[-1])
             held.clear()
 
     for name, tensor in source:
-        place = (tensor.data_ptr(), tuple(tensor.shape))
-        # A source may give each tensor the memory of the one before; only those still held here are
-        # certain to be the same.
-        if written.get(place) in held:
-            twins.setdefault(written[place], []).append(name)
+        place = (tensor.data_ptr(), tensor.shape)
+        same = (one for one, (given, _) in held.items() if (given.data_ptr(), given.shape) == place)
+        if twin := next(same, None):
+            twins.setdefault(twin, []).append(name)
             continue
-        written[place] = name
-        held[name] = tensor.detach().cpu().contiguous()
-        if sum(one.nbytes for one in held.values()) >= FILE_BYTES:
+        held[name] = (tensor, tensor.detach().cpu().contiguous())
+        if sum(own.nbytes for _, own in held.values()) >= FILE_BYTES:
             close()
     close()
     text = json.dumps({"files": files, "twins": twins})

@@ -31,6 +31,7 @@ from treegraft.policy.engine.vllm.protocol import (
     marked_rows,
 )
 from treegraft.policy.noise import NoiseKind
+from treegraft.policy.weights import bit_sum, fingerprint_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Order:
         return self.offset + len(self.output)
 
 
-class Draw(LogitsProcessor):
+class Draw(LogitsProcessor):  # type: ignore[misc]  # vllm is not installed here
     """Draws as the native engine does, and leaves rows of `protocol.marked_rows`, among which the
     server chooses greedily. No state outlives a request."""
 
@@ -193,17 +194,12 @@ class Extension:
     def treegraft_load(self, path: str) -> dict[str, Any]:
         """Takes over the weights of a folder; returns their checksum as read, and the seconds."""
         began = time.perf_counter()
-        folder = WeightsFolder(path)
-        with torch.inference_mode():
-            self.model_runner.reload_weights(weights_iterator=_checked(folder))
-        return {
-            "fingerprint": folder.fingerprint(),
-            "seconds": time.perf_counter() - began,
-        }
+        sums: dict[str, tuple[str, tuple[int, ...], int]] = {}
 
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in WeightsFolder(path):
+                sums[name] = (str(tensor.dtype), tuple(tensor.shape), int(bit_sum(tensor)))
+                yield name, tensor
 
-def _checked(folder: WeightsFolder) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in folder:
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"published weights: '{name}' has entries that are not finite")
-        yield name, tensor
+        self.model_runner.reload_weights(weights_iterator=tensors())
+        return {"fingerprint": fingerprint_of(sums), "seconds": time.perf_counter() - began}
